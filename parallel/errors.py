@@ -12,14 +12,14 @@ from pathlib import Path
 from parallel.fixes import Fix, fix_of
 
 _LONGEST = 800  # characters of an input that an error message shows
-_SOME = 5  # names in a line
+_SOME = 5  # names that `some` puts into a line
 
 
 class BadInput(ValueError):
     """An error in the user's input. Its message is one line that says what to write instead.
 
-    The command line prints it and exits with 2; a library caller catches a ValueError. `prints`: whether this one of several ranks
-    prints it; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
+    The command line prints it and exits with 2; a library caller catches a ValueError. `prints`: whether this rank prints
+    it, if several ranks raise it; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
     fix=Set("it", 1, 2, 4, 8))`.
     """
 
@@ -35,7 +35,7 @@ _PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.md)\b")
 
 
 def _place_of(page: re.Match[str]) -> str:
-    """Return the path at which a page of docs is here: its own in a checkout, that of the installed file in an installed package."""
+    """Return the path at which the user finds a page of docs: relative in a checkout, absolute in an installed package."""
     if not (Path(__file__).parents[1] / page[0]).exists():
         from importlib import metadata
 
@@ -78,7 +78,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def some(names: Iterable[str], *, rest: str = "") -> str:
-    """Return names for a line of text: at most five, then the number of the others. `rest`: text about these, such as a command."""
+    """Return names joined for a line of text: at most five, then how many more there are. `rest`: text after that number."""
     held = list(names)
     if len(held) <= _SOME:
         return ", ".join(held)
@@ -97,7 +97,7 @@ class Ended(RuntimeError):
 
 
 def where(error: BaseException) -> str:
-    """Return an error's type and message, and the innermost line that raised it: "ValueError: boom (my_train.py, line 12)"."""
+    """Return an error's type, message and innermost line of code as text: "ValueError: boom (my_train.py, line 12)"."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
     said = cut(f"{type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ IT = "it"
 
 
 class Fix:
-    """A change of a recipe or of a command line, or several: `a | b` alternatives, `a & b` changes that need each other. str(): words."""
+    """A change of a recipe or command line. `a | b`: alternatives. `a & b`: changes that only help together. str(fix): the fix in words."""
 
     @property
     def alternatives(self) -> tuple[Fix, ...]:
@@ -30,17 +30,17 @@ class Fix:
 
     @property
     def parts(self) -> tuple[Fix, ...]:
-        """Return the changes of one key each, in the order in which they are applied."""
+        """Return the single changes, of one key each, in the order in which they are applied."""
         return (self,)
 
     def ways(self, what: str) -> list[Fix]:
-        """Return the alternatives that can be tried, each with one value for a key: two for `Set(key, 1, 2)`, none for a text. `what`: the
-        key that is meant by "it".
+        """Return the alternatives that can be applied, one value a key in each: two for `Set(key, 1, 2)`, none for a text. `what`: the
+        key to which "it" refers.
         """
         return []
 
     def apply(self, values: dict[str, Any]) -> None:  # noqa: B027
-        """Apply a change, one of `ways`, to a recipe's nested values, in place."""
+        """Apply this fix, which must be one of the results of `ways`, to a recipe's nested dicts in place."""
 
     def __or__(self, other: Fix | str) -> Fix:
         return Either((*self.alternatives, *fix_of(other).alternatives))
@@ -92,7 +92,7 @@ class Remove(Fix):
 
 @dataclass(frozen=True)
 class Rename(Fix):
-    """Write the value of a key or section under another name."""
+    """Move the value of the key or section `key` to the name `new`."""
 
     key: str
     new: str
@@ -137,7 +137,7 @@ class Words(Fix):
 
 @dataclass(frozen=True)
 class Both(Fix):
-    """Changes that need each other."""
+    """Changes that only help if all of them are applied, written `a & b`."""
 
     changes: tuple[Fix, ...]
 
@@ -158,7 +158,7 @@ class Both(Fix):
 
 @dataclass(frozen=True)
 class Either(Fix):
-    """Alternatives."""
+    """Alternatives, of which one is enough, written `a | b`."""
 
     fixes: tuple[Fix, ...]
 
@@ -174,7 +174,7 @@ class Either(Fix):
 
 
 def fix_of(fix: Fix | str) -> Fix:
-    """Return the fix; a text becomes Words."""
+    """Return `fix` as a Fix: a text becomes Words, which changes nothing."""
     return Words(fix) if isinstance(fix, str) else fix
 
 
@@ -203,7 +203,7 @@ def any_of(fixes: Iterable[Fix | str]) -> Fix:
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key."""
+    """Set a dotted key ("degrees.tp") in nested dicts, and make missing dicts."""
     *outer, last = key.split(".")
     for name in outer:
         if not isinstance(values.get(name), dict):
@@ -213,7 +213,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def take(values: dict[str, Any], key: str) -> Any:
-    """Remove a dotted key. Return its value, or None if it does not exist."""
+    """Remove a dotted key from nested dicts. Return its value, or None if it does not exist."""
     *outer, last = key.split(".")
     for name in outer:
         values = values.get(name) or {}
@@ -221,7 +221,7 @@ def take(values: dict[str, Any], key: str) -> Any:
 
 
 def _joined(fixes: Sequence[Fix], word: str) -> str:
-    """Join the words of several fixes. After a fix that sets a key, the word "set" is not repeated, nor an equal key."""
+    """Return the texts of several fixes, joined by `word`. The word "set" and an equal key are not repeated from one fix to the next."""
     texts = [str(fixes[0])]
     for before, fix in pairwise(fixes):
         last, first, text = before.parts[-1], fix.parts[0], str(fix)
@@ -232,7 +232,7 @@ def _joined(fixes: Sequence[Fix], word: str) -> str:
 
 
 def written(value: Any) -> str:
-    """Return a value as a recipe has it."""
+    """Return a value as text in the form in which a recipe writes it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(written, value))}]"
     return value if isinstance(value, str) else json.dumps(value, default=str)

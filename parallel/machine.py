@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-# processor flag -> the matrix product that it offers; Linux, x86 and Arm
+# flag of an x86 or Arm processor in /proc/cpuinfo -> dtype of the matrix products that it accelerates
 MATRIX_INSTRUCTIONS: dict[str, Literal["bf16", "fp16"]] = {
     "amx_bf16": "bf16",
     "avx512_bf16": "bf16",
@@ -60,7 +60,7 @@ def memory_limit_bytes() -> int:
 
 
 def own_limit_bytes() -> float | None:
-    """Return the bytes of data (RLIMIT_DATA) or addresses (RLIMIT_AS) left to this process, the smaller one; None without limits."""
+    """Return how many more bytes this process may allocate under RLIMIT_DATA and RLIMIT_AS, the smaller one; None without limits."""
     import psutil
 
     held = psutil.Process().memory_info()

@@ -15,7 +15,7 @@ import yaml
 
 MOST_VALUES, DEEPEST = 300_000, 64
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: dates such as 2024-13-45
-_NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # octal 0755 is 493, and 1:30, in base 60, is 90
+_NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # YAML reads 0755 as octal 493, and 1:30 in base 60 as 90
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's is ten times as fast
@@ -41,7 +41,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load(text: str) -> Any:
-    """Return the values of a YAML text. Raise one of NOT_YAML if it is no YAML, has more than MOST_VALUES values, or nests over DEEPEST."""
+    """Return the data of a YAML text. Raise one of NOT_YAML if the text is no YAML, has over MOST_VALUES values, or nests over DEEPEST."""
     _check_size(text)
     return yaml.load(text, _Loader)
 
@@ -49,8 +49,8 @@ def load(text: str) -> Any:
 def _check_size(text: str) -> None:
     """Raise an error for recursive aliases, too many values or too deep nesting."""
     whole = 0
-    sizes: dict[str, int] = {}  # anchor -> number of its values, written out
-    open_: list[tuple[str | None, int]] = []  # (anchor, number of values before it) of each open collection
+    sizes: dict[str, int] = {}  # anchor -> number of its values, with aliases written out
+    open_: list[tuple[str | None, int]] = []  # for each unclosed collection: (anchor, number of values before it)
     for event in yaml.parse(text, _Loader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in [anchor for anchor, _ in open_]:

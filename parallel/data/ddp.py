@@ -26,10 +26,10 @@ from parallel.mesh.mesh import Axis, Mesh
 
 
 class DDP(Stepped):
-    """The engine of DDP. `layouts`: by the model's parameter names. Every rank must run the same number of micro-batches.
+    """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
 
-    `forward`: DP's replicas of the model, which run in training instead of it (parallel/data/dp.py). With pipeline stages, torch's buckets
-    are not used: sums start in `start_sums`, or else in `reduce`.
+    `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
+    DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`.
     """
 
     def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None) -> None:
@@ -71,7 +71,7 @@ class DDP(Stepped):
         sum_gradients({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
 
     def drop_gradients(self) -> None:
-        """Zero the gradients in DDP's buckets, which are views of the buckets' memory. Free all others, which is cheaper."""
+        """Zero the gradients that are views of DDP's buckets, which stay allocated. Set all other gradients to None, which is cheaper."""
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
         for name, parameter in self.parameters.items():
             if name in freed:
@@ -93,7 +93,7 @@ def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
 
 @dataclass
 class _Sums:
-    """State of DDP's communication hook. names: parameter id -> its name. still: send nothing."""
+    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> its name. still: True to send nothing."""
 
     axis: Axis
     names: dict[int, str]
@@ -119,7 +119,7 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum one bucket of gradients in fp32: DDP's communication hook. DDP's own would average."""
+    """Start to sum one bucket of gradients in fp32; return a future of the sum. This is DDP's communication hook; the default averages."""
     buffer = bucket.buffer()
     if sums.still:
         ready: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -32,7 +32,7 @@ _DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # const
 
 
 def load_deepspeed() -> Any:
-    """Import DeepSpeed without output, with all communication by torch.
+    """Import DeepSpeed without its output, return the module, and let torch do all communication.
 
     Its CPU backend would compile a shared-memory op on first use (80 to 120 s). Training does not need it, and its kernels crash on
     processors without AVX2, so it is marked as unavailable.
@@ -46,7 +46,7 @@ def load_deepspeed() -> Any:
         import deepspeed.runtime.zero.stage3  # noqa: F401
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)  # its calls
+    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)  # in DeepSpeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -123,7 +123,7 @@ def _use_compiled(folder: Path) -> None:
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    with suppress(ImportError, OSError):  # without a complete one, DeepSpeed compiles it later
+    with suppress(ImportError, OSError):  # if the extension is missing or incomplete, DeepSpeed compiles it later
         for name in ("pin_memory", "async_io"):
             spec = spec_from_file_location(name, folder / name / f"{name}.so")
             assert spec is not None and spec.loader is not None
@@ -144,7 +144,7 @@ def start_deepspeed() -> Any:
 
 
 def group_of(axis: Axis, mesh: Mesh) -> Any:
-    """Return the axis's process group. On an axis of size 1 this is a group of this rank alone: DeepSpeed takes None for all ranks."""
+    """Return the axis's process group; on an axis of size 1 a group of this rank alone, because DeepSpeed reads None as all ranks."""
     if axis.group is not None:
         return axis.group
     return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
@@ -155,7 +155,7 @@ def set_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
     from deepspeed.utils import groups
 
     if dist.get_world_size() > 1:
-        mesh.alone()  # also on ranks that need no such group: all ranks must make equally many groups
+        mesh.alone()  # on every rank, needed or not, because all ranks must make equally many groups
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
     groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: DeepSpeed exchanges no tokens
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
@@ -169,7 +169,7 @@ def dense_axis(mesh: Mesh) -> Axis:
 
 
 def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
-    """Return the interface of Megatron's `mpu`, by which DeepSpeed asks for groups. For tensor parallelism, it is told size 1."""
+    """Return an object like Megatron's `mpu`, which gives DeepSpeed `axis` as data-parallel group, and 1 as tensor-parallel size."""
     return SimpleNamespace(
         get_data_parallel_group=lambda: group_of(axis, mesh),
         get_data_parallel_group_ranks=lambda: axis.ranks,
@@ -183,7 +183,7 @@ def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
 
 
 def with_mark(model: nn.Module) -> nn.Module:
-    """Wrap the model together with an empty layer of DeepSpeed's MoE class, so that the engine looks for groups of experts."""
+    """Return a module of the model and an empty layer of DeepSpeed's MoE class, which makes the engine look for groups of experts."""
     from deepspeed.moe.layer import MoE
 
     class Mark(MoE):  # type: ignore[misc]

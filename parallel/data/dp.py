@@ -27,8 +27,8 @@ Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 class Replicas(nn.Module):
     """Replicas of `model`, which run its forward pass in training.
 
-    `scatter(args, devices, sums)` returns each replica's arguments; sums[i]: the i-th replica's `Together`. `gather(args, outputs, device)`
-    joins the replicas' outputs. `sent`: bytes so far, by "broadcast" and "reduce".
+    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is the `Together` function of replica i. `gather(args, outputs,
+    device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far.
     """
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
@@ -45,7 +45,7 @@ class Replicas(nn.Module):
 
 
 def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.Module:
-    """Copy the module with its weights on `device`. Gradients flow through the copies to the module's weights."""
+    """Return a copy of the module on `device`. Gradients flow through it to the original weights. `sent`: counts the bytes of both ways."""
     made: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -64,7 +64,7 @@ def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.
 
 
 def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], meeting: _Meeting) -> list[Any]:
-    """Run all replicas in threads. After all have ended, raise the error of the first replica that failed."""
+    """Run replica i on parts[i], each in a thread, and return their outputs. After all have ended, raise the first replica's error."""
     outputs: list[Any] = [None] * len(replicas)
     errors: list[BaseException | None] = [None] * len(replicas)
     grad = torch.is_grad_enabled()  # each thread has its own setting
@@ -89,7 +89,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
 
 
 class _Meeting:
-    """Sums tensors over the replicas of one forward pass. A recomputed layer gets the stored sum again."""
+    """Sums tensors by name over the replicas of one forward pass. Recomputation in the backward pass gets the stored sum."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)

@@ -24,22 +24,22 @@ from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> its content
-StateDims = Mapping[str, int | None]  # optimizer state -> the dim over which it is a mean; None: it has the parameter's shape
+StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the parameter's shape, or the dim over which it is a mean
 
 
 class Rule(ABC):
-    """An optimizer as data: its settings and its states. `decays(name, parameter)`: whether a parameter has weight decay."""
+    """The settings of an optimizer, from which `build` makes torch's. `decays(name, parameter)`: whether the parameter has weight decay."""
 
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the optimizer states that checkpoints store for the parameter `name`, with `num_dims` dims."""
+        """Return the states that checkpoints store for parameter `name`: state -> None, or the dim over which the state is a mean."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        """Make torch's optimizer. `wholes`: parameter id -> how to gather its matrices, if other ranks hold copies or shards."""
+        """Make torch's optimizer. `wholes`: id(parameter) -> how to gather its matrices, if other ranks hold copies or shards of it."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         """Return torch's parameter groups: one with weight decay, one without. Frozen parameters and empty groups are left out."""
@@ -64,10 +64,10 @@ class AdamW(Rule):
 
 
 class Engine(Protocol):
-    """Data parallelism of one kind: DDP, DP, FSDP, ZeRO.
+    """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
-    With pipeline stages, `backward_from` is called for each stage and micro-batch instead of `backward`, then `start_sums`, if at all, for
-    each stage after its last micro-batch, and at last `reduce`.
+    Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
+    micro-batch, may call `start_sums` after a stage's last micro-batch, and calls `reduce` at the end of the batch.
     """
 
     module: nn.Module
@@ -80,22 +80,22 @@ class Engine(Protocol):
     def backward(self, loss: Tensor, *, last: bool) -> None: ...
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        """Run the backward pass of one stage and micro-batch. `gradient`: of the stage's output; None if the output is the loss."""
+        """Run the backward pass of one stage and micro-batch. `gradient`: the gradient of `output`; None if `output` is the loss."""
 
     def start_sums(self, names: Sequence[str]) -> None:
-        """Start the sums of `reduce` for these parameters, if the engine can. Their gradients must be complete. Collective."""
+        """Start now the sums that `reduce` would make of these parameters' complete gradients; some engines do nothing here. Collective."""
 
     def reduce(self) -> None:
         """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (family, summed gradient) of all elements that this rank owns. Each element has one owner in the world."""
+        """Yield (parameter family, its summed gradients) that this rank owns, for norms. Each element has one owner in the world."""
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's weights and optimizer states, without those on a disk. Ranks that hold copies must yield in the same order."""
+        """Yield this rank's weights and optimizer states, except those on a disk. Ranks with equal copies yield in the same order."""
 
     def summed_gradients(self) -> Iterator[Held]:
-        """Yield the summed gradients, before a step, in the same order on ranks that hold copies."""
+        """Yield this rank's summed gradients, which exist until `step`. Ranks with equal copies yield in the same order."""
 
     def copy_again(self) -> bool:
         """Copy the optimizer's master weights to the model's weights; return False if both are the same tensors. Collective."""
@@ -108,13 +108,13 @@ class Engine(Protocol):
     def drop_gradients(self) -> None: ...
 
     def gradient(self, name: str) -> Tensor:
-        """Return this rank's shard, by the layout, of a parameter's summed gradient. Every rank must call it."""
+        """Return the summed gradient of the parameter's shard that the layout gives this rank. Collective."""
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Return this rank's shard, by the layout, of a parameter's master weight ("weight") and optimizer states. Collective."""
+        """Return "weight" -> master weight, and each optimizer state's name -> tensor, of the layout's shard of a parameter. Collective."""
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
-        """Load weights and optimizer states of these parameters, and set the optimizer's step counter. Every rank must call it.
+        """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.
 
-        `load` is called for one box after another of the elements that this rank keeps (parallel/data/load.py).
+        `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps.
         """

@@ -42,8 +42,8 @@ from parallel.watch.audit import Held, copies_of
 class Unit:
     """Parameters that are gathered together, before the module at `path` runs and before its backward pass.
 
-    dtype: of the gathered parameters; None: the parameters' own. backward: whether the backward pass reads them. ahead: whether they may be
-    prefetched; not if the unit is a tile, which must not be in memory with its neighbours, or runs twice in a forward pass.
+    dtype: dtype of gathered parameters; None: unchanged. backward: whether the backward pass reads them. ahead: whether they may be
+    prefetched; False for a tile, which must not be in memory together with another tile, and for a unit that runs twice in a forward pass.
     """
 
     path: str
@@ -58,25 +58,25 @@ def shard(
 ) -> None:
     """Cut a model on the meta device, then allocate this rank's shards on `device` and set their first values.
 
-    `units`: in the order in which they start to run; a unit inside another one follows it. `prefetch`: number of outermost units that are
-    gathered ahead, together with the units inside them.
+    `units`: in the order in which they start to run; nested units follow the unit around them. `reshard`: free gathered parameters after
+    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered ahead. `fill`: sets first values.
     """
     # torch warns about units that return a view, which must not be changed in place; this project never does that
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}
     cut: dict[str, FSDPModule] = {}
-    for unit in reversed(units):  # units inside others first
+    for unit in reversed(units):  # nested units first, as fully_shard needs
         axis = data_axis(layouts[unit.parameters[0]], mesh)
         assert {data_axis(layouts[name], mesh).ranks for name in unit.parameters} == {axis.ranks}, f"{unit.path}: one unit, one axis"
         if axis.size > 1:
             if axis.name not in meshes:
                 meshes[axis.name] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=(axis.name,))
             cut[unit.path] = _cut(model, unit, axis, meshes[axis.name], reshard=reshard)
-    if cut:  # the root unit has no parameters; it starts and ends the passes of the others
+    if cut:  # a root unit without parameters, at which torch starts and ends each pass
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         _look_ahead([u for u in units if u.path in cut], cut, prefetch)
-    model.to_empty(device=device)  # of the cut parameters, only the shards
+    model.to_empty(device=device)  # allocates only the shards of parameters that are cut
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             fill(name, parameter.data)
@@ -89,7 +89,7 @@ def shard(
 
 
 def _cut_of(parameter: DTensor, axis: Axis) -> Cut:
-    """Return how fully_shard has cut a parameter over the ranks of the axis. The last ranks may have fewer elements."""
+    """Return the dim and shard sizes by which fully_shard has cut a parameter over the axis. The last ranks may have fewer elements."""
     dim: int = parameter.placements[0].dim  # type: ignore[attr-defined]
     return Cut(dim - parameter.ndim, -(-parameter.shape[dim] // axis.size), parameter.shape[dim], axis)
 
@@ -118,40 +118,40 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
 
 
 def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
-    """Sum the gradients of a weight's several uses in this dtype, even if the weight is gathered in 16 bits."""
+    """Make autograd add the gradients of a weight that is used several times in this dtype, even if it is gathered in 16 bits."""
 
     def when_gathered(module: nn.Module, _: Any) -> None:
         for name in unit.parameters:
             model.get_parameter(name).grad_dtype = dtype
-        first.remove()  # set once: the whole parameter's object stays, only its memory is freed
+        first.remove()  # once is enough: freeing gathered memory keeps the parameter object and its grad_dtype
 
     first = model.get_submodule(unit.path).register_forward_pre_hook(when_gathered)
 
 
 def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
-    """Return the first dim that `ranks` divides; if there is none, 0, which is padded. (A stack of experts can be short.)"""
+    """Return the first dim that `ranks` divides; else 0, which torch pads. (Dim 0 of a stack of experts can be shorter than `ranks`.)"""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
-    """Set the units that each unit prefetches once it is gathered. torch's own choice fails with recomputed forward passes."""
+    """Set which units each unit prefetches when it has been gathered. torch's default order fails if forward passes are recomputed."""
     for module in cut.values():
-        module.set_modules_to_backward_prefetch([module])  # no prefetch: it is gathered already; for an empty list torch would choose
-    groups: list[list[Unit]] = []  # an outermost unit and the units inside it
+        module.set_modules_to_backward_prefetch([module])  # itself, gathered already: no prefetch (for [] torch chooses)
+    groups: list[list[Unit]] = []  # each: an outermost unit, then its nested units
     for unit in units:
         if groups and unit.path.startswith(f"{groups[-1][0].path}."):
             groups[-1] += [unit] if unit.ahead else []
         elif unit.ahead:
             groups.append([unit])
     for i, (first, *inside) in enumerate(groups if prefetch else ()):
-        # units inside prefetch nothing: recomputed in the backward pass, they would prefetch the next units of the forward pass
+        # nested units prefetch nothing: recomputed in the backward pass, they would prefetch units that only the forward pass needs next
         module, later, earlier = cut[first.path], groups[i + 1 : i + 1 + prefetch], groups[max(0, i - prefetch) : i]
         module.set_modules_to_forward_prefetch([cut[u.path] for u in chain(inside, *later)])
         module.set_modules_to_backward_prefetch([module, *(cut[u.path] for u in chain(inside, *reversed(earlier)))])
 
 
 class _OnAxis:
-    """Runs a unit's collective by this project's functions, which count it, and compare it in debug mode."""
+    """Base of FSDP's collectives on an axis. They call this project's functions, which count them and check them in debug mode."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -193,13 +193,13 @@ class FSDP(Stepped):
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
 
     def _whole(self, name: str) -> Whole | None:
-        """Return how to gather a parameter's whole matrices: first over this engine's cut, then over the layout's. Equal on every rank."""
+        """Return how to gather a parameter's matrices: first undo FSDP's cut, then the layout's cuts. None if they are whole already."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole
         own = self._cut_of(name)
         cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
-        return Whole(cuts) if cuts else None  # without copies: the ranks that would hold them hold shards
+        return Whole(cuts) if cuts else None  # `copies` is None, because each rank that would hold a copy holds another FSDP shard
 
     def reduce(self) -> None:
         sum_gradients({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
@@ -217,7 +217,7 @@ class FSDP(Stepped):
                 yield layout.family, grad
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return a tensor with the axes that hold copies of it. The ranks over which a parameter is cut hold no copies."""
+        """Return the tensor with the axes along which ranks hold copies of it. FSDP's shards have no copies along the axes it cuts over."""
         layout = self.layouts[name]
         return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
 
@@ -246,13 +246,13 @@ class FSDP(Stepped):
         super().load_state(names, load, steps=steps)
 
     def _reshard(self) -> None:
-        """Free gathered parameters, which have old values."""
+        """Free gathered parameters, so that the next use gathers the shards' new values."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def start(self, name: str) -> list[int]:
-        """Return the index of this rank's first element in the parameter's shard by its layout."""
+        """Return the index, one number for each dim, at which this rank's FSDP shard starts in the parameter's shard by its layout."""
         start = [0] * self.parameters[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)
@@ -260,9 +260,9 @@ class FSDP(Stepped):
         return start
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """Gather a parameter's shard by its layout from the engine's shards, given this rank's `part`. Collective."""
+        """Return the parameter's shard by its layout, gathered from the FSDP shards of all ranks; `part` is this rank's. Collective."""
         return Whole((self._cut_of(name),)).gathered(part) if name in self.cut else part
 
     def _cut_of(self, name: str) -> Cut:
-        """Return this engine's cut of a parameter's shard by its layout."""
+        """Return how FSDP has cut the shard that the layout gives this rank."""
         return _cut_of(self.cut[name], replace(data_axis(self.layouts[name], self.mesh), label=name))

@@ -1,6 +1,6 @@
 """Loading states into an engine, a few MiB at a time, so that resuming needs no more memory than training.
 
-load(name, kind, box)        returns a box of this rank's shard of a parameter, or of one of its optimizer states
+load(name, kind, box)        returns a box of this rank's shard of a parameter (kind "weight") or of one of its optimizer states
 fill(into, ...)              fills a tensor, one box after another: a whole tensor (DDP), or a shard along a dim (FSDP)
 fill_run(into, ...)          fills a flat tensor: consecutive elements, in row-major order, of a tensor (ZeRO's partitions)
 fill_stepped(parameter, ...) fills a parameter of a torch optimizer, and its optimizer states
@@ -29,7 +29,7 @@ def given(states: Mapping[str, Mapping[str, Tensor]]) -> Load:
 
 @torch.no_grad()
 def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = ()) -> None:
-    """Fill a tensor with boxes of the tensor that `load` reads. `start`: index there of the first element of `into`; (): all zeros."""
+    """Fill `into` from load(box), a few MiB at a time. `start`: index, in the tensor that `load` reads, of the first element; (): zeros."""
     start = start or [0] * into.ndim
     for _, box in boxes(tuple(into.shape), 0, into.numel()):
         into[box].copy_(load(tuple(slice(at + part.start, at + part.stop) for at, part in zip(start, box, strict=True))))
@@ -37,7 +37,7 @@ def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = 
 
 @torch.no_grad()
 def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, ...], first: int) -> None:
-    """Fill a flat tensor with elements first, first + 1, ... of the tensor, of this shape, that `load` reads."""
+    """Fill a flat tensor with the elements first, first + 1, ... in row-major order of a tensor of `shape`, of which `load` reads boxes."""
     for at, box in boxes(shape, first, first + into.numel()):
         part = load(box).reshape(-1)
         into.narrow(0, at - first, part.numel()).copy_(part)
@@ -69,13 +69,13 @@ def fill_stepped(
 
 
 def kept_of(parameter: nn.Parameter, optimizer: Optimizer, kept: StateDims) -> dict[str, Tensor]:
-    """Return the optimizer states named in `kept`, by name; zeros before the first step."""
+    """Return name -> tensor of the parameter's optimizer states named in `kept`; zeros before the first step."""
     state = optimizer.state.get(parameter, {})
     return {kind: state[kind] if kind in state else parameter.new_zeros(_shape(parameter, dim)) for kind, dim in kept.items()}
 
 
 def _shape(parameter: nn.Parameter, dim: int | None) -> list[int]:
-    """Return the parameter's shape, without `dim` for a mean over it."""
+    """Return the shape of an optimizer state: the parameter's shape, without `dim` if the state is a mean over it."""
     return [size for d, size in enumerate(parameter.shape) if dim is None or d != dim % parameter.ndim]
 
 
@@ -87,10 +87,10 @@ def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None =
     if not shape and first < end:
         yield 0, ()
         return
-    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # elements from one index to the next
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # strides: elements from one index of a dim to the next
     while first < end:
         room = min(at_once, end - first)
-        # the outermost dim whose next whole index fits
+        # the outermost dim of which at least one whole index fits into `room`
         dim = next(d for d, step in enumerate(steps) if first % step == 0 and step <= room)
         index = [first // step % size for step, size in zip(steps, shape, strict=True)]
         count = min(room // steps[dim], shape[dim] - index[dim])

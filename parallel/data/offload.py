@@ -42,7 +42,7 @@ class SwapFolder(tempfile.TemporaryDirectory[str]):
 
     @staticmethod
     def in_use(folder: Path) -> bool:
-        """Return whether a living process of this machine holds the folder."""
+        """Return whether a running process of this machine has locked the folder."""
         opened = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +66,7 @@ class Offload:
         return "nvme" in (self.optimizer, self.parameters)
 
     def folder(self) -> SwapFolder | None:
-        """Make this rank's swap folder, deleted together with the returned object. First delete folders of killed runs of this machine."""
+        """Make this rank's swap folder, deleted with the returned object; None without nvme. First delete folders of killed runs."""
         if not self.on_disk:
             return None
         prefix = f"moe-swap-{socket.gethostname()}-"
@@ -78,7 +78,7 @@ class Offload:
         return SwapFolder(Path(self.path or "."), f"{prefix}{os.getpid()}-")
 
     def sections(self, folder: str | None, *, largest: int) -> dict[str, Any]:
-        """Return the keys of DeepSpeed's `zero_optimization`. `folder`: of the disk. `largest`: most elements of a swapped shard."""
+        """Return keys of DeepSpeed's `zero_optimization`. `folder`: swap folder on the disk. `largest`: elements of the largest shard."""
         pin = torch.cuda.is_available()  # page-locked memory speeds up copies to and from a GPU
         found: dict[str, Any] = {}
         if self.optimizer != "none":
@@ -88,6 +88,6 @@ class Offload:
         for section in found.values():
             if section["device"] == "nvme":
                 section["nvme_path"] = folder
-        if self.optimizer == "nvme":  # number of elements that a step reads together, in four buffers: weights, gradients, two moments
+        if self.optimizer == "nvme":  # elements that a step reads at a time, each with weight, gradient, two moments
             found["sub_group_size"] = max(largest, GROUP_ELEMENTS)
         return found

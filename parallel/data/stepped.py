@@ -19,7 +19,7 @@ from parallel.watch.audit import Held, copies_of
 
 
 class Stepped(ABC):
-    """An engine around `module`. A subclass defines `reduce`. parameters: the tensors that the optimizer steps, by parameter name."""
+    """Base class of such engines; a subclass defines `reduce`. parameters: parameter name -> the tensor that the optimizer steps."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer
@@ -40,17 +40,17 @@ class Stepped(ABC):
         torch.autograd.backward(output, gradient)
 
     def start_sums(self, names: Sequence[str]) -> None:
-        return  # all sums are `reduce`'s
+        return  # this engine starts no sum early; `reduce` makes all
 
     @abstractmethod
     def reduce(self) -> None: ...
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient of the tensor that the optimizer steps)."""
+        """Yield (parameter name, gradient), with the shape of the tensor that the optimizer steps."""
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return the tensor with the axes along which ranks hold copies of it."""
+        """Return `tensor`, of this parameter and kind, with the axes along which ranks hold copies of it."""
         return copies_of(name, kind, tensor, self.layouts[name])
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -98,5 +98,5 @@ class Stepped(ABC):
                 fill_stepped(parameter, self.optimizer, partial(load, name), kept=kept, steps=steps, start=start)
 
     def start(self, name: str) -> Sequence[int]:
-        """Return the index, in this rank's shard by the layout, of the first element that the optimizer steps here; (): all zeros."""
+        """Return the index at which the tensor that the optimizer steps starts in this rank's shard by the layout; (): all zeros."""
         return ()

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from parallel.mesh.layout import Tile
 from parallel.numerics.precision import sum_dtype
 
-Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer, by which tensor parallelism communicates its input or output
-Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T of each module; can send x once for all
+Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer: tensor parallelism puts collectives there
+Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T for each; can send x once for all
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """Return x: the default of a Slot."""
+    """Return x unchanged: the default of a Slot, for layers that communicate nothing."""
     return x
 
 
@@ -40,7 +40,7 @@ def one_by_one(x: Tensor, modules: Sequence[nn.Module]) -> Sequence[Tensor]:
 
 
 class Tiled(nn.Module):
-    """The sum of its tiles, modules with outputs of one shape. `enter` is applied once to x, and `leave` once to the sum."""
+    """A layer that returns leave(sum of tile(enter(x)) over its tiles), which are modules with outputs of one shape."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Tiled(nn.Module):
 
 
 def summed(tiles: Iterable[nn.Module], x: Tensor, apply: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """Return the sum of apply(tile, x) over tiles, in x's dtype. It and the gradient of x are summed in fp32 or wider."""
+    """Return the sum of apply(tile, x) over tiles, in x's dtype. The outputs and the gradient of x are summed in fp32 or wider."""
     total = None
     for tile, branch in with_branches(tiles, x):
         y = apply(tile, branch)
@@ -64,7 +64,7 @@ def summed(tiles: Iterable[nn.Module], x: Tensor, apply: Callable[[Any, Tensor],
 
 
 def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield (tile, x as a node of its own in the autograd graph). The nodes' gradients are summed in fp32 or wider."""
+    """Yield (tile, x) with a separate autograd node of x for each tile, so that the gradients of x are summed in fp32 or wider."""
     wide = x.to(sum_dtype(x.dtype))
     for tile in tiles:
         branch, wide = _Branch.apply(wide, x.detach())
@@ -72,7 +72,7 @@ def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, 
 
 
 class _Branch(torch.autograd.Function):
-    """Return x for one tile, and `wide` for the tiles after it. The gradient of `wide` is theirs plus this tile's."""
+    """Return (x for one tile, `wide` for the tiles after it). The gradient of `wide`: the sum of all these tiles' gradients of x."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class _Branch(torch.autograd.Function):
 
 
 def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Module:
-    """Set the tile's parameters to chunks of the whole's parameters, and return the tile. `cut`: parameter name -> its chunk."""
+    """Set the tile's parameters to chunks of the parameters of `whole`; return the tile. `cut`: parameter name -> which chunk."""
     for name, parameter in whole.named_parameters():
         module, _, last = name.rpartition(".")
         setattr(
@@ -107,7 +107,7 @@ def without_tiles(name: str) -> str:
 
 
 def tile_of(model: nn.Module, name: str, *, dim: int) -> tuple[Tile, tuple[int, ...]] | None:
-    """Return (tile that the parameter is, shape of the whole tensor, which tiles cut along `dim`); None if it is not in a tile."""
+    """Return (the chunk that parameter `name` is, shape of the tensor that tiles cut along `dim`); None for a parameter outside tiles."""
     found = _last(name)
     if found is None:
         return None

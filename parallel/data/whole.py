@@ -22,7 +22,7 @@ from parallel.mesh.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim (negative: from the end) of `size` elements, cut over an axis: each rank holds `each`, the last ranks may hold fewer."""
+    """How a dim (negative: from the end) of `size` elements is cut over an axis: `each` elements a rank, fewer on the last ranks."""
 
     dim: int
     each: int
@@ -30,27 +30,27 @@ class Cut:
     axis: Axis
 
     def run(self, place: int) -> tuple[int, int]:
-        """Return (start, length) of the shard of the axis's rank `place`."""
+        """Return (first index along the dim, length) of the shard of the rank with index `place` on the axis."""
         first = min(place * self.each, self.size)
         return first, min(self.each, self.size - first)
 
     def part_shape(self, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
-        """Return the shape of the shard of the axis's rank `place`, given the shape of another rank's shard."""
+        """Return the shape of the shard of the rank with index `place` on the axis. `shape`: the shape of any rank's shard."""
         dim = self.dim % len(shape)
         return *shape[:dim], self.run(place)[1], *shape[dim + 1 :]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """How to gather whole matrices. cuts: in the order in which they are undone. copies: the axis of the ranks that hold the same shards
-    and the same summed gradients, if there are several."""
+    """How to gather whole matrices from shards. cuts: in the order in which they are undone, finest first. copies: the axis of the ranks
+    that hold equal shards and equal summed gradients; None for a single rank."""
 
     cuts: tuple[Cut, ...]
     copies: Axis | None = None
 
     @staticmethod
     def of(layout: Layout, mesh: Mesh) -> Whole | None:
-        """Return how to undo a layout's cuts; None if the parameter is no matrix, or no other rank holds a part or copy of it."""
+        """Return how to undo a layout's cuts of a matrix; None if the parameter has one dim, or no other rank has a shard or copy of it."""
         if len(layout.shape) < 2:
             return None
         cuts = tuple(cut for dim in range(len(layout.shape) - 2, len(layout.shape)) for cut in _cuts_of_dim(layout, dim, mesh))
@@ -59,7 +59,7 @@ class Whole:
 
     @torch.no_grad()
     def gathered(self, part: Tensor) -> Tensor:
-        """Return whole matrices, given every rank's shard. Collective."""
+        """Return the whole matrices. part: this rank's shard. Collective."""
         for cut in self.cuts:
             missing = cut.each - part.shape[cut.dim]
             part = F.pad(part, [0, 0] * (-1 - cut.dim) + [0, missing]) if missing else part
@@ -68,7 +68,7 @@ class Whole:
 
 
 def _cuts_of_dim(layout: Layout, dim: int, mesh: Mesh) -> list[Cut]:
-    """Return the cuts of a dim, the last one (with the smallest shards) first."""
+    """Return how the layout's axes cut this dim of a parameter, the finest cut (with the smallest shards) first."""
     size, cuts = layout.shape[dim], list[Cut]()
     for axis in map(mesh.axis, layout.cut_by(dim)):
         if axis.size > 1:

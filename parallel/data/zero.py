@@ -38,7 +38,7 @@ BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 
 class DeepSpeed:
-    """The common part of the engines of all ZeRO stages."""
+    """Base class of the engines of all ZeRO stages: the passes and the step, by DeepSpeed's engine."""
 
     module: nn.Module
     engine: Any
@@ -76,7 +76,7 @@ class DeepSpeed:
 
 
 class Zero(DeepSpeed):
-    """The engine of stages 1 and 2, for a model in the master dtype. `working`: the dtypes to which its weights are cast; None: no cast."""
+    """The engine of stages 1 and 2 for a model in the master dtype. `working`: parameter name -> dtype of the copy that the model reads."""
 
     def __init__(
         self, model: nn.Module, stage: int, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None
@@ -105,7 +105,7 @@ class Zero(DeepSpeed):
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)
-        for partition in self.zero.single_partition_of_fp32_groups:  # now, so that state() works before the first step
+        for partition in self.zero.single_partition_of_fp32_groups:  # now, as state() may be called before the first step
             zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()
@@ -114,7 +114,7 @@ class Zero(DeepSpeed):
                 hook.remove()
 
     def _narrow(self, number: int, dtype: torch.dtype) -> None:
-        """Replace one flat group of working weights by a copy in this dtype. Its fp32 partitions do not change."""
+        """Replace flat group `number` of the weights that the model reads by a copy in this dtype. Master weights stay in fp32."""
         zero = self.zero
         if zero.bit16_groups_flat[number].dtype == dtype:
             return
@@ -168,7 +168,7 @@ class Zero(DeepSpeed):
         return ((self.groups[number].family, part) for number, part in self._partitions() if self.groups[number].owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield weights, with the axes that hold copies, and partitions, without: a rank's partitions depend on its parameter groups."""
+        """Yield weights, with the axes along which ranks hold copies, then partitions, without axes: their content depends on the rank."""
         for name, parameter in self.parameters.items():
             yield copies_of(name, "weight", parameter, self.layouts[name])
         for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
@@ -190,7 +190,7 @@ class Zero(DeepSpeed):
         for number in zero.averaged_gradients:
             zero.averaged_gradients[number] = None
             zero.all_grad_tensors[number] = None
-        zero.micro_step_id = -1  # as after DeepSpeed's step
+        zero.micro_step_id = -1  # the value that DeepSpeed's own step leaves
         if self.offloads:
             zero.reset_cpu_buffers()
             zero._offload_accumulated_param_ids = set()
@@ -226,7 +226,7 @@ class Zero(DeepSpeed):
 
 
 def in_partition(number: int, master: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[Held]:
-    """Yield partition `number`, a flat shard of master weights, and its optimizer states."""
+    """Yield the flat shard `master` of master weights, then each of its optimizer states, under the name "partition <number>"."""
     for kind, tensor in held_of(master, optimizer):
         yield Held(f"partition {number}", kind, tensor)
 
@@ -246,7 +246,7 @@ def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. `dtype`: in which the model reads them. `owned`: this rank's shards count in norms."""
+    """Parameters that DeepSpeed flattens together. `dtype`: as the model reads them. `owned`: whether this rank's shards count in norms."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str

@@ -36,7 +36,7 @@ from parallel.watch.audit import Held
 
 
 class ShardedInit:
-    """Replaces the weights of a model on the meta device by this rank's shards on `device`, module by module. Sends nothing.
+    """Call it with a model on the meta device to replace the weights by this rank's shards on `device`, module by module. Sends nothing.
 
     `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written.
     """
@@ -92,7 +92,7 @@ class ShardedInit:
 
 _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
-    "stage3_max_reuse_distance": 0,  # also not if it is used again soon
+    "stage3_max_reuse_distance": 0,  # no weight stays gathered until its next use, however soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
     "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered together, unless one layer is larger: each module prefetches a bucket
 }
@@ -132,7 +132,7 @@ class Zero3(DeepSpeed):
                 zero.optimizer.state[master] = zeros | {"step": torch.zeros((), device=master.device)}
 
     def _no_backward_pass(self, *_: Any) -> None:
-        """Free weights that were prefetched for a backward pass, if there is none."""
+        """Free weights that were prefetched for a backward pass if gradients are off, because then no backward pass follows."""
         if not torch.is_grad_enabled():
             self.zero._partition_all_parameters()
 
@@ -152,13 +152,13 @@ class Zero3(DeepSpeed):
                 (zero._optimizer_states_and_gradient_swap_out if write else zero._release_swap_buffers)(number)
 
     def _narrow(self, dtypes: list[torch.dtype]) -> None:
-        """Replace the flat groups of working weights by copies, each in its dtype. Weights on a disk do not change."""
+        """Replace the flat groups of the weights that the model reads by copies, group i in dtypes[i]. Weights on a disk do not change."""
         zero = self.zero
         masters = {flat.data_ptr() for flat in zero.fp32_partitioned_groups_flat}
         for number, dtype in enumerate(dtypes):
             flat = zero.fp16_partitioned_groups_flat[number]
             if flat is None or (flat.dtype == dtype and flat.data_ptr() in masters):
-                continue  # weights that are read in fp32 are also the master weights
+                continue  # the model reads this group in fp32, so it is the master weights themselves
             narrow = flat.to(dtype, copy=True)
             zero.fp16_partitioned_groups_flat[number] = narrow.pin_memory() if flat.is_pinned() else narrow
             zero._unflatten_partitioned_parameters(number)
@@ -166,12 +166,12 @@ class Zero3(DeepSpeed):
                 parameter.data = torch.empty(0, dtype=dtype, device=parameter.device)
                 parameter.grad_dtype = torch.float32
         if self.offload.parameters == "none":
-            zero.lp_param_buffer = torch.empty(0)  # copied above, group by group
+            zero.lp_param_buffer = torch.empty(0)  # free the old buffer, copied above group by group
         if self.offload.parameters == "cpu":
             zero.param_groups_fp16_flat_cpu_memory = []
 
     def _gradients(self) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
-        """Yield (group, parameter, this rank's shard of its summed gradient), in the order in which one buffer has all shards."""
+        """Yield (group, parameter, this rank's shard of its summed gradient), in the order of the shards in DeepSpeed's gradient buffer."""
         zero, at = self.zero, 0
         for number, params in enumerate(zero.fp16_groups):
             for parameter in params:

@@ -37,7 +37,7 @@ def device_of(axis: Axis) -> str:
     return "cuda" if axis.size > 1 and dist.get_backend(axis.group) == "nccl" else "cpu"
 
 
-# --- without autograd -----------------------------------------------------------------------------------------------
+# --- collectives without autograd ------------------------------------------------------------------------------------
 
 
 def sum_over(tensor: Tensor, axis: Axis) -> Tensor:
@@ -58,7 +58,7 @@ def max_over(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def largest(value: float, axis: Axis) -> float:
-    """Return the maximum of `value` over the axis."""
+    """Return the maximum of all ranks' values, on every rank of the axis. Collective."""
     return float(max_over(torch.tensor(value, dtype=torch.float64, device=device_of(axis)), axis).item())
 
 
@@ -74,7 +74,7 @@ def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """Concatenate all ranks' contiguous `mine` along dim 0 in `out`. With `wait=False`, return torch's Work, to be waited for."""
+    """Write all ranks' contiguous tensors `mine`, concatenated along dim 0, into `out`. With `wait=False`, return the unfinished Work."""
     axis.count("all_gather", mine)
     with region(f"all_gather over {axis.name}"):
         work: dist.Work | None = _all_gather(out, mine, group=axis.group, async_op=not wait)
@@ -82,7 +82,7 @@ def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> 
 
 
 def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """Sum all ranks' contiguous `parts`, and write this rank's shard of the sum along dim 0 into `out`. `wait`: as in `gather_into`."""
+    """Write this rank's shard, along dim 0, of the sum of all ranks' contiguous `parts` into `out`. `wait=False`: return torch's Work."""
     axis.count("reduce_scatter", parts)
     with region(f"reduce_scatter over {axis.name}"):
         work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
@@ -104,7 +104,7 @@ class Started:
 
 
 def start_broadcast(mine: Tensor, axis: Axis, *, root: int) -> Started:
-    """Start to send the tensor of the axis's root-th rank to all ranks. On the other ranks, `mine` only gives its shape and dtype."""
+    """Start to broadcast the tensor of the rank with index `root`. On other ranks, `mine` only gives shape and dtype of the result."""
     if axis.size == 1:
         return Started(mine, None)
     tensor = mine.contiguous() if axis.index == root else torch.empty_like(mine, memory_format=torch.contiguous_format)
@@ -113,7 +113,7 @@ def start_broadcast(mine: Tensor, axis: Axis, *, root: int) -> Started:
 
 
 def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
-    """Start to sum the ranks' contiguous tensors, in place, on the root-th rank. On the others the content is then undefined."""
+    """Start to sum the ranks' contiguous tensors, in place, on the rank with index `root`. On other ranks `tensor` becomes undefined."""
     if axis.size == 1:
         return Started(tensor, None)
     axis.count("reduce", tensor)
@@ -153,7 +153,7 @@ def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
-    return out.movedim(0, dim).contiguous()  # one copy here instead of one in each product that reads it
+    return out.movedim(0, dim).contiguous()  # otherwise each product that reads it would copy it
 
 
 def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -186,7 +186,7 @@ class Messages:
 
     @staticmethod
     def none(axis: Axis, received: Sequence[Tensor] = ()) -> Messages:
-        """Return messages of which none is sent; their `wait` returns `received`."""
+        """Return a Messages object that sends nothing; its `wait` returns `received`."""
         found = Messages(axis, send=[], receive=[])
         found.received = list(received)
         return found
@@ -210,8 +210,8 @@ def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Mes
 
 
 def ring_round(tensors: Sequence[Tensor], axis: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield (index on the axis, tensors) of every rank: of this rank first, then of the ranks before it on the ring. The next tensors
-    are received while one rank's are used.
+    """Yield (rank's index on the axis, its tensors) for this rank, then for the rank before it on the ring, and so on. The next tensors
+    arrive while the caller uses those yielded.
     """
     held = list(tensors)
     for step in range(axis.size):
@@ -220,11 +220,11 @@ def ring_round(tensors: Sequence[Tensor], axis: Axis) -> Iterator[tuple[int, lis
         held = held if coming is None else coming.wait()
 
 
-# --- with autograd ----------------------------------------------------------------------------------------------------
+# --- differentiable collectives ---------------------------------------------------------------------------------------
 
 
 def paired(tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor], **options: Any) -> Tensor:
-    """Return forward(tensor, axis, **options). Its gradient is backward(gradient of the result, axis, **options)."""
+    """Return forward(tensor, axis, **options), with backward(gradient of the result, axis, **options) as the gradient of `tensor`."""
     out: Tensor = _Paired.apply(tensor, axis, forward, backward, options)
     return out
 

@@ -22,7 +22,7 @@ from parallel.errors import Ended
 
 DEBUG = "MOE_DEBUG_COLLECTIVES"  # environment variable: seconds to wait for a missing rank; turns debug mode on
 TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may delay a healthy rank
-_LOOK_S = 0.25  # seconds between a waiting rank's checks whether another has failed
+_LOOK_S = 0.25  # a waiting rank checks after each of these periods, in seconds, whether another rank has failed
 
 
 class Disagreement(Ended):
@@ -119,5 +119,5 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
 
 
 def _same_for_all(call: Call) -> tuple[Any, ...]:
-    """Return what must be equal on all ranks. If the rows to and from each rank can differ, only the width of a row must be equal."""
+    """Return the fields that must be equal on all ranks; only the width of a row, not the shape, if ranks may send different rows."""
     return call.name, call.axis, call.label, call.dtype, call.shape if call.send is None else call.shape[1:], call.send is None

@@ -45,13 +45,13 @@ def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) 
 
 
 def holders(layout: Layout, mesh: Mesh) -> Axis:
-    """Return the axis over the pipeline stages that hold a parameter, if there are several."""
+    """Return the axis over the pipeline stages that hold a parameter; there must be several, of which one is this rank's."""
     return on_stages(layout.holders, mesh)
 
 
 def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
-    """Return the axis over the pipeline stages with these indices, of which one is this rank's. Collective: all ranks of the mesh must ask
-    for the same stages in the same order.
+    """Return the axis over the pipeline stages `places`, of which one must be this rank's. Collective: all ranks of the mesh must ask for
+    the same stages in the same order.
     """
     axis = mesh.part("pp", places, label="replicas")
     assert axis is not None, "asked by a rank that does not hold it"
@@ -65,7 +65,7 @@ def data_axis(layout: Layout, mesh: Mesh) -> Axis:
 
 @dataclass(frozen=True)
 class StartedSum:
-    """A started sum of gradients. `flat` holds all sums, one after the other, when `work` is done."""
+    """A started sum of the gradients `grads`. When `work` is done, the buffer `flat` holds the sums in this order."""
 
     work: dist.Work
     flat: Tensor
@@ -79,7 +79,7 @@ class StartedSum:
 
 
 def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
-    """Start one flat sum of these gradients over an axis longer than 1. `first`: the name of the first gradient, for error messages."""
+    """Start to sum these gradients, as one flat buffer, over an axis of at least 2 ranks. `first`: the first one's name, for messages."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     return StartedSum(start_flat(flat, axis, first=first), flat, grads)
@@ -98,7 +98,7 @@ def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
 
 
 def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[StartedSum]:
-    """Group gradients by the axis of their sum and cut the groups into buckets. The sum of a bucket starts when the iterator reaches it."""
+    """Yield one started sum for each bucket of gradients with equal axes (name -> axis: `axis_of`). It starts when it is yielded."""
     names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
     for name in grads:
@@ -111,7 +111,7 @@ def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Ite
 
 
 def _buckets(names: Iterable[str], grads: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Cut the names, in order, into buckets of about _BUCKET_ELEMENTS elements."""
+    """Yield lists of consecutive names: at most _BUCKET_ELEMENTS gradient elements in each, or one name with a larger gradient."""
     bucket: list[str] = []
     held = 0
     for name in names:

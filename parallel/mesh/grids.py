@@ -33,14 +33,14 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import divisors
 
-LINES = ("1d", "dtensor")  # ranks in one line, each with shards of heads, hidden units and vocabulary
+LINES = ("1d", "dtensor")  # kinds without a grid: each rank has shards of heads, hidden units and vocabulary
 GRIDS = ("2d", "2.5d", "3d")
-SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # smallest number of ranks of each
+SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # smallest number of ranks of each kind
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of tp by `kind`: a value of tensor.kind, `sliced` or `copied`. Of kinds without a grid, all ranks are in `rows`."""
+    """Arrangement of the ranks of tp. kind: a value of tensor.kind, `sliced` or `copied`; without a grid, `rows` is the number of ranks."""
 
     kind: str
     depth: int
@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def sequences(self) -> int:
-        """Number of shards into which a grid cuts the sequences of a data-parallel rank: one for each row of each depth; else 1."""
+        """Number of shards into which tp cuts the sequences of a data-parallel rank: depth * rows on a grid, 1 without a grid."""
         return self.depth * self.rows if self.kind in GRIDS else 1
 
     @property
@@ -78,9 +78,9 @@ class Grid:
 
     def cuts(self, *, width: int, heads: int, groups: int, hidden: int) -> Iterator[tuple[str, int, int]]:
         """Yield (key of the recipe, its value, number of shards that must divide the value). `groups`: number of key-value heads. `hidden`:
-        d_ff, 0 without dense networks.
+        d_ff, or 0 without dense networks.
 
-        The number of shards can also be a multiple of the key-value heads: then each head has equally many copies (not with DTensor).
+        For key-value heads, the number of shards may also be a multiple of the value (not with DTensor): then each head has copies.
         """
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
@@ -94,7 +94,7 @@ class Grid:
 
 @lru_cache(maxsize=1_000)
 def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
-    """Return the grid of tp ranks; None if this number of ranks has no such grid. `depth`: of 2.5d; None: the smallest above 1."""
+    """Return the grid of tp ranks; None if this number of ranks has no such grid. `depth`: depth of 2.5d; None: the smallest above 1."""
     if tp < 2 or kind not in GRIDS:
         return Grid(kind, 1, tp, 1)
     if kind == "2.5d":

@@ -47,7 +47,7 @@ class Tile:
     count: int
 
     def run(self, size: int) -> slice:
-        """Return this tile's slice of `size` elements."""
+        """Return the slice of this tile along a dim of `size` elements."""
         return slice(self.index * size // self.count, (self.index + 1) * size // self.count)
 
     def of(self, whole: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Layout:
     Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
 
     shape: of the whole tensor. split: tensor dim -> the axis that cuts it, or several axes, coarsest first.
-    view: the axes of the mesh to which those of `split` and `copies` belong (mesh.py). uneven: dims with shards that may differ by one.
+    view: the view of the mesh that has the axes of `split` and `copies` (mesh.py). uneven: dims with shards that may differ by one.
     family: a label by which gradient norms are grouped. tile: the parameter is this tile of the tensor (parallel/data/tiling.py).
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
     index (`layers.3.experts.{}.w1`). placement: the global index of each entry of the stack, if they are not in order.
@@ -111,7 +111,7 @@ class Layout:
         return tuple(shard.stop - shard.start for shard in self.region(mesh))
 
     def region(self, mesh: Mesh) -> Box:
-        """Return this rank's shard as slices of the whole tensor. Raise BadInput if the axes do not divide a dim."""
+        """Return this rank's shard as a slice of each dim of the whole tensor. Raise BadInput if the axes do not divide a dim."""
         shard = [slice(0, size) for size in self.shape]
         for dim in self.split:
             place, ways, axes = 0, 1, self.cut_by(dim)
@@ -132,21 +132,21 @@ class Layout:
         return tuple(shard)
 
     def stacked(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the global indices of the entries along dim 0 that this rank holds, in its order."""
+        """Return the global indices of a stack's entries (such as experts) that this rank holds, in the order of dim 0 of its shard."""
         places = self.region(mesh)[0]
         return tuple(range(self.shape[0]))[places] if self.placement is None else self.placement[places]
 
     def is_owner(self, mesh: Mesh) -> bool:
-        """Return whether this rank holds the first copy. Only the first copy is counted in norms and saved."""
+        """Return whether this rank holds the first of all copies of its shard, which alone counts in norms and is saved."""
         return self.shard_counts(mesh) and all(mesh.axis(a).index == 0 for a in self.summed_over())
 
     def shard_counts(self, mesh: Mesh) -> bool:
-        """Return whether an engine's shard here counts in norms. The engine (ZeRO, FSDP) has cut the parameter over `summed_over`."""
+        """Return whether this rank's shard counts in norms if an engine (ZeRO, FSDP) has cut the parameter over the axes `summed_over`."""
         alike = (a for a in self.copies() if a in self.alike)
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 
     def counts_on(self, stage: int) -> bool:
-        """Return whether this stage is the first that holds the parameter. `stage` must hold it."""
+        """Return whether `stage`, which must hold the parameter, is the first stage that does: only its copy counts in norms."""
         return not self.holders or self.holders[0] == stage
 
 
@@ -154,10 +154,10 @@ Layouts = dict[str, Layout]  # the layouts of parameters, by their names
 
 
 class Stored(NamedTuple):
-    """A named tensor of a checkpoint, as it is related to a rank's shard of a parameter.
+    """A tensor of a checkpoint that contains a rank's shard of a parameter, or one entry of the shard if the parameter is a stack.
 
-    `name`, `shape`: of the whole tensor. `region`: the part of it that belongs to the shard. `entry`: if the parameter is a stack, the
-    index of this part along dim 0 of the shard; None: the part is the whole shard.
+    `name`, `shape`: name and shape of the whole tensor. `region`: the slices of it that belong to the rank. `entry`: index of the entry
+    along dim 0 of the shard; None if the parameter is no stack.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Stored(NamedTuple):
 def stored(name: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Iterator[Stored]:
     """Yield the named tensors in which checkpoints store this rank's shard of the parameter `name`: one, or one for each entry of a stack.
 
-    `box`: only this box of the shard; `region` and `entry` are then of the box.
+    `box`: a part of the shard; only its tensors are yielded, and `region` and `entry` then refer to the box instead of the shard.
     """
     region = layout.region(mesh)
     box = box or tuple(slice(0, part.stop - part.start) for part in region)

@@ -39,7 +39,7 @@ FACTORS = {
     "ep": ("ep_outer", "ep_inner"),
     "tp_row": ("tp_row_heads", "tp_row_copies"),
     "tp_col": ("tp_col_heads", "tp_col_copies"),
-}  # an axis -> the axes into which other views cut it
+}  # axis -> the axes of other views that together form it
 
 
 def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ class Degrees:
         return tuple(ranks)
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Return all groups of ranks along one axis; together they cover the world once. Lists the world: only for pictures and tests."""
+        """Return the ranks of every group along one axis. It lists the whole world, so use it only for pictures and tests."""
         return [self.along(rank, axis) for rank in range(self.world) if self.coordinates(rank)[axis] == 0]
 
 
@@ -195,7 +195,7 @@ class Axis:
         return len(self.ranks)
 
     def backward(self) -> Axis:
-        """Return the axis with a label by which error messages tell a collective of the backward pass from its forward one."""
+        """Return this axis with a label that marks collectives of the backward pass in error messages."""
         return replace(self, label=f"{self.label} backward".lstrip())
 
     def count(self, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
@@ -232,7 +232,7 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
     made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # process groups, by their ranks
-    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # results of `part`
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> result of `part`
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod
@@ -287,7 +287,7 @@ class Mesh:
         return found
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
-        """Return the sub-axis of the axis `name` at these indices, with its own group; None if this rank is not in it.
+        """Return the part of the axis `name` that consists of the indices `places`, with its own group; None if this rank is not in it.
 
         Every rank must ask for the same sub-axes in the same order. A second call with this label returns the result of the first.
         """
@@ -298,7 +298,7 @@ class Mesh:
             if self.new_group is not None and len(ranks) > 1:
                 group = self.new_group(
                     ranks if held else (self.rank,)
-                )  # the others make a group of themselves, so that all make equally many
+                )  # ranks outside make a group of one, so that all ranks make equally many
             found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
             self.more[label, places] = found
         return self.more[label, places]

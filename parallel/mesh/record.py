@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
-_KEPT = 512  # number of the last collectives that a lane keeps, to find the first in which ranks differ
-_MAYBE = os.path.join("torch", "autograd", "graph.py")  # backward pass in C++: it computes, or waits in DDP's reducer
+_KEPT = 512  # a lane keeps the last 512 collectives, to find the first in which ranks differ
+_MAYBE = os.path.join("torch", "autograd", "graph.py")  # Python's caller of the backward pass in C++, which computes or waits in DDP
 # files in which Python is while it waits for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
 )
 
-Splits = list[int] | None  # rows to, or from, each rank of a group; None: as many for all
+Splits = list[int] | None  # number of rows to, or from, each rank of a group; None: equal numbers
 
 
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: how many. chain: hash chain of all. splits: hash of all rows sent and received. last: the newest ones, the newest at the end.
+    number: how many. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last 512, newest last.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
@@ -60,7 +60,7 @@ class Lane:
 class Record:
     """Progress of this rank.
 
-    phase, step: current part of the work. at: time (time.monotonic) of the last announcement. patience: factor of the watchdog's limit.
+    phase, step: current phase and step. at: time (time.monotonic) of the last announcement. patience: factor of the watchdog's time limit.
     messages: (sender, receiver) -> (number of messages that this rank has sent or waited for, label of the last one). awaited: (sender,
     receiver) of the message that this rank waits for, if that was its last announcement. failed: the error that ended this rank.
     """
@@ -78,7 +78,7 @@ class Record:
         self._words: dict[Any, int] = {}
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-        """Enter another phase. `step` counts from 1. Step and patience stay unchanged if they are not given."""
+        """Enter another phase. `step` counts from 1. None: step or patience stays unchanged."""
         self.phase, self.awaited, self.at = phase, None, time.monotonic()
         self.step = self.step if step is None else step
         self.patience = self.patience if patience is None else patience
@@ -86,8 +86,8 @@ class Record:
     def announce(
         self, axis_name: str, ranks: tuple[int, ...], index: int, *, name: str, label: str, tensor: Tensor, send: Splits, receive: Splits
     ) -> None:
-        """Record a collective before it starts. `send`, `receive`: rows to and from each rank; then ranks must agree on the width of a row,
-        and each pair of ranks on the number of rows between them.
+        """Record a collective before it starts. `send`, `receive`: numbers of rows to and from each rank; if given, ranks may have
+        different numbers of rows, but each pair must agree on the rows between them.
         """
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
@@ -117,7 +117,7 @@ class Record:
         self.at = time.monotonic()
 
     def token(self) -> float:
-        """Return this rank's summand. The sum over all ranks is 0 modulo 2**40 if the ranks of every group ran the same collectives."""
+        """Return this rank's token. The sum of all ranks' tokens is 0 modulo 2**40 if the ranks of every group ran the same collectives."""
         return float(sum(lane.weight * lane.chain + lane.splits for lane in self.lanes.values()) % _MODULUS)
 
     def answer(self) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def balanced(total: float) -> bool:
 
 
 def standing(main: int | None) -> tuple[str, str]:
-    """Return the place of the thread `main`, as "file:line function" outside torch if possible, and whether any thread waits for other
-    ranks: "yes", "no" or "maybe".
+    """Return (innermost "file:line function" outside torch of the thread `main`, "yes", "no" or "maybe": whether any thread waits for
+    other ranks).
     """
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)

@@ -17,7 +17,7 @@ from parallel.mesh.record import Record
 
 
 def leaving(name: str, handed: int, ranks: int) -> int:
-    """Return the bytes that leave a rank if it gives `handed` bytes to the collective `name`: sums and gathers as in a ring."""
+    """Return the bytes that a rank sends if its input to the collective `name` has `handed` bytes. Sums and gathers: ring algorithms."""
     if name == "all_gather":
         return handed * (ranks - 1)
     if name in ("shift", "send"):
@@ -28,8 +28,8 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks, if each of the `bins` gets equally many rows.
 
-    tokens: of the rank; each chooses `choices` bins. rows: sent ones, without dropped ones. slots: number of rows and empty slots; None:
-    slots are not limited. width, row_bytes: numbers in a row, and their bytes.
+    tokens: tokens of the rank, each for `choices` bins. rows: rows that the rank sends, without dropped ones. slots: number of slots,
+    filled or empty; None: slots are not limited. width: numbers in a row. row_bytes: bytes of a row.
     """
 
     tokens: float
@@ -43,10 +43,10 @@ class Load(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Equal calls of one collective. `axis`, `name`: as in the communicator's counts.
+    """`calls` equal calls of one collective `name` over `axis`, named as in the communicator's counts.
 
-    handed: bytes that a rank gives to all `calls` calls. ranks, stride: number of ranks of `axis`, and their distance on the axis of the
-    whole exchange.
+    handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: distance between neighbours of `axis`,
+    counted on the axis of the whole exchange.
     """
 
     axis: str
@@ -58,17 +58,17 @@ class Message(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that leave a rank."""
+        """Bytes that a rank sends to others in all calls."""
         return leaving(self.name, int(self.handed), self.ranks)
 
     @property
     def held(self) -> float:
-        """Bytes of all inputs and results on one rank."""
+        """Bytes of the inputs and results of all calls on one rank."""
         return self.handed * (1 + {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}.get(self.name, 1))
 
 
 class Traffic(NamedTuple):
-    """The messages of one layer's exchange. agreed: small ones before the rows, such as counts. forward, backward: of rows and results."""
+    """The messages of one layer's exchange. agreed: small ones before the rows, such as counts. forward, backward: rows and results."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]
@@ -76,7 +76,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def there_and_back(cls, *agreed: Message, rows: tuple[Message, ...]) -> Traffic:
-        """Return the traffic if rows are sent, results come back by the same messages, and so do their gradients."""
+        """Return the traffic of `rows` sent out and results sent back by equal messages, in the forward and in the backward pass."""
         return cls(agreed, 2 * rows, 2 * rows)
 
     @property

@@ -22,7 +22,7 @@ from parallel.watch.watchdog import check_tokens
 
 @dataclass(frozen=True)
 class GradientNorm:
-    """2-norms of the whole gradient and of each family. Equal on every rank."""
+    """2-norms of the whole model's gradient (total) and of each parameter family (family -> norm). Equal on every rank."""
 
     total: float
     families: dict[str, float]
@@ -36,7 +36,7 @@ class GradientNorm:
 
 
 def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], world: Axis, device: torch.device) -> GradientNorm:
-    """Return the norms of all ranks' gradients. `owned`: (family, shard of a gradient) that this rank owns. Collective."""
+    """Return the norms of the whole model's gradients. `owned`: (family, gradient shard) that this rank owns. Collective."""
     return norm_of(squares(owned, families=families, device=device), families=families, world=world)
 
 
@@ -49,7 +49,7 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 
 
 def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
-    """Return the norms, given each rank's result of `squares`. Collective. Raise Disagreement on all ranks if collectives differed."""
+    """Return the norms. squares: this rank's result of `squares`. Collective. Raise Disagreement on all ranks if collectives differed."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:

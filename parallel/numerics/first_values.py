@@ -23,7 +23,7 @@ from parallel.numerics.supposed import pretended
 
 # R rows (all dims but the last), C columns (the last dim)
 
-Fill = Callable[..., None]  # fill(name, out, within=None) writes first values of this rank's shard of a parameter, or of its box `within`
+Fill = Callable[..., None]  # fill(name, out, within=None) writes into `out` the first values of this rank's shard, or of its box `within`
 
 _CHUNK = 1 << 15  # numbers drawn at a time, so that scratch memory stays in the CPU's cache
 _STRIDE, _MIX, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64's constants
@@ -60,7 +60,7 @@ def truncated_normal(out: Tensor, *, key: int, shape: tuple[int, ...], region: B
 
 
 def _rows(shape: tuple[int, ...], region: Box) -> NDArray[np.uint64]:
-    """Return the generator's state for each row: the index in the whole tensor of the row's first element, times _STRIDE."""
+    """Return the generator's state at the start of each row of the region: the first element's index in the whole tensor times _STRIDE."""
     row_R = np.zeros(1, np.uint64)
     for size, part in zip(shape[:-1], region[:-1], strict=True):
         row_R = np.add.outer(row_R * np.uint64(size), np.arange(part.start, part.stop, dtype=np.uint64)).ravel()
@@ -70,7 +70,7 @@ def _rows(shape: tuple[int, ...], region: Box) -> NDArray[np.uint64]:
 
 
 def _bits(row_R: NDArray[np.uint64], column_C: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Compute SplitMix64 without its last step. That step does not change the high half, which is all that a float32 keeps."""
+    """Return SplitMix64 numbers [R, C] without the generator's last step, which only changes the low half: a float32 drops that."""
     x = np.add.outer(row_R, column_C)
     for shift, factor in ((np.uint64(30), _MIX), (np.uint64(27), _MIX_2)):
         x ^= x >> shift

@@ -27,14 +27,14 @@ _CHUNK = 16384  # numbers hashed at a time, so that they fit into the CPU's cach
 
 
 def _mix(x: Tensor, spare: Tensor) -> Tensor:
-    """Scramble int32 numbers in place. `spare`: memory of the same shape. >> copies the sign bit on int32, so these bits are masked off."""
+    """Hash int32 numbers in place; return them. `spare`: scratch of x's shape. >> on int32 copies the sign bit, hence the masks."""
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     return x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=spare).bitwise_and_(0x1FFFF)).mul_(-2073254261)  # 0x846CA68B as int32
 
 
 def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tensor:
-    """Return random numbers in [0, 1], fp32 [T, width], of columns first, first + 1, ... Row t depends only on key and position_T[t]."""
-    row_T = position_T.to(torch.int32) * -1640531527 + key  # golden-ratio stride keeps neighbours apart
+    """Return random numbers in [0, 1], fp32 [T, width]. Each depends only on key, position_T[t] and its column, counted from `first`."""
+    row_T = position_T.to(torch.int32) * -1640531527 + key  # neighbouring positions get distant numbers (golden ratio)
     row_T = _mix(row_T, torch.empty_like(row_T))
     column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263
     out_TD = torch.empty(len(row_T), width, dtype=torch.float32, device=position_T.device)

@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 def recomputed(part: Callable[..., Value], *args: Any) -> Value:
-    """Return part(*args). Its activations are computed again in the backward pass. Without gradients it is a plain call.
+    """Return part(*args). The backward pass computes the activations again. If gradients are off, this is a plain call.
 
     Example: `x_BLD, report = recomputed(block, x_BLD, context)`.
 
@@ -40,9 +40,9 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
 
 
 class _Return(torch.autograd.Function):
-    """Identity on the part's result. Its backward pass reads a saved tensor, and so makes torch run the second forward pass then.
+    """Return x, the part's result. The backward pass reads a saved tensor, which makes torch run the second forward pass at this point:
 
-    This must be before engines gather weights for the part's backward pass, because they free weights after each forward pass.
+    before engines gather weights for the part's backward pass, because engines free weights after each forward pass.
     """
 
     @staticmethod
@@ -57,13 +57,13 @@ class _Return(torch.autograd.Function):
 
 
 class Replay:
-    """The decisions of one forward pass and its recomputation, by name."""
+    """Stores the decisions (such as routing) of one forward pass by name, so that its recomputation makes the same."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
-        """Return the decision of this name. The first call makes it by decide()."""
+        """Return decide() on the first call with this name, and its stored result on later calls."""
         if name not in self._made:
             self._made[name] = decide()
         value: Value = self._made[name]

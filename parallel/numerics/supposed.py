@@ -18,6 +18,6 @@ def pretended(tensor: Tensor) -> bool:
 
 
 def supposed(tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-    """Return the tensor. In a rehearsal, first give it the values `values()`; then tensors computed from it have values too."""
+    """Return the tensor, unchanged in training. In a rehearsal it gets the values values(), and so do tensors computed from it."""
     mode: Any = getattr(tensor, "fake_mode", None)
     return tensor if mode is None else mode.suppose(tensor, values)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from parallel.numerics.precision import gradient_dtype
 
-Gradients = Callable[[], Sequence[Tensor | None]]  # computes the gradients of some weights, in their order
+Gradients = Callable[[], Sequence[Tensor | None]]  # returns the gradients of several weights, in the order of the weights
 
 
 class PendingGradients:
@@ -49,7 +49,7 @@ class PendingGradients:
             torch.autograd.backward(passes)
 
 
-# at most one in a process, for all threads, because autograd runs the backward pass of GPU tensors in another thread
+# the open context, at most one for all threads, because autograd runs the backward pass of GPU tensors in another thread
 _open: list[PendingGradients] = []
 
 
@@ -67,12 +67,12 @@ def defer_gradients() -> Iterator[PendingGradients]:
 
 
 def pending_for(*weights: Tensor) -> PendingGradients | None:
-    """Return the open PendingGradients, or None if gradients are not deferred or a weight is neither a parameter nor a view of one."""
+    """Return the PendingGradients of the surrounding `defer_gradients`; None outside one, or if a weight is no parameter or view of one."""
     return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the weights to keep as an attribute of ctx; nothing if their gradients cannot be deferred.
+    """Return `weights`, to be kept as an attribute of ctx; () if their gradients cannot be deferred.
 
     An attribute lives as long as ctx. A saved tensor lives until the backward pass or, with recomputation, the end of the forward pass.
     So a weight that was made for one pass must not be an attribute.
@@ -85,7 +85,7 @@ def _is_view(weight: Tensor) -> bool:
 
 
 def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """Return a weight's gradient, or defer it and return None: the result for the weight in an autograd.Function's backward.
+    """Return a weight's gradient compute(), or defer it and return None. An autograd.Function's backward returns this for the weight.
 
     `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects.
     """
@@ -102,7 +102,7 @@ def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Seque
 
 
 class _Compute(torch.autograd.Function):
-    """A zero that depends on some weights. Its backward pass returns their gradients."""
+    """Return a zero with an autograd node; its backward pass returns `compute()` as the gradients of the weights."""
 
     @staticmethod
     def forward(ctx: Any, compute: Gradients, *weights: Tensor) -> Tensor:
@@ -119,13 +119,13 @@ class _Compute(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in x's dtype; W is [out, in]. The cast weight is not saved: the backward pass casts it again."""
+    """Return x W^T in x's dtype; W is [out, in]. W is cast to x's dtype in each pass, so that no cast copy is saved."""
     y: Tensor = _Product.apply(x, weight_OI, True)
     return y
 
 
 def product(x: Tensor, weight_IO: Tensor) -> Tensor:
-    """Return x W in x's dtype; W is [in, out]. See `linear`."""
+    """Return x W in x's dtype; W is [in, out], and is cast to x's dtype in each pass."""
     y: Tensor = _Product.apply(x, weight_IO, False)
     return y
 
@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
 
 
 def splittable(model: nn.Module) -> None:
-    """Make every module that has the attribute `recast` multiply by `linear` or `product`, whose gradients can be deferred.
+    """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients.
 
     torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way.
     """

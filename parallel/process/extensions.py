@@ -17,7 +17,7 @@ import psutil
 
 
 def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for compiled extensions in the user's cache, another one for each version of torch, DeepSpeed and Python.
+    """Return the folder for compiled extensions in the user's cache: one for each combination of versions of torch, DeepSpeed and Python.
 
     torch's default is one folder for all versions, so two environments that alternate would compile again each time.
     """
@@ -57,7 +57,7 @@ def version_of(package: str) -> str:
 
 
 def remove_stale_locks(folder: Path) -> list[Path]:
-    """Remove locks of killed compilations, for which torch would wait for ever, but not those in use. Return the removed ones."""
+    """Remove lock files of killed compilations, for which torch would wait for ever, but keep those in use. Return the removed paths."""
     locks = [path for path in folder.glob("*/lock") if path.is_file()]
     stale = [path for path in locks if not _is_open(path)]
     for path in stale:

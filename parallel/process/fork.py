@@ -68,7 +68,7 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
                 yield [_taken(part) for part in parts]
             stacks = _stacks(ranks, late, folder)
         finally:
-            for process in ranks:  # kill all before waiting for any: a rank that outlives another would report a lost connection
+            for process in ranks:  # kill all, then wait, because a rank that outlives another would report a lost connection
                 process.kill()
             for process in ranks:
                 process.join()
@@ -84,7 +84,7 @@ def _child(
     code = 1
     die_with(parent)
     gc.freeze()  # exclude inherited objects from garbage collection, which would copy every page that it marks
-    keep_freed_memory()  # as in ranks that a launcher starts (process.py); otherwise timings would include clearing pages
+    keep_freed_memory()  # otherwise timings would include clearing pages, unlike in ranks that a launcher starts
     try:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)
@@ -94,7 +94,7 @@ def _child(
         for number, result in enumerate(function(rank, *args)):
             torch.save(result, folder / f"{rank}.part")
             (folder / f"{rank}.part").rename(_parts(folder, number, world_size)[rank])  # so that a result is never seen incomplete
-            dist.barrier()  # no rank leaves while another still needs its connections
+            dist.barrier()  # leave together, because other ranks may still need this rank's connections
         (folder / f"{rank}.ended").touch()
         code = 0
     except BaseException:
@@ -104,11 +104,11 @@ def _child(
 
 
 def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float) -> list[int] | None:
-    """Wait until all `parts` exist, and return None. If ranks end before, return []; at the time limit, the ranks that still run."""
+    """Wait for all files `parts`. Return None if they exist, [] if a rank ended before, or the ranks still running at the time limit."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while True:
-        running = any(p.is_alive() for p in ranks)  # before the files, because a rank can write its result and end in between
+        running = any(p.is_alive() for p in ranks)  # first, because a rank can write its result and end meanwhile
         if all(part.exists() for part in parts):
             return None
         now = time.monotonic()

@@ -28,7 +28,7 @@ def die_with(parent: int) -> None:
 def keep_freed_memory() -> bool:
     """Keep freed memory in the process for the next tensor (fast). Return False if the allocator cannot be set, as without glibc."""
     kept = _set(_M_TRIM_THRESHOLD, _LARGEST)
-    return any(_set(_M_MMAP_THRESHOLD, size) for size in (_LARGEST, 32 * 2**20)) and kept  # older versions refuse larger values
+    return any(_set(_M_MMAP_THRESHOLD, size) for size in (_LARGEST, 32 * 2**20)) and kept  # older glibc refuses _LARGEST
 
 
 def give_freed_memory_back() -> bool:

@@ -44,7 +44,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`; `local_size` of them are on this machine. `place`: cpu or cuda; None: cuda if torch sees a GPU."""
+    """One process of `size`, `local_size` of which are on this machine. `place`: "cpu" or "cuda"; None: cuda if torch sees a GPU."""
 
     rank: int = 0
     size: int = 1
@@ -121,13 +121,13 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
 
 
 def _not_connected(error: RuntimeError, world: World) -> Exception:
-    """Return the exception for ranks that reached the store but cannot connect to each other. All ranks get the message of one rank."""
+    """Return the exception, equal on all ranks, for ranks that reached the store but cannot connect to each other."""
     lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
     if world.device.type == "cpu":
-        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # without gloo's source line and stack frames
+        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # drop gloo's source line and stack frames
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
             where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface that connects the ranks)"
-    said = cut("; ".join(lines)) or type(error).__name__  # all lines of NCCL's error, because the last ones have the reason
+    said = cut("; ".join(lines)) or type(error).__name__  # all of NCCL's lines: the last have the reason
     here = f"rank {world.rank} on {socket.gethostname()}"
     own = ConnectionError(f"{here} reached the store but cannot connect to the other ranks{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
@@ -155,13 +155,13 @@ def interface_to(host: str) -> str | None:
     try:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: the system chooses the address that it would send from
+            probe.connect((host, 9))  # UDP: sends nothing, but the system chooses the address from which it would send
             mine = probe.getsockname()[0]
             if family == socket.AF_INET6:
                 return _with_address(ipaddress.IPv6Address(mine.partition("%")[0]))
             for _, name in socket.if_nameindex():
                 asked = struct.pack("256s", name.encode())
-                with contextlib.suppress(OSError):  # an interface without an address
+                with contextlib.suppress(OSError):  # skip an interface without an address
                     if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)[20:24]) == mine:
                         return name
     except OSError:
@@ -208,7 +208,7 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -
     wait = timedelta(seconds=timeout_s or _last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a process group. Only its members call this: of a hundred thousand ranks, none could help to make all groups."""
+        """Make a process group. Only its members call this: with 100,000 ranks, no rank could help to make all groups."""
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
         return made
 

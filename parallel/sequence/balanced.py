@@ -34,7 +34,7 @@ from parallel.sequence.softmax import Gradients, Partial, attend, attend_backwar
 
 @dataclass(frozen=True)
 class Task:
-    """A block: the queries of one rank with the keys of another. own: the rank that computes it holds the queries."""
+    """A block to compute: the queries of the rank `queries` with the keys of the rank `keys`. own: the computing rank holds the queries."""
 
     queries: int
     keys: int
@@ -42,19 +42,19 @@ class Task:
 
 
 def steps(size: int) -> int:
-    """Return the number of steps for `size` ranks."""
+    """Return the number of ring steps in which `size` ranks compute all causal blocks."""
     return size // 2 + 1
 
 
 def task(rank: int, step: int, size: int) -> Task | None:
-    """Return a rank's task at a step; None if it has none."""
+    """Return the block that a rank computes at a step on a ring of `size` ranks; None if the rank is idle."""
     if rank >= step:
         return Task(rank, rank - step, True)
     return None if 2 * step == size else Task(rank - step + size, rank, False)
 
 
 class Balanced(Method):
-    """Causal ring attention with helping ranks, for contiguous positions."""
+    """Causal ring attention for contiguous positions, in which ranks with little work compute blocks of other ranks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         merged, here, results = nothing(q, known.sink_H), [k, v], Messages.none(self.axis)
@@ -98,14 +98,15 @@ class Balanced(Method):
         return total
 
     def _task(self, step: int, ahead: int = 0) -> Task | None:
-        """Return the task at a step of the rank `ahead` ranks further on the ring."""
+        """Return the task at a step of the rank that is `ahead` places after this one on the ring."""
         return task((self.axis.index + ahead) % self.axis.size, step, self.axis.size)
 
     def _known(self, job: Task, known: Known, like: Tensor) -> dict[str, Any]:
         return {"queries": known.tokens(job.queries, like), "keys": known.tokens(job.keys, like), "bias": known.bias}
 
     def _ask(self, step: int, *, keys: list[Tensor], queries: list[Tensor]) -> Messages:
-        """Start to send the rank `step` further on the ring its inputs of this step, and to receive this rank's from `step` before."""
+        """Start to send this rank's keys or queries to the rank `step` places ahead, which computes with them at this step, and to receive
+        this rank's inputs from the rank `step` places behind."""
         if step >= steps(self.axis.size):
             return Messages.none(self.axis)
         theirs, mine = self._task(step, ahead=step), self._task(step)
@@ -114,9 +115,8 @@ class Balanced(Method):
         return self._messages(step, send, like)
 
     def _answer(self, step: int, results: list[Tensor], *, of_keys: list[Tensor], of_queries: list[Tensor]) -> Messages:
-        """Start to send `results` of this step back, and to receive the results of the rank that used this rank's keys or queries.
-
-        `of_keys`, `of_queries`: tensors with the shapes of these results.
+        """Start to send `results` to the rank `step` places behind, and to receive the results that the rank ahead computed for this rank.
+        `of_keys`, `of_queries`: tensors with the shapes of the received results, if keys or if queries had been sent.
         """
         theirs = self._task(step, ahead=step) if step else None
         return self._messages(-step, results if step else [], [] if theirs is None else of_keys if theirs.own else of_queries)
@@ -131,7 +131,7 @@ def _pairs(received: list[Tensor]) -> list[Partial]:
 
 
 def _add(received: list[Tensor], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Add gradients that another rank has computed, [dq] or [dk, dv], to this rank's."""
+    """Add received gradients, [], [dq] or [dk, dv], to this rank's gradients in place."""
     totals = (dk, dv) if len(received) == 2 else (dq,)
     for total, more in zip(totals, received, strict=False):
         total += more

@@ -29,7 +29,7 @@ from parallel.numerics.precision import sum_dtype
 from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, repeated, scores, summed, table_gradient
 
-# N ranks; weight_NBHLS: probabilities of each rank's S = L / N keys
+# N ranks; weight_NBHLS: probabilities of the S = L / N keys of each rank
 
 
 class ColossalRing(Method):
@@ -73,7 +73,7 @@ class ColossalRing(Method):
         return kept[2]
 
     def _own(self, parts_NBKSC: Tensor) -> Tensor:
-        """Sum all ranks' gradients of keys or values, [ranks, ...], and return the sum for this rank's."""
+        """Return the gradient of this rank's keys or values: entry `rank` of the sum over ranks of the partial gradients [ranks, ...]."""
         if self.axis.size == 1:
             return parts_NBKSC[0]
         out = torch.empty_like(parts_NBKSC[:1])

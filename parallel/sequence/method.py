@@ -35,7 +35,7 @@ class Known:
     sink_H: Tensor | None = None
 
     def tokens(self, rank: int, like: Tensor) -> Tokens:
-        """Return the tokens that a rank holds, on the device of `like`."""
+        """Return positions and documents of the tokens that a rank holds, on the device of `like`."""
         return Tokens(self.order.ranges(rank), like.device, self.document_BS, self.window)
 
 
@@ -57,10 +57,10 @@ class Method(ABC):
 
     @abstractmethod
     def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: SavedTensors, known: Known) -> Gradients:
-        """Return gradients of all inputs but sinks, in any dtype; of the bias table, this rank's summand. `kept`: `forward`'s result."""
+        """Return the gradients of q, k, v, in any dtype, and this rank's summand of the bias table's. `kept`: `forward`'s result."""
 
     def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
-        """Return the sinks' probabilities [B, H, L], fp32 or wider. `kept`: `forward`'s result, here (out, lse)."""
+        """Return the sinks' probabilities [B, H, L], fp32 or wider. `kept`: `forward`'s result; this default expects (out, log-sum-exp)."""
         return (sink_H.view(-1, 1) - kept[1]).exp()
 
     def __call__(
@@ -76,7 +76,7 @@ class Method(ABC):
     ) -> Tensor:
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
-        `once(compute)`: calls compute() in the forward pass, and returns its stored result in the recomputed one. So attention is not
+        `once(compute)`: returns compute() in the forward pass, and the stored result during recomputation, so that attention is not
         computed again (DistFlashAttn, arXiv 2310.03294, 3.4).
         """
         table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
@@ -103,7 +103,7 @@ class _Apply(torch.autograd.Function):
         found = method.forward(q, k, v, known) if once is None else once(lambda: method.forward(q, k, v, known))
         ctx.save_for_backward(q, k, v, table, sink_H, document_BS, *found)
         ctx.bucket, ctx.method = bucket, method
-        return found[0] if once is None else found[0].clone()  # a copy, because autograd must not get the stored tensor as an output
+        return found[0] if once is None else found[0].clone()  # a copy, because the stored tensor must not get a graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

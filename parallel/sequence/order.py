@@ -33,7 +33,7 @@ ALL = slice(None)
 
 
 def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
-    """Slice concatenated ranges; return ranges. Example: cut([range(4), range(8, 12)], slice(2, 6)) is (range(2, 4), range(8, 10))."""
+    """Return a slice of joined ranges, as ranges. Example: cut([range(4), range(8, 12)], slice(2, 6)) is (range(2, 4), range(8, 10))."""
     start, stop, step = part.indices(sum(map(len, runs)))
     assert step == 1
     kept = []
@@ -45,8 +45,8 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """The positions of sequences of `length` tokens on `size` ranks. kind: one of ORDERS. inner: each of these ranks is a group of this
-    number of ranks that share its positions, a chunk each. Raises BadInput if the length cannot be divided.
+    """The positions of sequences of `length` tokens on `size` ring places. kind: one of ORDERS. inner: number of ranks at a ring place,
+    each with a chunk of its positions. Raises BadInput if the length cannot be divided.
     """
 
     kind: str
@@ -67,11 +67,11 @@ class Order:
 
     @property
     def _alone(self) -> bool:
-        """Return whether one rank has all positions. Then any length is allowed."""
+        """Return whether a single rank has all positions, for which any length is allowed."""
         return self.size * self.inner == 1
 
     def ranges(self, rank: int) -> tuple[range, ...]:
-        """Return the positions of a rank of size * inner, as ranges in its order."""
+        """Return the positions of the tokens of a rank (0 to size * inner - 1), as ranges in the order in which the rank stores them."""
         outer, part = divmod(rank, self.inner)
         each = self.length // self.size // self.inner
         return cut(self._outer(outer), slice(part * each, (part + 1) * each))
@@ -86,13 +86,13 @@ class Order:
         return (range(rank * half, (rank + 1) * half), range(last * half, (last + 1) * half))
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """Return the positions of a rank of size * inner, ascending."""
+        """Return the positions of the tokens of a rank (0 to size * inner - 1), ascending."""
         return tuple(position for span in self.ranges(rank) for position in span)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """Return the blocks between the queries of one rank of `size` and the keys of another, without empty ones.
+        """Return the visible blocks between the queries of one ring place and the keys of another.
 
-        `inner` ranks count as one rank here.
+        `query_rank`, `key_rank`: 0 to size - 1, as the `inner` ranks at a place count as one.
         """
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
@@ -109,7 +109,7 @@ class Order:
         return (Block(ALL, first, False),) if key_rank < query_rank else (Block(second, ALL, False),)
 
     def seen(self, query_rank: int, key_rank: int) -> int:
-        """Return the number of pairs of a query and a key in these blocks."""
+        """Return the number of visible (query, key) pairs between the queries of one ring place and the keys of another."""
         return sum(map(self._pairs, self.blocks(query_rank, key_rank)))
 
     def _pairs(self, block: Block) -> int:

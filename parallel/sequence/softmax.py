@@ -31,7 +31,7 @@ from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
 
-QUERIES = 512  # queries in a chunk of the plain form
+QUERIES = 512  # queries computed at a time without the flash kernel
 
 Bucket = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [L], of keys [S]) -> rows of the table, int64 [L, S]
 
@@ -51,19 +51,19 @@ class Tokens:
 
     @cached_property
     def place_L(self) -> Tensor:
-        """Return the tokens' positions in their sequence, int64."""
+        """Return each token's position in its sequence, int64 [L]."""
         return torch.cat([torch.arange(run.start, run.stop, run.step, device=self.device) for run in self.runs])
 
     @cached_property
     def document_BL(self) -> Tensor | None:
-        """Return the numbers of the tokens' documents, int64, or None."""
+        """Return the document number of each token, int64 [B, L]; None without documents."""
         return None if self.document_BS is None else self.document_BS[:, self.place_L]
 
     def __getitem__(self, part: slice) -> Tokens:
         return replace(self, runs=cut(self.runs, part))
 
     def within(self, keys: Tokens) -> Literal["all", "some", "none"]:
-        """Return whether all, some or none of the causal pairs of these queries and `keys` are in the window."""
+        """Return whether all, some or none of the causal pairs of a query of these tokens and a key of `keys` are in the window."""
         if self.window is None:
             return "all"
         (first, last), (first_key, last_key) = self._ends, keys._ends
@@ -71,20 +71,20 @@ class Tokens:
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """Return the first and the last position."""
+        """Return (lowest position, highest position)."""
         return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
 
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias of the scores by head and distance: row `bucket(query, key)` of `table_UH`, fp32."""
+    """A bias added to the scores: for each head, entry `bucket(query position, key position)` of its column of `table_UH`, fp32."""
 
     table_UH: Tensor
     bucket: Bucket
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys: `out_BHLC`, and `lse_BHL`, the log-sum-exp of the scores, -inf if no key is visible."""
+    """The result of attention to some of the keys. out_BHLC: output. lse_BHL: log-sum-exp of the scores, -inf if no key is visible."""
 
     out_BHLC: Tensor
     lse_BHL: Tensor
@@ -100,16 +100,16 @@ class Gradients(NamedTuple):
 
     @staticmethod
     def zeros(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, bias: Bias | None) -> Gradients:
-        """Return zeros to which gradients of blocks are added, in fp32 or wider."""
+        """Return zero gradients in fp32 or wider, the start of a sum over blocks."""
         dq, dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q_BHLC, k_BKSC, v_BKSC))
         return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias.table_UH))
 
     def of_other_keys(self) -> Gradients:
-        """Return gradients with these tensors for queries and bias table, and new zeros for the next keys and values."""
+        """Return gradients that share this object's query and bias tensors, with new zeros for the keys and values of another rank."""
         return self._replace(k_BKSC=torch.zeros_like(self.k_BKSC), v_BKSC=torch.zeros_like(self.v_BKSC))
 
     def add(self, block: Gradients, *, queries: slice | None = slice(None), keys: slice | None = slice(None)) -> None:
-        """Add a block's gradients in place, to those of these queries and keys. None: not to them, because they are another rank's."""
+        """Add a block's gradients in place to the slices `queries` and `keys`. None: skip them, because they belong to another rank."""
         if queries is not None:
             self.q_BHLC[:, :, queries] += block.q_BHLC
         if keys is not None:
@@ -120,7 +120,7 @@ class Gradients(NamedTuple):
 
 
 def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
-    """Return attention to no key, or to the heads' sinks alone, whose values are 0: the start of a merge. fp32 or wider."""
+    """Return the Partial with which a merge starts, in fp32 or wider: output 0, log-sum-exp -inf, or the sink's logit with sinks."""
     wide = sum_dtype(q_BHLC.dtype)
     lse_BHL = q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide)
     if sink_H is not None:
@@ -129,7 +129,7 @@ def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
 
 
 def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
-    """Merge `part`, for these queries, into `into`, in place."""
+    """Merge attention to further keys, `part`, into the slice `queries` of `into`, in place."""
     out, lse = into.out_BHLC[:, :, queries], into.lse_BHL[:, :, queries]
     both = torch.logaddexp(lse, part.lse_BHL)
     seen = both.masked_fill(both == -math.inf, 0.0)  # because -inf - -inf is NaN
@@ -140,8 +140,8 @@ def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
 def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
-    """Return the attention of a block's queries to its keys: to all, or with `triangle` (as many queries as keys) to the first i + 1 of
-    query i. Of these, pairs outside the window or of different documents, given by `queries` and `keys`, are masked.
+    """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys (equal numbers of both).
+    Pairs outside the window or of different documents, by `queries` and `keys`, are masked.
     """
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
@@ -203,7 +203,7 @@ def attend_backward(
 
 
 def _flash(q: Tensor, queries: Tokens, keys: Tokens, bias: Bias | None) -> bool:
-    """Return whether torch has a kernel for the block that also returns the lse."""
+    """Return whether torch has a flash kernel for this block that also returns the log-sum-exp."""
     return q.device.type == "cpu" and bias is None and queries.document_BS is None and queries.within(keys) == "all"
 
 
@@ -246,7 +246,7 @@ def summed(x_BHSC: Tensor, kv_heads: int) -> Tensor:
 
 
 def _masked(score_BHLS: Tensor, *, triangle: bool, first: int) -> Tensor:
-    """Mask scores of a triangle in place with -inf. `first`: index in the block of the first query."""
+    """Set scores above the triangle to -inf in place, if `triangle`; return them. `first`: index in the block of the first query."""
     if not triangle:
         return score_BHLS
     place_L = torch.arange(first, first + score_BHLS.shape[2], device=score_BHLS.device)

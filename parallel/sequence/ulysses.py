@@ -54,7 +54,7 @@ class Ulysses:
         return self._tokens_for_heads(self.inside(q, k, v, bias=bias, sink_H=sink_H, **options))
 
     def _shareable(self, x_BKLC: Tensor) -> Tensor:
-        """Repeat key-value heads until the ranks divide their number."""
+        """Return keys or values with heads repeated until the number of ranks divides the number of heads."""
         return repeated(x_BKLC, math.lcm(x_BKLC.shape[1], self.axis.size))
 
     def _heads_for_tokens(self, x_BHLC: Tensor) -> Tensor:

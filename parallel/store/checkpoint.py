@@ -38,15 +38,15 @@ from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces
 from parallel.watch.outcome import of_all
 
 FORMAT = 1
-_NONE = -1  # instead of a step, for largest(): there is no checkpoint
-_NAMED = 3  # number of names in a line
+_NONE = -1  # in place of a step if there is no checkpoint; a number, because ranks exchange it by largest()
+_NAMED = 3  # at most this many names are listed in a message
 MANIFEST_BYTES = 2**31  # largest manifest that is read; enough for more than a million tensors
 FILE_BYTES = 256 * 2**20  # bytes of tensors after which a rank begins another file
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one named tensor. shape: of the whole tensor. start: index in it of the part's first element. tensor: the part."""
+    """A part `tensor` of the whole tensor `name`. shape: shape of the whole tensor. start: index in it of the part's first element."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Piece:
 
 
 def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Piece]:
-    """Yield the pieces of this rank's shard `local` of a parameter. A stack (of experts) has one piece for each entry."""
+    """Yield the pieces in which `local`, this rank's shard of a parameter, is saved: one, or one for each entry of a stack of experts."""
     for part in stored(name, layout, mesh):
         yield Piece(part.name, part.shape, tuple(s.start for s in part.region), local if part.entry is None else local[part.entry])
 
@@ -69,8 +69,8 @@ def save(
     """Write a checkpoint and return its folder. Collective. Raise BadInput on all ranks if one cannot write, or has a value that is not
     finite.
 
-    held: ("weight" or an optimizer state, piece) of all tensors that this rank owns. state: the trainer's, written by rank 0. keep: number
-    of newest checkpoints that stay; all stay if `prune` is False.
+    held: ("weight" or an optimizer state, piece) for all tensors that this rank owns. state: the trainer's state, which rank 0 writes.
+    keep: number of newest checkpoints that are not removed; none is removed if `prune` is False.
     """
     begin(folder, step, world)
     agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
@@ -94,8 +94,8 @@ def begin(folder: Path, step: int, world: Axis) -> None:
 
 
 def agreed(folder: Path, step: int, world: Axis, work: Callable[[], None]) -> None:
-    """Do this rank's work for a save. Collective. If it fails on any rank, remove the unfinished save (the disk may be full) and raise the
-    same BadInput on all ranks."""
+    """Call work(), this rank's part of a save. Collective. If it fails on any rank, remove the unfinished save (the disk may be full) and
+    raise the same BadInput on all ranks."""
     problem: BadInput | None = None
     try:
         work()
@@ -119,7 +119,7 @@ def _raised(problem: BadInput | None) -> None:
 
 
 def _make(folder: Path, temporary: Path) -> None:
-    folder.mkdir(exist_ok=True)  # a run's folder that was renamed is not made again
+    folder.mkdir(exist_ok=True)  # not its parents: if the run's folder was renamed meanwhile, the save must fail
     for left in folder.glob("step-*.tmp"):
         _discard(left)
     temporary.mkdir()
@@ -129,8 +129,8 @@ Entry = dict[str, Any]  # a tensor's entry in the manifest
 
 
 def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Tensor]]]:
-    """Yield [(entry of the manifest, tensor on the CPU)] of one file after another, at least of one. Only one file's tensors are in memory
-    at a time, because an engine may keep its states on a disk."""
+    """Yield the content of each file, at least one: [(entry of the manifest, tensor on the CPU)]. Only one file's tensors are in memory at
+    a time, because an engine may keep its states on a disk."""
     tensors: list[tuple[Entry, Tensor]] = []
     held_bytes = 0
     for kind, piece in held:
@@ -146,8 +146,8 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
-    """Write a rank's files, then its record. Raise BadInput if a value is not finite, but only at the end of `held`, because iterating over
-    it is collective."""
+    """Write a rank's files, then its record. Raise BadInput for values that are not finite, but only after the last item of `held`, because
+    all ranks must iterate over it together."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
     bad: str | None = None
@@ -167,7 +167,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
         got = f"values of {bad} that are not finite, on rank {rank}"
         fix = "start again: the run goes on from the newest checkpoint, which stays"
         raise BadInput(temporary.stem, got=got, needed="finite numbers; this checkpoint is not saved", fix=fix)
-    replace_file(record_of(temporary, rank), json.dumps({"files": files, "tensors": entries}))  # rank 0 may look for it meanwhile
+    replace_file(record_of(temporary, rank), json.dumps({"files": files, "tensors": entries}))  # atomic, as rank 0 polls for it
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
@@ -196,8 +196,8 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, which is intact. A resumed run calls this too, because the process before
-    it may have died too early."""
+    """Remove checkpoints before the intact one of `step`, so that `keep` with it stay. A resumed run calls this too, because the process
+    before it may have died between the commit and the removal."""
     # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:
@@ -206,7 +206,7 @@ def keep_newest(folder: Path, step: int, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, after renaming it: a death half way must not leave half a checkpoint under a final name."""
+    """Rename a checkpoint to a temporary name, then remove it, so that a crash leaves no incomplete checkpoint under a final name."""
     nameless = path.with_name(f"{path.name}.old.tmp")
     path.rename(nameless)
     _discard(nameless)
@@ -313,7 +313,7 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
 
 
 def _newest(folder: Path, log: Callable[[str], None]) -> int:
-    """Return the step of the newest checkpoint that verifies; _NONE if there is no checkpoint."""
+    """Return the step of the newest checkpoint that verifies, and log those skipped; _NONE if there is no checkpoint."""
     there = sorted(numbered(folder), reverse=True)
     none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
     if none:

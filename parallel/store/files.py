@@ -26,7 +26,7 @@ MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read;
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
-    """Return the path with `~` replaced by the home folder. Raise BadInput if it cannot be looked up, or not be shown by a terminal."""
+    """Return the path with `~` replaced by the home folder. Raise BadInput if the lookup fails, or it has control characters."""
     if not harmless(str(text)):
         raise BadInput(what, got=repr(str(text)), needed="a path without control characters", fix="rename it")
     try:
@@ -42,7 +42,7 @@ def user_path(text: str | Path, *, what: str) -> Path:
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
-    """Return the UTF-8 text of a regular file. Raise OSError for a pipe (reading would wait), a device (without an end) and the like."""
+    """Return the UTF-8 text of a regular file. Raise OSError for others, such as a pipe (reading would wait) or a device (has no end)."""
     with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -71,7 +71,7 @@ def check_writable(path: Path, *, what: str) -> None:
 
 @contextmanager
 def writing(path: Path, *, what: str) -> Iterator[None]:
-    """Return a context for code that writes the file. Makes its folder. Raises BadInput if the file cannot be written."""
+    """Return a context for code that writes the file: it makes the folder, and turns an OSError into BadInput about `what`."""
     check_writable(path, what=what)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def write_text(path: Path, text: str, *, what: str) -> None:
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Replace a file's content: whenever the machine stops, the file has the old or the new content. Several processes may do this."""
+    """Replace a file's content atomically: after a crash it has the old or the new content. Several processes may do this at once."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_synced(beside, content)
@@ -117,7 +117,7 @@ def _not_written(path: Path, why: str, what: str) -> BadInput:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Return a context for a library that writes a file for its owner only, as safetensors does. The file then gets the usual mode."""
+    """Return a context for a library that writes `path` readable by its owner only (safetensors). It then sets the usual mode."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield
@@ -125,8 +125,8 @@ def usual_mode(path: Path) -> Iterator[None]:
 
 
 def of_contents(error: OSError) -> bool:
-    """Return whether an error means that the file is gone or no regular file, so that its contents are lost. After other errors (no
-    permission, a disk or server that does not answer, too many open files) it may be intact.
+    """Return whether an error means that a file's contents are lost: it is gone, or no regular file. After other errors (no permission,
+    a disk or server that does not answer, too many open files) the contents may be intact.
     """
     return not error.errno or error.errno in _OF_CONTENTS
 

@@ -25,14 +25,14 @@ from parallel.errors import BadInput
 NAME = ".lock"
 HELD = "MOE_LOCKED_FOLDER"
 _SIGNED = "process "  # first word of a lock file
-_TRIES, _POLL_S = 50, 0.01  # repeat while another process makes or removes the folder, or has not written its name yet
+_TRIES, _POLL_S = 50, 0.01  # tries, and seconds between them, while another process makes or removes the folder
 _GONE = (errno.ENOENT, errno.ESTALE)
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links or wait for pipes
 
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, what: str = "--out") -> Iterator[None]:
-    """Return a context that makes the folder and holds its lock, unless a launcher does. Raises BadInput if another process holds it."""
+    """Return a context that makes the folder and locks it, if the launcher has not. Raises BadInput if another process holds the lock."""
     held = None if is_held(folder) else _hold(folder, what)
     try:
         yield
@@ -48,8 +48,8 @@ def is_held(folder: Path) -> bool:
 
 @dataclass
 class _Held:
-    """A locked folder. place, file: descriptors of the folder and of its lock file, if open. made: folders made for it, deepest first.
-    signed: the lock file names this process."""
+    """A locked folder. place, file: open file descriptors of the folder and of its lock file. made: folders made for this run, deepest
+    first. signed: the lock file names this process."""
 
     folder: Path
     made: list[Path]
@@ -91,8 +91,8 @@ class _Held:
 
 
 def _hold(folder: Path, what: str) -> _Held:
-    """Lock the folder. Raise BadInput if another process holds it. A folder that cannot be made or opened is not locked: the first write
-    to it will raise the error."""
+    """Make and lock the folder. Raise BadInput if another process holds it. A folder that cannot be made or opened is returned unlocked:
+    the first write to it will raise the error."""
     made: list[Path] = []
     owner = ""
     for _ in range(_TRIES):
@@ -122,7 +122,7 @@ def _hold(folder: Path, what: str) -> _Held:
 
 
 def _locked(handle: int) -> bool:
-    """Lock an open file or folder. Return False if another process holds the lock, True also on a disk without locks."""
+    """Lock the open file or folder `handle`. Return False if another process holds it; True if locked, or if the disk has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,8 +133,8 @@ def _locked(handle: int) -> bool:
 
 
 def _sign(held: _Held) -> bool:
-    """Lock the lock file of a folder that is locked already, and write this process's name into it. Return False if another machine holds
-    it. Raise OSError if the folder is gone."""
+    """Lock the lock file of an already locked folder, and write this process's name into it. Return False if a process of another machine
+    holds the file. Raise OSError if the folder is gone."""
     try:
         held.file = os.open(NAME, os.O_RDWR | os.O_CREAT | _PLAIN, 0o666, dir_fd=held.place)
     except OSError as error:
@@ -145,7 +145,7 @@ def _sign(held: _Held) -> bool:
         return False
     with contextlib.suppress(OSError):
         text = f"{_SIGNED}{os.getpid()} on {os.uname().nodename}\n".encode()
-        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # other text: it is a file of the user
+        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # other text: a file of the user
         if held.signed:
             os.pwrite(held.file, text, 0)
             os.ftruncate(held.file, len(text))

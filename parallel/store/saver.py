@@ -4,8 +4,8 @@
     writer                                   | write its files ...... | rank 0: waits for all parts, then commits
 
 Writers of different ranks communicate only through the folder: a rank's part is complete when its record, `rank-00003.json`, exists. So
-no collective runs at the same time as training's. If a writer fails, all ranks learn it when they settle. Files and commit are exactly
-those of parallel/store/checkpoint.py: a process that dies at any moment leaves the previous checkpoint, or both.
+no collective runs at the same time as training's. If a writer fails, all ranks learn it when they settle. Files and commit are as in
+parallel/store/checkpoint.py: a process that dies at any moment leaves the previous checkpoint, or both.
 Cost: a copy of the rank's tensors in CPU memory, which is kept for the next save. A save waits until the previous one is written.
 """
 
@@ -33,7 +33,7 @@ _LEAVE_S = 30.0
 
 
 class Saver:
-    """Saves one rank's part of checkpoints in `folder`, one checkpoint at a time. keep: number of newest checkpoints that stay."""
+    """Saves one rank's part of each checkpoint in `folder`, one checkpoint at a time. keep: number of newest checkpoints to keep."""
 
     def __init__(self, folder: Path, world: Axis, *, keep: int) -> None:
         self.folder, self.world, self.keep = folder, world, keep
@@ -43,7 +43,7 @@ class Saver:
         self._told: int | None = None
 
     def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
-        """Write a checkpoint without a copy, and wait. Collective. Arguments and errors: see checkpoint.save."""
+        """Write a checkpoint in this thread, without a copy in memory. Collective. Arguments and errors: see checkpoint.save."""
         self.settle()
         checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep, prune=prune)
         self.known = step
@@ -71,7 +71,7 @@ class Saver:
         self.known = writer.step
 
     def news(self) -> int | None:
-        """Return the step of a checkpoint that was committed since the last call, or None. Never waits; rank 0 notices it before others."""
+        """Return the step of a checkpoint that was committed since the last call, or None. Never waits, so rank 0 may return it first."""
         newest = self._writer.step if self._writer is not None and self._writer.done else self.known
         found, self._told = None if newest == self._told else newest, newest
         return found
@@ -132,23 +132,23 @@ class _Writer(threading.Thread):
         return False
 
     def written(self) -> None:
-        """Wait until this rank's part is written. Raises the error of writing it."""
+        """Wait until this rank's part is written; raise the error if writing failed."""
         self.wrote.wait()
         if self.problem is not None and not self.done:
             raise self.problem
 
     def committed(self) -> None:
-        """Wait for the end of the thread, on rank 0 for the commit. Raises the thread's error."""
+        """Wait for this thread's end, on rank 0 with the commit; raise the thread's error if it failed."""
         self.join()
         if self.problem is not None:
             raise self.problem
 
     def abandon(self) -> None:
-        """Give the save up, because another rank's part will not come."""
+        """Stop waiting for the other ranks' parts, because one of them failed, and wait for this thread's end."""
         self.given_up.set()
         self.join()
 
 
 def _failed(folder: Path, step: int, rank: int) -> Path:
-    """Path of the mark by which a rank tells rank 0 that its part of this step will not come."""
+    """Return the path of an empty file by which a rank tells rank 0 that it failed to write its part of this step's checkpoint."""
     return checkpoint.temporary(folder, step) / f"rank-{rank:05d}.failed"

@@ -30,7 +30,7 @@ from parallel.store.files import of_contents
 CHECKED_BYTES = 2**20  # bytes that are read at a time to check for finite values, few enough for a core's cache
 HEADER_BYTES = 100_000_000  # largest header of a safetensors file
 MOST_TENSORS = 2**18  # most tensors in one file: the largest models have fewer
-_DTYPES = {  # as the safetensors format names them
+_DTYPES = {  # name in the safetensors format -> torch's dtype
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -45,7 +45,7 @@ _DTYPES = {  # as the safetensors format names them
 
 
 class _Place(NamedTuple):
-    """A tensor in a file: its bytes, in row-major order, start at `begin`."""
+    """The dtype and shape of a tensor in a file, and the byte `begin` at which its elements start, in row-major order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class _Place(NamedTuple):
 
 
 class TensorFile:
-    """A safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors. `places`: tensor's key -> its place.
+    """Reads a safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors. `places`: key -> _Place.
 
     Raises ValueError, KeyError or TypeError if the header is wrong.
     """
@@ -93,7 +93,7 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Read a box of one tensor, contiguous bytes at a time: it loops over the dims before the last one that the box cuts."""
+        """Return a box of the tensor `key`. Reads contiguous bytes, in a loop over the dims before the last one that the box cuts."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
@@ -133,19 +133,19 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether the tensor has neither NaN nor infinity: its minimum and maximum are NaN if any value is. Makes no copy."""
+    """Return whether the tensor has neither NaN nor infinity. It tests minimum and maximum, which are NaN if any value is: no copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
 
 
 class Unreadable(BadInput):
-    """Raised if a checkpoint's file cannot be read but may be intact. Then no older checkpoint replaces it."""
+    """Raised if a checkpoint's file cannot be read but may be intact, so that a run does not resume from an older checkpoint instead."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Return a context for reading a checkpoint's file. It turns an OSError into the error `damaged`, or Unreadable."""
+    """Return a context for reading a checkpoint's file. It turns an OSError into BadInput if the contents are lost, else Unreadable."""
     try:
         yield
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
 
 
 def damaged(path: Path, name: str) -> BadInput:
-    """Return the error for a checkpoint with a file that is not as it was saved. `name`: the file."""
+    """Return the error for the checkpoint at `path`, of which the file `name` is not as it was saved."""
     return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
 
 
@@ -186,7 +186,7 @@ class Reader:
             return TensorFile(path)
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
-        """Return name -> whole shape of every tensor of a kind. Of "weight", these are all parameters."""
+        """Return name -> whole shape of every tensor of a kind: "weight" (all parameters) or an optimizer state."""
         return {name: tuple(found[0]["shape"]) for (name, of), found in self.entries.items() if of == kind}
 
     def region(self, name: str, kind: str, region: Box) -> Tensor:
@@ -252,7 +252,7 @@ def check_pieces(reader: Reader) -> None:
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Return whether two boxes (start, stop) share an element. They are sorted by their first dim, so that few pairs are compared."""
+    """Return whether any two boxes (start, stop) share an element. They are sorted by the first dim, so that few pairs are compared."""
     near: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for start, stop in sorted(box for box in boxes if all(a < b for a, b in zip(*box, strict=True))):
         near = [box for box in near if box[1][:1] > start[:1]] if start else near
@@ -280,7 +280,7 @@ def check_same_parameters(
     *,
     fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
 ) -> None:
-    """Raise BadInput, about the first parameter that differs, if the checkpoint belongs to another model."""
+    """Raise BadInput about the first tensor of these kinds with a name or shape that differs between the checkpoint and the layouts."""
     alone = Mesh.of(Degrees())
     wanted = {part.name: part.shape for name, layout in layouts.items() for part in stored(name, layout, alone)}
     for kind in kinds:

@@ -79,7 +79,7 @@ class Ranks:
         self._meshes: dict[str, DeviceMesh] = {}  # by device type
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
-        """Return the DTensor whose shards or copies are the ranks' local tensors. torch chooses the placement of its gradient."""
+        """Return the DTensor of the ranks' local tensors, as shards or copies. torch chooses the placement of its gradient."""
         from torch.distributed.tensor import DTensor  # here, because it takes a second to import
 
         return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)
@@ -91,7 +91,7 @@ class Ranks:
 
 
 def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
-    """Return x, whole on all ranks, as a DTensor. Backward: sum the partial gradients, and with `sliced` keep this rank's shard."""
+    """Return the layer's input x as a DTensor that is whole on all ranks. Backward: sum partial gradients; if `sliced`, keep a shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not sliced:
@@ -116,7 +116,7 @@ def row_product(h: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
 
 
 def leave(y_BLD: Tensor, *, sliced: bool) -> Tensor:
-    """Sum partial sums over ranks, and with `sliced` keep this rank's shard: a plain tensor. Backward: all ranks get the whole gradient."""
+    """Return the sum over ranks of the layer's output, as a plain tensor; if `sliced`, this rank's shard. Backward: gather the gradient."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     assert isinstance(y_BLD, DTensor)

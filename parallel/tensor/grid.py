@@ -46,23 +46,23 @@ def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], 
 
 
 def of_one(multiply: Multiply) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `multiply` as a function of x and a single matrix."""
+    """Return a function (x, weight) -> x W^T that calls `multiply` with a single weight."""
     return lambda x, weight: multiply(x, [weight])[0]
 
 
 def _of_modules(x: Tensor, modules: Sequence[Any], *, multiply: Multiply) -> Sequence[Tensor]:
-    """Multiply x with the modules' weights. They are read here, inside the layer, so that ZeRO-3 gathers them with the layer."""
+    """Return x W^T for each module's weight W. The weights are read here, in the layer's forward pass, so that ZeRO-3 gathers them."""
     return multiply(x, [module.weight for module in modules])
 
 
 def together(tensors: Sequence[Tensor], *, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """Concatenate tensors along dim, in this dtype. A single tensor is not copied."""
+    """Return the tensors cast to `dtype` (None: unchanged) and concatenated along dim. A single tensor is not copied."""
     cast = [tensor.to(dtype or tensor.dtype) for tensor in tensors]
     return cast[0] if len(cast) == 1 else torch.cat(cast, dim)
 
 
 def apart(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Split the last dim. Each result has its own memory, so that saving one does not keep the others."""
+    """Split the last dim into these sizes. Each result has its own memory, so that saving one result does not keep y in memory."""
     return (y,) if len(sizes) == 1 else tuple(part.contiguous() for part in y.split(list(sizes), -1))
 
 
@@ -79,7 +79,7 @@ class Channels(Style):
 
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
-    """A norm between layers. Fills its slot `normed`, and sets `first_channel` of its block, if it is in a block."""
+    """A norm between layers with channels over tp_col. Fills its slot `normed`, and sets `first_channel` of the block around it, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
@@ -129,7 +129,7 @@ def _means(parts: Sequence[Tensor], axis: Axis) -> Tensor:
 
 
 def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return (mean, variance) over all ranks' channels, [..., 1] each, by Chan et al. (1979), which does not lose digits."""
+    """Return (mean, variance) over all ranks' channels, [..., 1] each, merged as in Chan et al. (1979), without cancellation."""
     mean = x.mean(-1, keepdim=True)
     both = gathered(torch.stack((mean, (x - mean).square().mean(-1, keepdim=True))).unsqueeze(0), axis)
     means, variances = both.unbind(1)
@@ -139,7 +139,7 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Turn:
-    """3D: takes x, split by sequences over `held` with copies along `other`, to a split over `other` with copies along `held`."""
+    """Changes the ranks over which sequences are split in 3D: x split over `held`, equal along `other`, to split over `other`."""
 
     held: Axis
     other: Axis
@@ -161,7 +161,7 @@ def _turned_back(grad: Tensor, held: Axis, *, other: Axis) -> Tensor:
 
 
 def transposed(x: Tensor, grid: Axis) -> Tensor:
-    """Send the tensor of rank (row, column) to rank (column, row), forward and backward. `grid`: the q x q ranks, row by row."""
+    """Send x from rank (row, column) to rank (column, row), and return the tensor received; also gradients. `grid`: q x q ranks, by row."""
     return paired(x, grid, _across, _across)
 
 

@@ -40,7 +40,7 @@ class Column(Style):
     """Splits a product's outputs over an axis: dim 0 of a weight [out, in].
 
     Fills the slot `products` of the layer. For a sum of tiles it fills `enter`, so that the gradient of x is summed over ranks once, after
-    all tiles. sliced: with sequence parallelism between layers (sliced.py). chunks: number of chunks whose sums overlap (overlapped.py).
+    all tiles. sliced: with sequence parallelism between layers (sliced.py). chunks: number of chunks with overlapping sums (overlapped.py).
     """
 
     axis: str = "tp"

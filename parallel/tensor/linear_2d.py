@@ -54,7 +54,7 @@ class Block(Style):
 
 
 def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
-    """Return `products` with this rank's row and column of the grid."""
+    """Return `products` as a function of x and the weights, for this rank's row and column of the grid. label: for error messages."""
     row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # the ranks of a row differ in their column
     return partial(products, row=row, column=column)
 
@@ -97,7 +97,7 @@ class _Summa(torch.autograd.Function):
 
 
 def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
-    """Yield the tensor `mine` of each rank of the axis in turn. The next one is sent while one is used."""
+    """Yield the tensor `mine` of the axis's ranks 0, 1, ...; the next one is broadcast while the caller uses this one. Collective."""
     following = start_broadcast(mine, axis, root=0)
     for place in range(axis.size):
         block = following.wait()
@@ -107,7 +107,7 @@ def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Return the sum over ranks of share i on rank i. `shares`: computed one by one; each sum overlaps with the next computation."""
+    """Sum the i-th of `shares` over the axis on rank i; return this rank's sum. Each sum overlaps with computing the next share."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

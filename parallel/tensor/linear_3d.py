@@ -36,7 +36,7 @@ from parallel.tensor.style import Shape, Style
 
 # i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 
-# by place: axis over which x is gathered, axis over which y is scattered, dim of the weight that tp_depth cuts too
+# place -> (axis over which x is gathered, axis over which y is scattered, dim of the weight [out, in] that tp_depth cuts too)
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 
@@ -63,7 +63,7 @@ class Cube(Style):
 
 
 def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]:
-    """Return `products` with this rank's axes of the cube."""
+    """Return `products` as a function of x and the weights, for this rank's axes of the cube. label: for error messages."""
     *faces, deep = FACES[place]
     into, out, depth = (mesh.axis(str(axis), label=label) for axis in (*faces, "tp_depth"))
     return partial(products, into=into, out=out, depth=depth, deep=deep)
@@ -86,7 +86,7 @@ class _Products(torch.autograd.Function):
         ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
         matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
         y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
-        return apart(y, [len(weight) for weight in weights_OI])  # only first products have several W, and depth cuts their inputs
+        return apart(y, [len(weight) for weight in weights_OI])  # with several W, depth cuts inputs, so each W has its outputs here
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

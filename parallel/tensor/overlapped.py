@@ -39,7 +39,7 @@ from parallel.numerics.weight_gradient import gradients_or_later
 
 
 def row_product(h_BLI: Tensor, weight_OI: Tensor, *, axis: Axis, chunks: int, sliced: bool) -> Tensor:
-    """Return the sum over the axis of h W^T, in h's dtype: [B, L, O], or with `sliced` this rank's [B, l, O]. `chunks`: their number."""
+    """Return the sum over the axis of h W^T, in h's dtype: [B, L, O], or if `sliced` this rank's [B, l, O], computed in `chunks` chunks."""
     product = _SlicedRow if sliced else _Row
     y: Tensor = product.apply(h_BLI, weight_OI, axis, chunks)
     return y
@@ -61,7 +61,7 @@ def _chunks(count: int, chunks: int) -> Iterator[slice]:
     return (chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start)
 
 
-# --- the second product -------------------------------------------------------------------------------------------------------
+# --- the second product of a layer (row) ---------------------------------------------------------------------------------------
 
 
 class _Row(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _SlicedRow(torch.autograd.Function):
         return _joined(shares), *_weight_gradients((ctx.weight,), [_joined(grads)], h_BLI), None, None
 
 
-# --- the first products -------------------------------------------------------------------------------------------------------
+# --- the first products of a layer (columns) -----------------------------------------------------------------------------------
 
 
 class _Columns(torch.autograd.Function):
@@ -158,7 +158,7 @@ class _SlicedColumns(torch.autograd.Function):
 
 
 def _gathered(mine_BlI: Tensor, axis: Axis, chunks: int) -> Iterator[Tensor]:
-    """Start to gather this many chunks of `mine`. Return an iterator over the results: [R, B, n, I] each; of one chunk [1, B, L, I]."""
+    """Start to gather `mine` in chunks. Return an iterator over the gathered chunks [R, B, n, I]; [1, B, L, I] for a single chunk."""
     gathers: list[Started] = [start_gather(mine_BlI[:, chunk].unsqueeze(0), axis) for chunk in _chunks(mine_BlI.shape[1], chunks)]
     if len(gathers) == 1:
         return iter([rearrange(gathers[0].wait(), "r b l i -> 1 b (r l) i")])
@@ -172,7 +172,7 @@ def _joined(chunks_RBnI: Sequence[Tensor]) -> Tensor:
 
 
 def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Return this rank's summand of the gradient of x, [T, I], given the gradients of each product and its matrix."""
+    """Return this rank's summand of the gradient of x, [T, I]: the sum of grads_TO[i] @ matrices_OI[i] over the products."""
     found = torch.mm(grads_TO[0], matrices_OI[0], out=out)
     for grad_TO, matrix_OI in zip(grads_TO[1:], matrices_OI[1:], strict=True):
         found.addmm_(grad_TO, matrix_OI)

@@ -36,7 +36,7 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """A norm between layers, which sees other tokens on each rank. Fills the slot `columns` of its block, if it is in a block."""
+    """A norm between layers, which sees different tokens on each rank. Fills the slot `columns` of the block around it, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())
@@ -49,7 +49,7 @@ class SlicedNorm(Style):
 
 
 def own_columns(length: int, *, axis: Axis) -> slice:
-    """Return this rank's columns of tokens [B, length]."""
+    """Return the slice of the positions 0 to length - 1 that this rank holds."""
     each = length // axis.size
     return slice(axis.index * each, (axis.index + 1) * each)
 
@@ -73,7 +73,7 @@ class Exchanged:
         return all_to_all(rows, self.axis, send=each, receive=each)
 
     def whole(self, x_BLD: Tensor) -> Tensor:
-        """Gather all whole sequences on every rank."""
+        """Gather the B / t whole sequences of each rank to all B sequences on every rank."""
         return all_gather(x_BLD, self.axis, dim=self.dim)
 
     def mine(self, y_BLD: Tensor) -> Tensor:

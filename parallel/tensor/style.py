@@ -35,7 +35,7 @@ class Style(Protocol):
         ...
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
-        """Fill the slots of the layers that hold these parameters, given by path. Default: none, the layers compute as on one rank."""
+        """Fill the slots of the layers that hold the parameters (path -> layout). Default: fill none; layers compute as on one rank."""
         return None
 
 
@@ -75,18 +75,18 @@ class Stacked(Style):
             model.get_submodule(path).hold(whole.stacked(mesh), hidden=whole.region(mesh)[dim])  # type: ignore[operator]
 
     def _dim(self, name: str) -> int | None:
-        """Return the dim of hidden units, or None if the parameter has none and is not split over `hidden`."""
+        """Return the parameter's dim of hidden units; None if it has none, so that it is not split over `hidden`."""
         return self.hidden_dim.get(name.rpartition(".")[2])
 
     def modules(self, layouts: Layouts) -> dict[str, tuple[str, Layout]]:
-        """Return, by the path of each stack, (name, layout) of one of its parameters that have hidden units."""
+        """Return path of each stack -> (name, layout) of one parameter of the stack that has hidden units."""
         held = ((name, layout) for name, layout in layouts.items() if self._dim(name) is not None)
         return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in held}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows of (pattern, style). A parameter without a matching row is copied. str(plan) is a table."""
+    """Rows (pattern, style), of which the first with a matching pattern counts; without one, a parameter is Copied. str(plan): a table."""
 
     rows: tuple[tuple[str, Style], ...] = ()
 
@@ -94,7 +94,7 @@ class Plan:
         return next(style for pattern, style in self._all() if fits(pattern, name))
 
     def by_style(self, layouts: Mapping[str, Layout]) -> Iterator[tuple[Style, dict[str, Layout]]]:
-        """Yield each style once, with the layouts of its parameters by name."""
+        """Yield (style, name -> layout of the parameters with this style), each style once."""
         for style in {id(style): style for _, style in self._all()}.values():
             mine = {name: layout for name, layout in layouts.items() if self.style_of(name) is style}
             if mine:

@@ -55,7 +55,7 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Fills its module's slot `others`, and `first`: the first row of the module, or of each of its tiles."""
+    """A vocabulary matrix [V, D]. Sets its module's slot `others` and, of the module or each tile, `first`: index of its first row."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
@@ -64,7 +64,7 @@ class _Vocabulary(Style):
             model.get_submodule(name.rpartition(".")[0]).first = layout.region(mesh)[0].start  # type: ignore[assignment]
 
     def others(self, mesh: Mesh, size: int, path: str) -> OtherRows:
-        """Return the communication for a matrix of `size` rows in the module at `path`."""
+        """Return the collectives for a vocabulary matrix of `size` rows in the module at `path`."""
         raise NotImplementedError
 
 
@@ -130,8 +130,8 @@ class VocabularyCube(_Vocabulary):
 
 @dataclass(frozen=True)
 class OtherRows:
-    """The communication between the ranks of `axis`, which hold shards of a matrix of `size` rows: `Others` of moe/nn/vocabulary.py
-    describes each function. `turned_back` moves whole logits to the sequences of x.
+    """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
+    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` moves whole logits to the ranks with their sequences.
     """
 
     axis: Axis
@@ -153,13 +153,13 @@ class OtherRows:
 
 
 def merged(scores_2N: Tensor, axis: Axis) -> Tensor:
-    """Merge each rank's log-sum-exps and targets' logits [2, N] into the values for all rows, on every rank."""
+    """Return [log-sum-exps, targets' logits] [2, N] over the whole vocabulary on every rank, given each rank's values for its rows."""
     found: Tensor = _Merged.apply(scores_2N, axis)
     return found
 
 
 def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
-    """Gather each rank's shard of the logits to [..., size]. Shards are padded to the longest, because gathers need equal sizes."""
+    """Return logits [..., size], gathered from all ranks. Shards are padded to the longest, because gathers need equal sizes."""
     counts = [(rows := Tile(0, i, axis.size).run(size)).stop - rows.start for i in range(axis.size)]
     padded = F.pad(logits, (0, max(counts) - logits.shape[-1]))
     parts = join_copies(padded, axis, dim=-1).split(max(counts), -1)
@@ -167,9 +167,9 @@ def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
 
 class _Merged(torch.autograd.Function):
-    """Merge scores [2, N] over ranks. The result and its gradient are equal on every rank.
+    """Merge [log-sum-exps, targets' logits] [2, N] over ranks. The result and its gradient are equal on every rank.
 
-    Backward: the gradient times the softmax's share of this rank's rows. Nothing is sent.
+    Backward sends nothing: the log-sum-exp's gradient times the probability that the softmax gives to this rank's rows.
     """
 
     @staticmethod

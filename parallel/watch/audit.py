@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A tensor with wrong bits on the ranks at the indices `places` of the axis. source: index of a rank with right bits; None: unknown."""
+    """A tensor with wrong bits. places: indices on `axis` of the ranks with wrong bits. source: index of an intact rank; None: unknown."""
 
     held: Held
     axis: Axis
@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 
 
 def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequence[str] = ()) -> Held:
-    """Return a Held tensor that is cut by its parameter's layout. but: axes over which an engine has cut it further."""
+    """Return a Held with the axes of the layout's copies, except the axes `but`, over which an engine has cut the tensor further."""
     return Held(name, kind, tensor, tuple(axis for axis in layout.copies() if axis not in but), layout.holders)
 
 
@@ -156,7 +156,7 @@ def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int
 
 
 def _of_all(mine: Tensor, axis: Axis) -> Tensor:
-    """Return the values of all ranks, [ranks, values], on the CPU."""
+    """Return each rank's vector `mine` as a row: [ranks, values], on the CPU. Collective."""
     return gathered(mine.to(device_of(axis)).unsqueeze(0), axis).cpu()
 
 

@@ -84,7 +84,7 @@ def _call(lane: Mapping[str, Any], call: list[Any]) -> Call:
 
 
 def _named(answer: Mapping[str, Any]) -> str:
-    """Return a rank's last announced collective, its phase and its step in words."""
+    """Return in words the rank's last announced collective, phase and step. answer: Record.answer() of the rank."""
     call = _latest(answer)
     what = f"{call.name} {call.number} over {call.axis}{f' in {call.label}' if call.label else ''}, " if call else ""
     return f"{what}{_at(answer)}"
@@ -101,7 +101,7 @@ def _waits(waiting: Iterable[int], answers: Answers) -> str:
 
 
 def _differ(answers: Answers, *, settled: bool) -> Finding | None:
-    """Find the first number under which ranks of a group ran different collectives. The finding names the minority."""
+    """Return the finding, which names the minority, for the first collective of a group that differs between ranks; None if none does."""
     best: tuple[int, Finding] | None = None
     for name in sorted({name for a in answers.values() for name in a["lanes"]}):
         held = {r: a["lanes"][name] for r, a in answers.items() if name in a["lanes"]}
@@ -111,7 +111,7 @@ def _differ(answers: Answers, *, settled: bool) -> Finding | None:
         for ranks in groups.values():
             lanes = {rank: held[rank] for rank in ranks}
             found = _first_difference(lanes) or (_other_number(lanes, answers) if settled else None)
-            if found is not None and (best is None or len(ranks) < best[0]):  # smaller groups show fewer ranks that only follow
+            if found is not None and (best is None or len(ranks) < best[0]):  # in a smaller group, fewer ranks differ only as a consequence
                 best = len(ranks), found
     return None if best is None else best[1]
 
@@ -136,7 +136,7 @@ def _first_difference(lanes: Mapping[int, Mapping[str, Any]]) -> Finding | None:
 
 
 def _other_number(lanes: Mapping[int, Mapping[str, Any]], answers: Answers) -> Finding | None:
-    """Find ranks that have run more or fewer collectives in their group than most. All ranks must be at the same point of the step."""
+    """Return the finding for ranks with more or fewer collectives in their group than most; None if all have run equally many."""
     made = {rank: lanes[rank]["number"] if rank in lanes else 0 for rank in next(iter(lanes.values()))["ranks"] if rank in answers}
     if len(set(made.values())) == 1:
         return None
@@ -156,7 +156,7 @@ def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 
 
 def _both(at: Mapping[int, Call]) -> str:
-    """Return in words two ranks that differ, if there is no majority. If none of the recorded collectives differ, earlier ones did."""
+    """Return in words the collectives of two ranks that differ; used if there is no majority. at: rank -> its collective."""
     first, *others = sorted(at)
     found = next((r for r in others if at[r].text() != at[first].text()), None)
     number = at[first].number
@@ -188,7 +188,7 @@ def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call])
 
 
 def _edges(answers: Answers, waiting: Iterable[int]) -> dict[int, set[int]]:
-    """Return waiting rank -> ranks that it waits for: they have not reached a collective, or not sent a message, that it has reached."""
+    """Return waiting rank -> ranks for which it waits, because they have not run a collective or sent a message that it has reached."""
     edges: dict[int, set[int]] = {}
     for rank in waiting:
         owed: set[int] = set()
@@ -218,7 +218,7 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     if not roots:
         owing = Counter(other for rank in reached for other in edges[rank])
         (worst, most), *rest = owing.most_common(2)
-        if len(reached) > 2 and (not rest or most > rest[0][1]):  # all wait for one rank: it has continued without the others
+        if len(reached) > 2 and (not rest or most > rest[0][1]):  # most wait for one rank, which has continued without them
             where = f"rank {worst} is at {_named(answers[worst])} ({answers[worst]['place']})"
             return Finding("circle", (worst,), f"rank {worst} is missing ({where}){_waits(waiting - {worst}, answers)}")
         shown = sorted(reached)[:3]

@@ -40,7 +40,7 @@ Group = tuple[str, str, tuple[int, ...]]  # name, description, ranks
 
 
 def _with_plain_keys(load: Any, keys: slice) -> Any:
-    """Return an opcode's function `load` with a check of the keys: a small pickle could nest tuples so deeply that hashing never ends."""
+    """Return an opcode's function `load` with a check of dict keys: hashing a key of deeply nested tuples could take for ever."""
 
     def checked(reader: Any) -> None:
         if not all(isinstance(key, str | bytes | int) for key in reader.stack[keys]):
@@ -74,7 +74,7 @@ class Trace:
 
     rank: int
     calls: dict[Group, dict[int, Call]] = field(default_factory=dict)
-    messages: list[tuple[Group, str, int, int]] = field(default_factory=list)  # group, kind, global rank of sender and receiver
+    messages: list[tuple[Group, str, int, int]] = field(default_factory=list)  # (group, kind, sender's rank, receiver's rank)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _in(group: Group, by_rank: dict[int, Trace]) -> list[int]:
 
 
 def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], str] | None:
-    """Return (ranks, reason in words) for the first number under which these ranks, the minority, ran another collective; None if none."""
+    """Return (ranks in the minority, reason in words) for the group's first collective that differs between ranks; None if none does."""
     calls = {rank: by_rank[rank].calls[group] for rank in _in(group, by_rank)}
     for number in sorted({number for made in calls.values() for number in made}):
         made = {rank: each[number] for rank, each in calls.items() if number in each}
@@ -236,7 +236,7 @@ def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], s
 
 
 def _sizes_agree(kind: str) -> bool:
-    """Return whether all ranks pass equal shapes to this kind of collective. The root of a scatter or gather does not."""
+    """Return whether all ranks must pass inputs of equal shape to this kind of collective (in scatter and gather, the root does not)."""
     return not kind.lower().startswith(("scatter", "gather", "send", "recv", "barrier"))
 
 

@@ -24,7 +24,7 @@ from parallel.errors import BadInput, Ended
 
 _LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1
-_NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, whose machine may be starting at the same time
+_NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, as its machine may be starting at the same time
 _HEARD_S = 60.0  # longest time that rank 0, which holds the store, waits for the other ranks to read why the run cannot start
 _GONE = (dist.DistNetworkError, dist.DistStoreError)
 

@@ -25,7 +25,7 @@ _LONGEST = 40_000  # bytes of a line: four fields, shortened by cut(), with up t
 
 @dataclass(frozen=True)
 class Failure:
-    """`line`: the message of the first rank that failed. `rank`: its index on the axis. `error`: this rank's own exception, or None."""
+    """A failed call. line: message of the first failed rank. rank: its index on the axis. error: this rank's own exception, or None."""
 
     line: str
     rank: int
@@ -73,7 +73,7 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
 
 
 def _to_all(line: str, world: Axis) -> str:
-    """Return on every rank the line of the one rank that passes a line; the others pass "". Collective."""
+    """Return the one line that is not "", on every rank: a single rank passes its line, all others pass "". Collective."""
     text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
     sent = torch.zeros(_LONGEST, dtype=torch.int32, device=device_of(world))
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)

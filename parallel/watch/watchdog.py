@@ -31,7 +31,7 @@ from parallel.mesh.debug_collectives import Disagreement
 from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
-FIRST = 5.0  # until the end of the first step, and while saving, the time limit is this many times as long
+FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
 ANSWER_S = 3.0, 10.0  # a rank is missing if it does not answer in a twentieth of the time limit, but at least and at most these seconds
 _AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
 _STORE = "a store operation that did not end"
@@ -148,7 +148,7 @@ class Watchdog:
                 _print(verdict["line"])
 
     def _ask(self, why: Why) -> None:
-        """Ask all ranks for their progress, diagnose it, and write the line for all. Each rank's listening thread then ends the run."""
+        """Ask all ranks for their progress, diagnose it, and write the verdict, by which each rank's listening thread ends the run."""
         n, rank = self._round, self.record.rank
         mine, patience = f"{why} {rank}", min(self._answer_s, self.limit_s / 4) if why == "slow" else self._answer_s
         try:
@@ -215,13 +215,13 @@ class Watchdog:
             self._readers = len(answers)
             silent = {rank: self._last_sign(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
-            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # others may still say why it aborted
+            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # ask again: others may know why it aborted
             if not again or why in ("slow", "hang") or time.monotonic() > until:
                 return finding
             time.sleep(_AGAIN_S)
 
     def _last_sign(self, rank: int) -> str:
-        """Return how a rank that does not answer left, or its last known progress, in words."""
+        """Return in words why a rank that does not answer has left, or its last known progress."""
         if (left := _read_text(self._store, f"left/{rank}")) is not None:
             return f"it has left: {left}"
         seen = _read_text(self._store, f"seen/{rank}")
@@ -239,7 +239,7 @@ class Watchdog:
     # --- the end --------------------------------------------------------------------------------------------------------
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
-        """End this process with the line, unless its main thread is ending and will print the line itself. heard: the question's number."""
+        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question answered."""
         if self._decided.is_set():
             return
         self.line, self.prints, self.kind = line, prints, kind
@@ -287,7 +287,7 @@ class Watchdog:
         return self.line or "ranks did not make the same collectives in this step, and none says more"
 
     def _settle(self, why: Why) -> None:
-        """Ask all ranks, unless another rank asks already. Then wait for the line, and until the other ranks have read it."""
+        """Ask all ranks for their progress, unless another rank does. Wait for the verdict; on rank 0 until others have read it."""
         asked = self._round
         self._ask(why)
         self._decided.wait(4 * self._answer_s)
@@ -304,7 +304,7 @@ class Watchdog:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Return whether an error follows from another rank's end."""
+    """Return whether an error is a consequence of another rank's end, such as a lost connection."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _ECHOES)

@@ -20,5 +20,5 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
 
 DDP = EngineKind("ddp", start, {"kind": "ddp"}, steps_by_stage=True, gradients="buckets")
-# stage 0 of ZeRO shards nothing
+# stage 0 of ZeRO shards nothing, so it is DDP with DeepSpeed's keys and fp32 master weights
 ZERO_0 = replace(DDP, name="zero0", sharding={"kind": "zero", "stage": 0}, keys=("engine", "offload"), planned_as="ddp", master_copy=True)

@@ -32,20 +32,20 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return the bytes of whole weights and gradients at one moment of a step. Units are gathered one at a time, and then freed.
+    """Return the bytes of gathered weights and unsharded gradients at the moment `at` of a step. Units are gathered one at a time.
 
-    c, r: bytes of a weight in the compute dtype, and of a gradient in a sum. P, L, B: elements of all layers, of the layer whose backward
-    pass runs, and of the layer before it in the backward pass.
+    c: bytes of a weight in the compute dtype. r: bytes of a gradient while it is summed. P: elements of all layers. L: elements of the
+    layer with the running backward pass. B: elements of the layer with the backward pass just before.
 
-    forward pass      -                   other moments need more
+    forward pass      -                   never the peak
     the loss          -                   with a loss in chunks, the head's table is whole (c table)
     a backward pass   2 c L + r B         weights of this layer and the next; gradients of the layer before
-    after it          2 c L + r (B + L)   also its own gradients; then its weights are freed
-                      c L + 2 r L         and its gradients are copied into a buffer. The head is similar
-    kept whole        c (P - B) + sums    without `reshard`, at all moments; with pipeline stages c P, because other micro-batches need them
+    after it          2 c L + r (B + L)   also this layer's own gradients; then its weights are freed
+                      c L + 2 r L         and this layer's gradients are copied into a buffer. The head is similar
+    not resharded     c (P - B) + sums    without `reshard`, at all moments; with pipeline stages c P, because other micro-batches need them
     """
     c, r = w.compute_bytes, w.sum_bytes
-    left = w.held if w.on_stages else w.held - w.behind  # layers are freed after their backward pass, unless other micro-batches need them
+    left = w.held if w.on_stages else w.held - w.behind  # a layer is freed after its backward pass, unless other micro-batches need it
     match at:
         case "loss":
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)

@@ -26,7 +26,7 @@ At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  
 
 @dataclass(frozen=True)
 class Setup:
-    """A model's layouts, values of the recipe's section `sharding`, and facts about the model. Each engine reads some of them.
+    """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
 
     working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters.
     units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py.
@@ -45,12 +45,12 @@ class Setup:
 
 
 class Whole(NamedTuple):
-    """Sizes that decide how many bytes of weights and gradients are whole at a moment. Numbers of elements that several ranks share:
+    """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. Numbers of elements, of sharded weights:
 
-    held: of the rank's stages. table: of the embedding. layer: of the layer that runs. matrix: of its widest matrix. behind: of the layer
-    before it in the backward pass. trained_*: the same, frozen ones left out. bucket: of a bucket of gradients.
+    held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
+    layer with the backward pass just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
 
-    copies: number of ranks that share a weight. stays: weights stay gathered. on_stages: there are pipeline stages.
+    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages.
     """
 
     compute_bytes: int
@@ -72,7 +72,7 @@ class Whole(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """The engine of a rehearsal that replaces another: changes of the recipe's section `sharding`, and a line that gives the reason."""
+    """The engine that a rehearsal uses instead. sharding: changes of the recipe's section of that name. why: the reason in one line."""
 
     sharding: Mapping[str, Any]
     why: str
@@ -82,23 +82,23 @@ class StandIn(NamedTuple):
 class EngineKind:
     """Facts about one engine.
 
-    start: makes the engine. sharding: the keys of a recipe's section `sharding` that name it, with their values. keys: other keys that it
-    reads. load: imports the libraries that ranks need.
+    start: makes the engine. sharding: keys and values of a recipe's section `sharding` that select this engine. keys: further keys that the
+    engine reads. load: imports the libraries that ranks need.
     stage: the ZeRO stage that the engine's states follow: 1 shards optimizer states, 2 gradients too, 3 weights too.
     cut: shards a model on the meta device and sets first values; None: every rank holds whole weights.
-    by_module: weights are gathered when a module runs, so that no other module may use them.
-    frees_weights: gathered weights are freed after use, so that no product may keep its weight for the backward pass.
-    steps: the optimizer gets whole `matrices`, `shards` of them, or flat `elements`.
-    steps_by_stage: a pipeline stage can make its step before others have their gradients.
+    by_module: a module's weights are gathered only while the module runs, so no other module may use them.
+    frees_weights: gathered weights are freed after use, so no matrix product may save its weight for the backward pass.
+    steps: the form in which the optimizer gets parameters: whole `matrices`, `shards` of matrices, or flat `elements`.
+    steps_by_stage: a pipeline stage can make its optimizer step before other stages have their gradients.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
-    offloads: the (states, place) that it can keep off the device.
-    with_stages, stands_in, planned_as: the engine that replaces it on pipeline stages, in a rehearsal and in the planner; None: itself.
+    offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
+    with_stages, stands_in, planned_as: the engine that replaces it with pipeline stages, in a rehearsal, in the planner; None: no other.
 
     For the planner:
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: whether a bucket of gradients is allocated: `none`, from a pass's first gradient on (`passes`), or `always`.
-    gathered: (moment, sizes) -> bytes of whole weights and gradients. moments: those that must be considered in addition to a layer's own.
+    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments of possible peaks.
     """
 
     name: str

@@ -31,7 +31,7 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
 
 
 def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
-    """Start the engine. Without other ranks or a host to share states with, a pipeline stage gets DDP."""
+    """Start the engine of this ZeRO stage; DDP on a pipeline stage with one data-parallel rank and no offload, where nothing is sharded."""
     if setup.mesh.axis("pp").size > 1 and setup.mesh.axis("dp", "sp").size == 1 and setup.offload.optimizer == "none":
         return ddp.start(model, setup, optimizer)
     from parallel.data.engine import AdamW
@@ -48,19 +48,19 @@ def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engin
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return the bytes of whole weights and gradients at one moment of a step. Weights are gathered one by one and freed late.
+    """Return the bytes of gathered weights and unsharded gradients at the moment `at` of a step. Weights are gathered singly, freed late.
 
-    c, r: bytes of a weight in the compute dtype, and of a gradient in a sum. N: number of ranks that share a weight. W: whole elements: two
-    buckets, or the widest matrix. F: elements that are arriving: a bucket.
+    c: bytes of a weight in the compute dtype. r: bytes of a gradient while it is summed. N: number of ranks that share a weight. W:
+    gathered elements: two buckets, or the widest matrix if larger. F: elements being prefetched: a bucket.
 
     forward pass      c (W + F)
     the loss          c W
-    a backward pass   c W (+ c F)             F counts only if not all elements are whole
-    a bucket's sums   c W + (2 + 1/N) r K     K gradients of a bucket: as sent, as received, and this rank's sums
+    a backward pass   c W (+ c F)             F counts only if not all elements are gathered
+    a bucket's sums   c W + (2 + 1/N) r K     K gradients of a bucket: the sent ones, the received ones, and this rank's 1/N of the sums
     """
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
-    if at == "bucket":  # the layers whose gradients fill the bucket are freed
+    if at == "bucket":  # the weights of layers with gradients in the bucket are freed
         return w.compute_bytes * min(live, w.held - bucket) + (2 + 1 / w.copies) * w.sum_bytes * sums
     return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
 

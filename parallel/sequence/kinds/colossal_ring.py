@@ -19,7 +19,7 @@ def make(axis: Axis, order: Order, window: int | None) -> Method:
 
 
 def cost(ranks: int, layer: Attention) -> Cost:
-    """Return the bytes of two rings each way, of reduce-scatters in fp32 or wider, and of whole rows of scores that are kept."""
+    """Return the bytes of two rings in each pass, of two reduce-scatters in fp32 or wider, and of the rows of scores kept for backward."""
     (q, k, r), i = Held.of(layer, ranks), layer.itemsize
     turns = ranks * (ranks - 1) * 2 * k
     return Cost(turns * i, turns * (i + layer.wide), (2 * q + 2 * k + r * layer.length) * i)
@@ -31,7 +31,7 @@ COLOSSAL_RING = SequenceKind(
     make,
     cost,
     keeps_scores=True,
-    uneven=lambda order, ranks: 2.0 if ranks > 1 else 1.0,  # pairs outside the causal mask are computed too
+    uneven=lambda order, ranks: 2.0 if ranks > 1 else 1.0,  # twice the causal work: masked pairs are computed too
     advice=lambda order, ranks: (
         "sequence.kind colossal_ring: keeps whole rows of scores, which grow with the square of the length; better: ring"
     ),

@@ -35,7 +35,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Elements on a rank: q of queries, k of keys (and as many of values), r of one number for each query and head."""
+    """Numbers of elements on a rank. q: queries. k: keys; also values. r: one for each query and head, such as a log-sum-exp."""
 
     q: int
     k: int
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one attention layer. forward, backward: sent by all ranks together in a pass. kept: by each rank between both passes."""
+    """Bytes of one attention layer. forward, backward: bytes that all ranks together send in the pass. kept: bytes that each rank saves."""
 
     forward: int
     backward: int
@@ -74,7 +74,7 @@ class SequenceSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceKind:
-    """Facts about one method.
+    """Facts about one method of sequence-parallel attention.
 
     about: a phrase for the help text. make: (axis, order, window) -> the method. cost: (number of ranks, layer) -> bytes.
     orders: the orders of positions that the method can have (order.py), the default first.
@@ -84,7 +84,7 @@ class SequenceKind:
     uneven: (order, number of ranks) -> work of the busiest rank divided by the mean.
     refuses: model -> the reason why the method cannot train it; None if it can.
     advice: (order, number of ranks in the ring) -> a line if another choice is better; else None.
-    tried: name -> keys of the recipe's section `sequence`, for each form that `moe verify` tries; None: one form, named as the method.
+    tried: name -> keys of the recipe's section `sequence`, for each variant that `moe verify` runs; None: one, named like the method.
     """
 
     name: str

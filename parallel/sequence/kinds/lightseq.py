@@ -19,7 +19,7 @@ def make(axis: Axis, order: Order, window: int | None) -> Method:
 
 
 def cost(ranks: int, layer: Attention) -> Cost:
-    """Return the bytes of `far` pairs of ranks, which exchange keys, and of `helped` pairs, of which one sends its queries to the other."""
+    """Return the bytes for all pairs of ranks: in `far` pairs, one rank sends its keys and values; in `helped` pairs, its queries."""
     (q, k, r), i, wide = Held.of(layer, ranks), layer.itemsize, layer.wide
     far = sum(ranks - apart for apart in range(1, ranks // 2 + 1))
     helped = ranks * (ranks - 1) // 2 - far

@@ -26,7 +26,7 @@ def cost(ranks: int, layer: Attention) -> Cost:
 
 
 def uneven(order: Places, ranks: int) -> float:
-    """Return the busiest rank's work over the mean. With contiguous positions, the last rank has N - 1 blocks and half of its own."""
+    """Return the busiest rank's work divided by the mean. For contiguous positions, the last rank has N - 1/2 blocks, the mean is N / 2."""
     return (2 * ranks - 1) / ranks if order == "contiguous" else 1.0
 
 
