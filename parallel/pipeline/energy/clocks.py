@@ -64,7 +64,7 @@ def fastest(clocks: Sequence[Clock]) -> Clock:
 
 
 def valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
-    """Return the Clock with the least energy above that of waiting for the same time. idle_power: watts of a rank that waits."""
+    """Return the Clock with the least energy above idle (see `above_idle`). idle_power: watts of a rank that waits."""
     return min(clocks, key=lambda clock: (above_idle(clock, idle_power), clock.time))
 
 
