@@ -113,7 +113,7 @@ def origins_with(way: Fix, origins: Origins) -> dict[str, str]:
 
 
 def nproc(way: Fix, world: int) -> int:
-    """Return the number of processes after the change `way` of a start on `world` processes."""
+    """Return the number of processes with which the run starts after the change `way`; `world` is the number before it."""
     return next((part.number for part in reversed(way.parts) if isinstance(part, Nproc)), world)
 
 

@@ -1,4 +1,4 @@
-"""Combinations in which adapters on frozen weights cannot be trained (moe/nn/lora.py)."""
+"""Checks of LoRA (lora.rank): refuses combinations in which adapters on frozen weights (moe/nn/lora.py) cannot be trained."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _check_t5(run: Run) -> None:
 
 
 def _check_windows(m: Model) -> None:
-    """Refuse `sliding_layers` that are no layers of the model or repeat."""
+    """Refuse numbers in `sliding_layers` that are not layers of the model or that occur twice."""
     if m.sliding_layers is None:
         return
     layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})

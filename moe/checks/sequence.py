@@ -1,4 +1,4 @@
-"""Checks of degrees.sp: divisible positions and heads, whole routing groups, and keys that it excludes."""
+"""Checks of degrees.sp: divisible positions and heads, whole routing groups, and keys that cannot be combined with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of degrees.tp: sizes that it must divide, and keys that it excludes. A refusal names the degrees that work."""
+"""Checks of degrees.tp: sizes that it must divide, and keys that cannot be combined with it. A refusal names the degrees that work."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Operator:
 
     @cached_property
     def terms(self) -> tuple[str, ...]:
-        """Return the letters of each input."""
+        """Return the letters of each input, as in the rule: ("bld", "df") for "bld,df->blf"."""
         return tuple(self.rule.partition("->")[0].split(","))
 
     @cached_property

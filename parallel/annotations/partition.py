@@ -113,7 +113,7 @@ class Program:
 
     @property
     def collectives(self) -> tuple[Move, ...]:
-        """Return the moves that send bytes."""
+        """Return the steps of communication that send bytes: all `moves` but slices."""
         return tuple(move for move in self.moves if move.step.sent)
 
     @property

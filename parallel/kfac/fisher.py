@@ -60,7 +60,7 @@ def _forwards(order: Sequence[Action], stage: int) -> list[Action]:
 
 
 def _maker(order: Sequence[Action], factor: str, stage: int, at: int) -> Action:
-    """Return the action that makes the rows for a factor's curvature from the stage's forward pass number `at`."""
+    """Return the action after which a factor's curvature can be computed, for the micro-batch of the stage's forward pass number `at`."""
     forward = _forwards(order, stage)[at]
     if factor == "A":
         return forward

@@ -240,7 +240,7 @@ class Kfac:
         products = summed_products(*self._rows.pop(unit))
         factor.sums = products if factor.sums is None else factor.sums.add_(products)
 
-    # --- ends of steps ------------------------------------------------------------------------------------------------
+    # --- work due at the ends of steps ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Do all work that is due. Call it before each update. Collective."""

@@ -79,7 +79,7 @@ class Ledger:
                 self.kinds.setdefault(number, kind)
 
     def mark(self) -> int:
-        """Return the number of storages made so far, a point in time for `name_alive`."""
+        """Return the number of storages made so far. `name_alive` takes it as a point in time."""
         return self._made
 
     def name_alive(self, kind: str, *, since: int = 0, before: int | None = None) -> None:
@@ -89,7 +89,7 @@ class Ledger:
                 self.kinds.setdefault(number, kind)
 
     def begin(self) -> None:
-        """Start the time in which `most` and `at_peak` find the peak."""
+        """Start the measurement of the peak: `most` and `at_peak` ignore earlier peaks."""
         self.most, self._first = self.now, len(self._events)
 
     def at_peak(self) -> dict[str, int]:

@@ -234,7 +234,7 @@ def where() -> str:
 
 
 def _asked_by() -> str:
-    """Return the Python file that called the operator, directly or through C++."""
+    """Return the path of the Python file that called the current operator, directly or through C++."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back

@@ -58,7 +58,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
     if gpu is not None:
         patches += [
             *((module, "_get_device_handle", lambda _: _Handle(world.device.index)) for module in map(import_module, _FSDP_MODULES)),
-            (torch.cuda, "is_bf16_supported", lambda **_: True),  # GPUs since 2020 do
+            (torch.cuda, "is_bf16_supported", lambda **_: True),  # GPUs since 2020 support bf16
             (torch.cuda, "synchronize", lambda *_: None),
             (torch.autograd, "_engine_run_backward", _within(_Gpu, torch.autograd._engine_run_backward)),  # backward() leaves the mode
         ]
@@ -77,7 +77,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 
 
 class _Handle:
-    """Replaces the module torch.cuda in FSDP. index: of the device. Its streams are torch.cpu's, which do nothing."""
+    """Replaces the module torch.cuda in FSDP. index: number of the device. Its streams are torch.cpu's, which do nothing."""
 
     def __init__(self, index: int) -> None:
         self.index = index

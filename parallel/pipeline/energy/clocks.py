@@ -59,12 +59,12 @@ class PowerModel:
 
 
 def fastest(clocks: Sequence[Clock]) -> Clock:
-    """Return the clock of least time."""
+    """Return the Clock with the shortest time."""
     return min(clocks, key=lambda clock: (clock.time, clock.energy))
 
 
 def valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
-    """Return the clock of least energy above idle. idle_power: watts of a rank that waits."""
+    """Return the Clock with the least energy above idle (see `above_idle`). idle_power: watts of a rank that waits."""
     return min(clocks, key=lambda clock: (above_idle(clock, idle_power), clock.time))
 
 

@@ -287,7 +287,7 @@ class ClockedGraph:
         return {node: most - ends[i] - tails[i] for node, i in self.graph.place.items()}
 
     def critical(self, nodes: Iterable[Node], spare: float) -> list[Node]:
-        """Return those of the nodes with a slack of at most `spare` seconds."""
+        """Return the given nodes with a slack of at most `spare` seconds."""
         longest, ends, tails, place = self.makespan - spare, self.ends, self.tails, self.graph.place
         return [node for node in nodes if ends[place[node]] + tails[place[node]] >= longest]
 

@@ -127,7 +127,7 @@ class _Filled:
         return min(found, default=None)
 
     def _do(self, choice: tuple[int, int, int, int, int, int]) -> int:
-        """Execute the action. Returns the rank that receives its result."""
+        """Append the chosen action to its rank's order. Returns the rank that receives its result."""
         start, turn, n, stage, rank, way = choice
         op, stage, last = (Op.F, Op.B)[turn], -stage, self.ranks - 1
         end = self.free[rank] = start + 1 + turn

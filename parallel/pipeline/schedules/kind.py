@@ -96,7 +96,7 @@ class ScheduleKind:
 
     @cached_property
     def _example(self) -> Schedule:
-        """Return the schedule of the smallest possible size."""
+        """Return a schedule of the smallest possible size, from which the properties read its facts."""
         sizes = (Size(ranks, m, self.chunks or DEFAULT_CHUNKS) for ranks, m in product(range(2, 9), range(2, 33)))
         return self.make(next(size for size in sizes if self.refusal(size) is None))
 

@@ -38,5 +38,5 @@ def with_updates(order: list[Action], *, every: int) -> list[Action]:
 
 
 def pipedream_age(size: Size, stage: int) -> int:
-    """Return the delay in updates: p - 1 - s on stage s; with vertical sync p - 1 on all stages."""
+    """Return by how many updates a stage's gradients are delayed: p - 1 - s on stage s of p; with vertical sync p - 1 on all stages."""
     return size.ranks - 1 - (0 if size.vertical_sync else stage)

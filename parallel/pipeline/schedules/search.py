@@ -178,7 +178,7 @@ class _Greedy:
         return limit is None or self.kept[rank] + 1 + later <= limit * chunks
 
     def _do(self, start: float, action: Action) -> set[int]:
-        """Execute the action. Returns the ranks whose next action may have changed."""
+        """Append the action to its rank's order. Returns the ranks whose next action may have changed."""
         op, stage, microbatch, _ = action
         rank = self.rank[stage]
         end = self.free[rank] = start + self.problem.cost(rank, action)

@@ -34,5 +34,5 @@ def two_bw_refusal(size: Size) -> BadInput | None:
 
 
 def two_bw_age(size: Size, stage: int) -> int:
-    """Return the delay in updates: one, on every stage."""
+    """Return by how many updates a stage's gradients are delayed: one, on every stage."""
     return 1

@@ -58,7 +58,7 @@ class Packing:
 
 
 class Bubble(NamedTuple):
-    """A wait of a rank, with its times in one step."""
+    """A wait of a rank. start, end: counted from the start of a step."""
 
     rank: int
     start: float

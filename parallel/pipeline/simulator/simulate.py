@@ -91,7 +91,7 @@ def costs(
         split = {Op.I: of_stage[1] * (1 - weight_share), Op.W: of_stage[1] * weight_share}
         return {Op.F: of_stage[0], Op.B: of_stage[1], **split, Op.U: update, Op.S: summation}[op]
 
-    known = cache(time_of)  # the planner asks millions of times
+    known = cache(time_of)  # cached, because the planner calls it millions of times
     return lambda rank, action: known(action.op, action.stage)
 
 
@@ -192,7 +192,7 @@ class _Run:
         return max(ends)
 
     def free_times(self) -> list[float]:
-        """Return the times at which ranks, links and sums are free: the state in which the next batch starts."""
+        """Return the times at which each rank, link and sum is free for the next batch."""
         return [*self._free, *self._link.values(), *filter(None, self._summing)]
 
     def _send(self, maker: int, end: float) -> float:
