@@ -48,7 +48,7 @@ dispatch.GROWTH = {"tokens x2": (Shape(32, 8, 8, 4, 1), Shape(64, 8, 8, 4, 1))}
 
 
 def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the code in its own process, because peers start process groups and threads, which ranks that are forked later must not inherit."""
+    """Run the code in its own process: peers start process groups and threads, which later forked ranks must not inherit."""
     return subprocess.run([sys.executable, "-c", SETUP + code, *words], capture_output=True, text=True, timeout=180)
 
 

@@ -430,7 +430,7 @@ def test_a_config_that_is_made_says_all_that_transformers_reads() -> None:
 
 
 def test_files_beside_the_models_are_left_alone(tmp_path: Path) -> None:
-    """These are a second copy with Mistral's names, files that the index does not name, and a folder with the name of the unfinished one."""
+    """These are a second copy with Mistral's names, files missing in the index, and a folder with the name of the unfinished one."""
     made(tmp_path / "a", "Mistral", max_shard_size="20KB")
     whole = tmp_path / "a"
     save_file({"layers.0.attention.wq.weight": torch.ones(3)}, whole / "consolidated.safetensors")

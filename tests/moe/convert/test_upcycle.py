@@ -528,7 +528,7 @@ def test_the_verb_says_what_it_did_and_how_to_go_on(
 def test_a_converted_model_has_seen_no_sample_so_another_order_of_them_is_no_news(
     home: Path, source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At step 0, the recipe's own batch and seed count. With copied moments the run continues at the source's step, and reports a change."""
+    """At step 0, the recipe's own batch and seed count. With copied moments the run continues at the source's step and reports changes."""
     changed = {"steps": 1, "global_batch": 4, "seed": 3}
     run = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4}, train=changed)
     converted(run, source(), tmp_path / "fresh")

@@ -681,7 +681,7 @@ def test_modes_of_token_files_follow_the_umask(mask: int, folder: Path, tmp_path
 
 
 def test_an_id_beyond_the_vocabulary_and_a_file_that_was_cut_are_one_line(folder: Path, tmp_path: Path) -> None:
-    """The files are changed and cut while mapped, after the checks. Otherwise the model would fail with an index error, or die by SIGBUS."""
+    """The files are changed and cut while mapped, after the checks. Without care, the model has an index error or dies by SIGBUS."""
     data = user_data(folder, tmp_path / "cache")
     path = tmp_path / "cache" / data.index["key"] / "train.bin"
     ids = np.memmap(path, dtype="<u2", mode="r+")

@@ -120,7 +120,7 @@ def train(tiny: Tiny, *, every: int, first: int = 0, steps: int = 5) -> tuple[li
 
 
 def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
-    """Settings with rows of 64 bytes or multiples: the CPU's matrix library rounds by a row's offset in its cache line, which moves change."""
+    """Settings with rows of 64 bytes or multiples: the CPU's matrix library rounds by a row's offset in its cache line."""
     return {"optimizer": {"clip_norm": clip}, "model": {"d_model": 32, "d_ff": 64}} | LAYOUTS[name][1]
 
 
@@ -167,9 +167,7 @@ def test_training_that_moves_experts_has_the_same_losses_to_the_bit(kind: str, m
 
 @pytest.mark.parametrize("sum_of", ["the norm", "a token"])
 def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -> None:
-    """These sums depend on the order of a rank's experts in the last bit: a clipped gradient's norm, and a token's output if all_gather
-    sums by rank.
-    """
+    """These sums round by the order of a rank's experts: a clipped gradient's norm, and a token's output if all_gather sums by rank."""
 
     def work(rank: int) -> list[Any]:
         changed = settings("ep2", clip=0.5) if sum_of == "the norm" else settings("ep2") | {"dispatch": {"kind": "all_gather"}}
@@ -247,7 +245,7 @@ def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
 def test_a_run_that_moves_experts_and_clips_goes_on_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted within a window: a norm is rounded by the order of a rank's experts, and moves follow from the load of the whole window."""
+    """Interrupted within a window: a norm is rounded by the order of a rank's experts, and moves follow from the window's load."""
     if kind == "zero":
         trained.warm_zero()
     home, moves = trained.home(tmp_path, monkeypatch), {"num_experts": 8, "rebalance_every": 4}

@@ -36,9 +36,7 @@ def recipe(**sections: dict[str, Any]) -> Run:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 4), (1, 12), (2, 1)])
 def test_numbers_of_processes_are_those_that_divide(batch: int, microbatches: int, tp: int, dp: int) -> None:
-    """Compared with a plain search: dp divides batch and evaluation, and tp the sequences of a micro-batch, whose number divides and is at
-    most the intended one.
-    """
+    """Compared with a plain search: dp divides batch and evaluation, tp the sequences of a micro-batch, at most the intended number."""
     run = recipe(
         degrees={"dp": dp, "tp": tp, "ep": dp * tp if 12 % (dp * tp) == 0 else 1},
         train={"global_batch": batch, "eval_sequences": 48},

@@ -220,9 +220,7 @@ def test_a_signal_that_ends_a_rank_on_another_machine_before_it_trains_asks_for_
 
 @pytest.mark.timeout(60)
 def test_what_a_shell_on_another_machine_gets(pretended: Path, tmp_path: Path) -> None:
-    """DeepSpeed's runner gets the folder of the installed project, not the working folder. Variables arrive unchanged, and so do the
-    variables in its file.
-    """
+    """DeepSpeed's runner gets the folder of the installed project. Variables arrive unchanged, also the variables in its file."""
     (tmp_path / "pdsh").write_text('#!/bin/sh\nwhile [ "$1" != -N ]; do shift; done\nshift\necho "$*"\n')
     (tmp_path / "pdsh").chmod(0o755)
     (tmp_path / ".deepspeed_env").write_text('A=\'a $b\'\nB=x y "%"\n\n# C=1\nexport D=$HOME/d\nE="$HOME"\n')

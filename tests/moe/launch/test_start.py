@@ -458,7 +458,7 @@ def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -
 
 
 def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal may come at any line of the watch's loop. The grace period begins when the ranks get the signal, not when the watch began."""
+    """A signal may come at any line of the watch's loop. The grace period begins when the ranks get the signal."""
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.7)"]) as launcher:
         rank = Rank(0, launcher.pid)
         caught: list[tuple[int, float]] = []
@@ -561,7 +561,7 @@ def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: P
 
 
 def test_bad_input_on_a_full_disk_is_told_by_exit_codes() -> None:
-    """No rank could write its status: rank 0 has printed its line, and a line reports the exit code of the other rank."""
+    """Without statuses: rank 0 with code 2 has printed its own line; for another rank, a line says that it could not note why."""
     ended = [Rank(0, 4, ended_at=1.0, code=2), Rank(1, 5, ended_at=1.1, code=1)]
     assert verdict({}, ended, 2, 1) == (2, [])
     assert verdict({}, [Rank(0, 4, ended_at=1.0), Rank(1, 5, ended_at=1.1)], 2, 2) == (2, [])

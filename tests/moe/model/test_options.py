@@ -55,8 +55,8 @@ class Chosen(Case):
 
 
 def farthest(case: Chosen, ran: Any, twin: Case) -> float:
-    """The largest error. A bias begins at 0, so it is all update, and Adam amplifies roundings of gradients near 0: such models' updates
-    are judged by later losses.
+    """The largest error. A bias begins at 0 and is all update, and Adam amplifies roundings of gradients near 0: later losses judge
+    updates.
     """
     assert not isinstance(ran, str), ran
     numbers = compare(ran, reference(twin))

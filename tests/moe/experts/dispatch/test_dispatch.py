@@ -114,9 +114,7 @@ def run_once(dispatcher: Exchange, experts: Experts, rank: int, kind: str, k: in
 
 @cache
 def wanted(world: int, dtype: torch.dtype, dropout: bool) -> dict[tuple[str, int], tuple[list[list[Tensor]], list[Tensor]]]:
-    """The expected values on one process with every expert: (output, gradients of input and gates of each rank; summed gradients of
-    weights).
-    """
+    """The expected values on one process: (output, gradients of input and gates of each rank; summed gradients of weights)."""
     found = {}
     mesh = Mesh.of(Degrees())
     for kind, k in CASES:
