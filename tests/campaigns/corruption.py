@@ -3,7 +3,7 @@
 A flip changes one bit of one number on one rank: of a weight or moment between steps, of a weight during the passes, of a product, of a
 gradient, or of a weight just after the update. The following step is audited and compared with the same step without the flip:
 
-    repaired   found, and weights and moments after the step are bitwise those of the undisturbed step
+    repaired   found, and weights and moments after the step are bitwise equal to the undisturbed step
     ended      found, and the run ended with one line because no copy was known to be intact
     masked     not found, but bitwise equal: the number was not used, or rounding hid the bit
     missed     not found, and numbers differ
@@ -64,14 +64,14 @@ LARGER: dict[str, Any] = {
     "experts": {"num_experts": 4},
     "train": {"global_batch": 8, "audit_every": 1},
 }
-MOST_SHARE = 0.015  # share of a run's time, with one audit in a hundred steps
+MOST_SHARE = 0.015  # largest cost of audits, as a share of a run's time, if one step in a hundred is audited
 WHERE = ("sign", "exponent", "high mantissa", "low mantissa")
 
 
 @dataclass(frozen=True)
 class Fault:
     """A kind of flip. `what`: a kind of tensor, a key of `_PUT`; `expected`: its outcome unless masked; `few`, `full`: the number of
-    flips.
+    flips by default and with --full.
     """
 
     what: str
@@ -201,7 +201,7 @@ def flip(tensor: Tensor, bit: int, at: float) -> None:
 
 
 def once(trained: Trained, what: str, seed: str, wanted: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """One flip and its step. Every rank draws the same random numbers; one of them has the fault."""
+    """Make one flip, train its step, and return this rank's results. All ranks draw the same random numbers; one rank makes the flip."""
     rng = random.Random(seed)
     bit, at, place, rank, call = (
         rng.randrange(32),
@@ -232,7 +232,7 @@ def once(trained: Trained, what: str, seed: str, wanted: dict[str, dict[str, Ten
 
 @dataclass
 class Put:
-    """The time of a fault: before the step, around its n-th passes, or after its update."""
+    """Hooks that put a fault into a step: called before it, around its forward and backward pass number n, or after its update."""
 
     before: Callable[[], object] = lambda: None
     passes: Callable[[ExitStack, int], object] = lambda stack, number: None
@@ -248,7 +248,7 @@ Flip = Callable[[Tensor], None]
 
 
 def _kept(trained: Trained, kind: str, place: float) -> Tensor:
-    """One of the rank's weights or moments that have copies, or of its `part`s, which have none."""
+    """One tensor of this rank, chosen by `place` in [0, 1): a weight or moment with copies on other ranks; kind "part": without copies."""
     held = []
     for one in trained.engine.tensors():
         copies = bool(one.axes) and trained.mesh.axis(*one.axes).size > 1
@@ -262,7 +262,7 @@ def _at_rest(kind: str) -> Callable[[Trained, Flip, float, int], Put]:
 
 
 def _meanwhile(kind: str) -> Callable[[Trained, Flip, float, int], Put]:
-    """Strike when the first block's forward pass begins."""
+    """Return a function that makes the hooks of a fault: the flip is made as the first block's forward pass number `call` begins."""
 
     def put(trained: Trained, strike: Flip, place: float, call: int) -> Put:
         def around(stack: ExitStack, number: int) -> None:

@@ -139,7 +139,7 @@ def _instead(name: str, make: Callable[[Path], object]) -> Damage:
 
 
 def _beside(name: str, make: Callable[[Path], object]) -> Damage:
-    """The newer save stays complete and must be loaded."""
+    """Make a damage that makes `name` next to the newer save, which stays complete and must be loaded."""
     return lambda path, _: make(path.parent / name)
 
 
@@ -148,7 +148,7 @@ def _other_save(name: str) -> Damage:
 
 
 def _header(text: Callable[[dict[str, Any], random.Random], Any], *, signed: bool) -> Damage:
-    """A change of the header of the tensors' file."""
+    """Make a damage that replaces the header of a safetensors file by `text(header, rng)`. signed: compute the hashes again."""
 
     def change(path: Path, rng: random.Random) -> None:
         raw = (path / FILES[0]).read_bytes()
@@ -171,7 +171,7 @@ def _length(length: int) -> Damage:
 
 
 def _manifest(change: Callable[[dict[str, Any], random.Random], object]) -> Damage:
-    """A change of the manifest, signed again."""
+    """Make a damage that changes the manifest in place, and computes its hash again."""
 
     def apply(path: Path, rng: random.Random) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -216,7 +216,7 @@ def _gone(name: str) -> Damage:
 
 
 def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Damage:
-    """A change of one tensor's numbers, with the same shape and dtype, signed."""
+    """Make a damage that changes one tensor of these kinds, keeps its shape and dtype, and computes the hashes again."""
 
     def apply(path: Path, rng: random.Random) -> None:
         from safetensors.torch import load_file, save_file
@@ -270,7 +270,7 @@ def _nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def damages() -> dict[str, list[Damage]]:
-    """The kinds of damage by row. Kinds with a choice draw another one each time."""
+    """The damages of each row of the table, by the row's name. A damage with a random choice draws another one in each try."""
     each = {name: [_edit(name, change) for change in (_flip, _zero, _swap)] for name in FILES}
     return {
         **{f"bits and bytes of {name}": found for name, found in each.items()},
@@ -364,7 +364,7 @@ def _numbered(given: Saved, made: list[tuple[int, Damage]], name: str, home: Pat
 
 
 def once(given: Saved, damage: Damage, seed: str, home: Path) -> tuple[str, float]:
-    """(what went wrong, seconds) with one damage."""
+    """Make one damage, then resume and load: ("" or what went wrong, seconds)."""
     folder = home / "tried"
     shutil.copytree(given.folder, folder)
     damage(folder / "checkpoints" / "step-4", random.Random(seed))

@@ -97,7 +97,7 @@ def _train(place: Path, *more: str, cache: Path | None = None) -> tuple[int | No
 
 
 def _one_line(code: int | None, said: str, *about: str) -> str:
-    """The problem with the end of a run that could not continue; "" if none."""
+    """The problem with the end of a run that could not continue; "" if its last line is one error with one of the words `about`."""
     lines = [line for line in said.splitlines() if line.startswith("error")]
     if "Traceback" in said:
         return f"a traceback: {said.splitlines()[-1][:200]}"

@@ -4,7 +4,7 @@
     torchrun --nnodes 1:2 --nproc_per_node 2             one of two agents is killed with its ranks; later another agent joins
 
 A try is held if the run ends well on the numbers of processes that its records name, with the losses of an undisturbed run on one process,
-up to rounding. For `moe train`, the last weights and moments must also be bitwise those of a run that is resumed by hand on two processes,
+up to rounding. For `moe train`, the last weights and moments must also be bitwise equal to a run that is resumed by hand on two processes,
 with dp, ep and micro-batches given. Seconds: from the last kill to the end of the first new step.
 """
 
@@ -60,7 +60,7 @@ def _moe_train(home: Path, number: int) -> tuple[str, float]:
     words = ["-m", "moe", "train", "switch_tiny", "--nproc", "4", "--restarts", "1", "--elastic", "2", "--out", str(out)]
     with _started(home, words, _KEPT, out.with_suffix(".log")) as process:
         killed: set[int] = set()
-        while len(killed) < 2 and process.poll() is None:  # rank 1 of each start on four processes
+        while len(killed) < 2 and process.poll() is None:  # kills rank 1 of the first two starts
             for rank in find_ranks(process.pid):
                 if rank.rank == 1 and rank.pid not in killed:
                     os.kill(rank.pid, signal.SIGKILL)
@@ -87,7 +87,7 @@ def _torchrun(home: Path, number: int) -> tuple[str, float]:
             return stack.enter_context(_started(home, words, _AGENTS, out.with_suffix(f".{name}")))
 
         first = agent("log")
-        time.sleep(1.0)  # this agent holds the rendezvous
+        time.sleep(1.0)  # the agent that starts first holds the rendezvous; it must be the one that is not killed
         second = agent("second")
         if not _reach(first, out, 30):
             return _told("no steps on two agents", out), 0.0
@@ -129,7 +129,7 @@ def _steps(out: Path) -> int:
 
 
 def _unlike(out: Path, wanted: Path, *, worlds: list[int]) -> str:
-    """The first difference of the run's starts or losses from the expected ones; "" if there is none."""
+    """The first difference: numbers of processes of the run's starts from `worlds`, or losses from the run `wanted`; "" if none."""
     resumed = [line for line in read(out) if line.get("event") == "resumed"]
     lives = [line["world"] for line in resumed]
     lives = [*([resumed[0]["world_before"]] if resumed and "world_before" in resumed[0] else []), *lives]

@@ -1,8 +1,8 @@
 """Faults put into runs that train, and their outcomes.
 
     python -m tests.campaigns hangs damage         kinds of faults; all of them if none is named
-    python -m tests.campaigns machines:torchrun    the rows of a kind whose name holds the text
-    python -m tests.campaigns --full               as often as the aims say; by default each fault once
+    python -m tests.campaigns machines:torchrun    the rows of a kind with this text in their name
+    python -m tests.campaigns --full               many tries of each fault; by default one
 
 Columns: fault, tried, held (the run did what it should), lost (it did not), seconds_median (from the fault to the end).
 """
@@ -71,7 +71,7 @@ def main(
     """Print a row for each fault. Returns 0 if nothing was lost.
 
     `kinds`: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks, elastic, machines; all if none is named.
-    `machines:torchrun`: the rows of a kind whose name holds the text. `full`: as often as the aims say.
+    `machines:torchrun`: the rows of a kind with this text in their name. `full`: many tries of each fault.
     """
     rows: list[Row] = []
     asked = _asked(kinds)
@@ -84,7 +84,7 @@ def main(
             print(f"{row.fault:<52} {said}", flush=True)
             for problem in row.problems:
                 print(f"    {problem}", flush=True)
-            if json:  # after each: a full table takes long
+            if json:  # written after each kind, because a full table takes long and may be interrupted
                 write_json(json, verb="campaigns", rows=[_plain(r) for r in rows])
     return exit_codes.of(not any(row.lost for row in rows))
 

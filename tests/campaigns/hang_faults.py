@@ -20,7 +20,7 @@ from parallel.mesh import collectives
 from parallel.mesh.record import Record
 from parallel.watch import watchdog
 
-STEP = 3  # step of the fault; the first step has five times the time limit
+STEP = 3  # step of the fault; the first step has five times the limit, so a fault in it would take longer
 Install = Callable[[int, Path], None]
 
 

@@ -70,8 +70,8 @@ Install = Callable[[int, Path], None]  # (number of the try, file to which the t
 @dataclass(frozen=True)
 class Case:
     """One fault. `install`: called in the culprit's process before it trains. `said`: the text that a line must contain, with CULPRIT at
-    its beginning for that rank; for a run that continues, its required text or "". `limit`: the end of the run, in multiples of the
-    limit.
+    its beginning for that rank; for a run that continues, its required text or "". `limit`: the time in
+    which the run must end, in multiples of the watchdog's limit.
     """
 
     name: str
@@ -235,7 +235,7 @@ def once(case: Case, number: int, home: Path, machines: Machines | None = None, 
 
 
 def _cost() -> Row:
-    """A row for the time of one announcement, of an exchange over 8 ranks, which is the longest."""
+    """A row for the time in which a rank announces one collective to the watchdog: an exchange over 8 ranks, which takes longest."""
     record, rows, splits, times = Record(0), torch.ones(64, 16), [8] * 8, 20_000
     began = time.process_time()  # processor time, so that other users of the core do not count
     for _ in range(times):

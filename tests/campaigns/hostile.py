@@ -97,7 +97,7 @@ def carry_out(
 ) -> tuple[int | None, str, float, int]:
     """Run the command in its own process in that folder: (exit code or None, its output, seconds, peak bytes of memory).
 
-    `terminal`: it writes to a terminal, whose buffered output is read afterwards.
+    `terminal`: it writes to a terminal, and the buffered output is read afterwards.
     """
     output = place / ".output"
     started = time.perf_counter()
@@ -154,7 +154,7 @@ def _wait(pid: int, limit_s: float) -> tuple[bool, int, resource.struct_rusage]:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process has now, with which its children begin."""
+    """Resident bytes of this process. A forked child begins with as many, so they are subtracted from its peak."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 

@@ -56,7 +56,7 @@ def inputs(*, full: bool = False) -> list[Input]:
 
 
 def _text(name: str, text: str | bytes) -> Callable[[Path], object]:
-    """Writes a file into the folder."""
+    """Return a function that writes the file `name` into a folder."""
     content = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
 
     def make(place: Path) -> None:
@@ -71,7 +71,7 @@ def _none(_: Path) -> None:
 
 
 def _repeated(name: str, chunk: bytes, size: int, before: bytes = b"", after: bytes = b"") -> Callable[[Path], object]:
-    """Writes a large file."""
+    """Return a function that writes a file of about `size` bytes into a folder: before, the chunk repeated, after."""
 
     def make(place: Path) -> None:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -413,7 +413,7 @@ def _table(name: str, number: int) -> Callable[[Path], object]:
         raw, rng = bytearray((place / name).read_bytes()), random.Random(f"{name} {number}")
         for _ in range(1 + number % 4):
             at = rng.randrange(len(raw))
-            at = at if number % 2 else rng.choice([at % 400, len(raw) - 1 - at % 900])  # at the ends, which have sizes and offsets
+            at = at if number % 2 else rng.choice([at % 400, len(raw) - 1 - at % 900])  # near an end: sizes, offsets
             raw[at] = rng.choice([0, 255, 127, 128, raw[at] ^ (1 << rng.randrange(8))])
         (place / name).write_bytes(raw)
 
@@ -499,7 +499,7 @@ def _folders(part: int) -> list[Input]:
 
 
 def _manifest(chunk: bytes, size: int) -> Callable[[Path], object]:
-    """A manifest with its own correct hash."""
+    """Return a function that adds a checkpoint with a manifest of `size` bytes, the chunk repeated, and its correct hash."""
 
     def make(place: Path) -> None:
         import hashlib
@@ -635,7 +635,7 @@ def _model(path: Path, config: dict[str, Any]) -> None:
 
 
 def _given_tokenizer(model: dict[str, Any], changed: dict[str, Any]) -> Callable[[Path], object]:
-    """A run's checkpoint with another tokenizer, signed."""
+    """Return a function that puts this tokenizer into the checkpoint of a run, and computes its hashes again."""
 
     def make(place: Path) -> None:
         from tests.campaigns.damage import sign

@@ -39,13 +39,13 @@ class Hosts:
     def start(self, host: int, command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[str]:
         """Start a command on that host. Its output is one text."""
         there = ["nsenter", "--target", str(self.first[host]), "--net", "--uts", "--mount", "--pid"]
-        # entered on the host, because a folder entered earlier belongs to other mounts
+        # the folder is entered after nsenter, because a folder entered before would belong to the mounts of this process
         words = [*there, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *command]
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(words, env=dict(env), text=True, **streams)  # type: ignore[call-overload, no-any-return]
 
     def signal(self, process: subprocess.Popen[str], number: signal.Signals) -> None:
-        """Send a signal to a command that `start` began. nsenter is its parent."""
+        """Send a signal to a command that `start` began. It is the child of `process`, which is nsenter."""
         os.kill(_child(process.pid), number)
 
     def left(self) -> list[str]:

@@ -88,7 +88,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 class Kills:
-    """Kills of the run on one layout. The undisturbed run to compare with is made with the first one."""
+    """Kills of the run on one layout. The undisturbed run to compare with is made at the first kill."""
 
     def __init__(self, home: Path, layout: str) -> None:
         self.home, self.name = home, layout.replace(" ", "-").replace(",", "")
@@ -149,7 +149,7 @@ class Kills:
                 os.kill(attempt.launcher, signal.SIGKILL)
             else:
                 attempt.send(signal.SIGKILL, victims)
-        died = attempt.end(limit_s=0.5 if how in ("rank", "save") else 10.0)  # the other ranks are ended too, as the parent does
+        died = attempt.end(limit_s=0.5 if how in ("rank", "save") else 10.0)  # also ends the other ranks, as the parent would
         codes = attempt.codes()
         if how == "launcher":
             return f"ranks {died} outlived their launcher" if died else ""

@@ -30,7 +30,7 @@ from parallel.store.lock import HELD
 from parallel.store.stored import Reader
 
 STEPS, SAVE_EVERY = 9, 3
-LONGEST_S = 90.0  # seconds of one run, on a busy machine
+LONGEST_S = 90.0  # longest time of one run in seconds, on a busy machine
 TINY = {
     "model.num_layers": "2",
     "model.d_model": "16",
@@ -86,7 +86,7 @@ class Attempt:
     def _rank(self, rank: int, port: int, home: Path, overrides: Mapping[str, str], before: Before | None, *, launcher: int) -> int:
         code = 1
         try:
-            die_with(launcher)  # from its start on; in a real launch, the parent ends processes that are too young for this
+            die_with(launcher)  # in a real launch, the parent also ends processes that have not yet called this
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
                 os.dup2(log, stream)
@@ -119,7 +119,7 @@ class Attempt:
         return True
 
     def dead(self) -> list[int]:
-        """The ranks whose processes have ended."""
+        """The ranks that have ended."""
         for rank in self.ranks:
             rank.look()
         return [rank.rank for rank in self.ranks if rank.ended_at is not None]

@@ -4,7 +4,7 @@
     SLURM      sbatch, with the script of docs/use/launching.md -> srun             the machines: hosts.py, slurm.py
 
 A try is held if the exit code after a signal is 75, nothing still runs on either machine, and every loss up to some steps after the resume
-is bitwise that of an undisturbed run with two ranks on one machine.
+is bitwise equal to an undisturbed run with two ranks on one machine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def once(check: Check) -> tuple[str, float]:
 
 
 def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, *, resumed: str = "there") -> str:
-    """Returns what went wrong, or "". `resumed`: "there", on the same machines, or "here", on two ranks forked from this process."""
+    """Start a run with --hostfile, send it a signal, resume it. Return "" or the problem.
+
+    resumed: "there", on the same machines, or "here", on two ranks forked from this process.
+    """
     (home / "hosts.txt").write_text("".join(f"{name} slots=1\n" for name in NAMES))
     out = home / "run"
 
@@ -105,7 +108,7 @@ def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, 
 
 
 def torchrun(home: Path, hosts: Hosts) -> str:
-    """Returns what went wrong, or ""."""
+    """Start a run with torchrun, pull the cable, plug it in again and resume. Return "" or the problem."""
     out, saved = home / "run", {"train.save_every": "20", "train.timeout_s": "5"}
 
     def start() -> list[subprocess.Popen[str]]:
@@ -149,7 +152,7 @@ def torchrun(home: Path, hosts: Hosts) -> str:
 
 
 def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
-    """Returns what went wrong, or "". `of_slurm`: SLURM sends the signal before the time limit of a minute, instead of the user."""
+    """Run a batch job that a signal requeues, then cancel it. Return "" or the problem. `of_slurm`: SLURM sends it, not the user."""
     if not PAGE.exists():
         raise OSError(0, "it needs a checkout, with docs/use/launching.md")
     (home / "job.sh").write_text(script(PAGE.read_text()))
@@ -186,7 +189,7 @@ def script(page: str) -> str:
 
 
 def same_as_undisturbed(home: Path, out: Path) -> str:
-    """Compare the losses of all steps with an undisturbed run of two ranks on this machine."""
+    """Compare all losses with an undisturbed run of two ranks on this machine. Return "" or the steps that differ."""
     found = _losses(out)
     whole = home / "whole"
     attempt = Attempt(home, whole, TINY | LONG)
@@ -209,13 +212,13 @@ def _goes_on(home: Path, out: Path) -> str:
 
 
 def _left(hosts: Hosts) -> str:
-    """Commands that still run on either machine after a moment."""
+    """Wait up to 10 s until no command runs on either machine. Return "" or the commands that still run."""
     _until(lambda: not hosts.left(), limit_s=10.0)
     return f"left behind: {left}" if (left := hosts.left()) else ""
 
 
 def _unsaved(out: Path) -> str:
-    """The problem with the end of ranks that had a signal: each must save, and exit with that code."""
+    """Return "" if every rank saved and exited with code 75 after its signal, else the exit codes."""
     codes = {rank: word["exit"] for rank, word in status.read(out / status.NAME).items()}
     return "" if codes == dict.fromkeys(range(len(NAMES)), STOPPED) else f"the ranks' exit codes are {codes}"
 

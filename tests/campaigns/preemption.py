@@ -61,7 +61,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 class Preemptions:
-    """Signals to a run on two ranks. The undisturbed run to compare with is made with the first one."""
+    """Signals to a run on two ranks. The undisturbed run to compare with is made at the first signal."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -117,7 +117,7 @@ class Preemptions:
 
 
 def _at_phase(phase: str, act: object, delay_s: float) -> Before:
-    """Called on rank 0 before it trains: calls `act` some time after the run first enters a phase."""
+    """Return a `before` function that makes rank 0 call `act` delay_s seconds after it first enters the phase."""
 
     def before(rank: int) -> None:
         real, done = Record.enter, [rank != 0]

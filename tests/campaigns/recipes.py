@@ -297,7 +297,7 @@ def _make(kind: Kind, rng: random.Random, folder: Path, good: list[tuple[str, in
     assert kind.change is not None
     values = copy.deepcopy(read_recipe(recipe_path(name))[0])
     most = values["train"]["steps"]
-    # a parent recipe may warm up longer than a short run
+    # a warm-up longer than the run would be a second fault
     values["optimizer"]["warmup_steps"] = min(values["optimizer"]["warmup_steps"], most)
     what = kind.change(rng, values)
     path.write_text(yaml.safe_dump(values))
@@ -335,7 +335,7 @@ def _as_command(path: Path, world: int, bad: BadInput) -> str:
 
 
 def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
-    """Apply each proposal on its own. The recipe must start, and differ from before."""
+    """Apply each fix that `bad` proposes on its own, and note in `row` if the recipe is still refused or did not change."""
     try:
         values: Values | None
         values, origins = read_recipe(path)
@@ -353,7 +353,7 @@ def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
         except BadInput as again:
             row.problems.append(f"{what}, {world} processes: {bad}; with {way}: {again}")
             continue
-        if repr(mended) == repr(values) and processes == world:  # True == 1
+        if repr(mended) == repr(values) and processes == world:  # repr, because True == 1
             row.problems.append(f"{what}, {world} processes: {bad}; {way} changes nothing")
 
 

@@ -1,4 +1,4 @@
-"""ETTR, for `python -m tests.campaigns restarts`: the productive share of wall time of a run whose ranks are killed now and then.
+"""ETTR, for `python -m tests.campaigns restarts`: the productive share of wall time of a run in which ranks are killed now and then.
 
     moe train --nproc 2 --restarts 3; a random rank gets SIGKILL once in BETWEEN checkpoint intervals, at a random step of them
 

@@ -42,7 +42,7 @@ def test_a_signal_at_any_moment_saves_or_has_nothing_to_lose(signals: Preemption
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_a_rank_whose_peer_is_in_its_first_step_asks_for_another_go(number: signal.Signals, home: Path, tmp_path: Path) -> None:
-    """Rank 0 is held between the last thing that both prepare and its first step; rank 1 waits for it there, and fails when it leaves."""
+    """Rank 0 sleeps before its first step, in which rank 1 waits for it. The signal ends rank 0, and therefore rank 1 fails too."""
     out = tmp_path / "run"
 
     def late(rank: int) -> None:
@@ -61,7 +61,7 @@ def test_a_signal_to_a_rank_whose_peer_is_in_its_first_step_asks_for_another_go(
     until = time.monotonic() + 30
     while not all((tmp_path / f"at-{rank}").exists() for rank in range(2)) and time.monotonic() < until:
         time.sleep(0.01)
-    time.sleep(0.2)  # rank 1 begins its step
+    time.sleep(0.2)  # until rank 1 waits in its first step
     attempt.send(number, [0])
     assert attempt.end(30) == []
     for rank, code in zip(attempt.ranks, attempt.codes(), strict=True):

@@ -1,4 +1,4 @@
-"""Hostile input, by the bench's own inputs that once did harm: nothing of it is executed, printed as it is, or waited for."""
+"""Inputs of `python -m tests.campaigns hostile` that once did harm: none is executed, printed without escaping, or waited for."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Machines:
 
 
 def why_not() -> str:
-    """What this machine lacks for it; "" if nothing."""
+    """Why this machine cannot simulate two machines; "" if it can."""
     if not sys.platform.startswith("linux") or os.geteuid():
         return "it needs root on Linux"
     if shutil.which("ip") is None:

@@ -35,7 +35,7 @@ TOLERANCE = 0.005  # padding to equal shards adds bytes; small weights that stay
 
 
 def travels(kind: ShardedKind, precision: str) -> Storage:
-    """The bytes of one parameter's states as they are sent: FSDP gathers in the compute dtype."""
+    """Bytes per element of parameters and gradients as they are sent: FSDP gathers parameters in the compute dtype."""
     storage = kind.storage(precision)
     if kind.sharding.get("kind") == "fsdp" and precision != "fp32":
         return Storage(2, storage.gradients, storage.optimizer)
@@ -43,7 +43,7 @@ def travels(kind: ShardedKind, precision: str) -> Storage:
 
 
 def without_look_ahead() -> AbstractContextManager[Any]:
-    """A context in which DeepSpeed's stage 3 gathers weights only when due. Otherwise a small model is whole within its window."""
+    """A context in which DeepSpeed's stage 3 does not prefetch. With prefetching, a small model would be gathered all at once."""
     return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
 
 
@@ -119,10 +119,10 @@ def measure(
 
 
 def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int, bool, int, str, bool]]:
-    """Dense and sparse (ep 2) models with 1 and 3 micro-batches on each number of ranks that divides nproc. Peers: dense, bf16, default
-    settings.
+    """Return (kind, ranks, sparse, micro-batches, precision, with prefetching) of each case.
 
-    bf16 and prefetching are measured on two ranks only, because more ranks change nothing.
+    Dense and sparse (ep 2) models with 1 and 3 micro-batches on each number of ranks that divides nproc; peers dense, in bf16.
+    bf16 and prefetching are measured on two ranks only, because their ratios do not depend on the number of ranks.
     """
     numbers = [ranks for ranks in divisors(nproc) if ranks > 1]
     found = []

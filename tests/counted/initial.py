@@ -68,7 +68,7 @@ def judged(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> Iterator[Case]:
-    """The cases of the table."""
+    """Yield the cases that the module's docstring names."""
     one, tp = Degrees(), Degrees(tp=8)
     model = Model()
     for name, layout, degrees in (
@@ -92,14 +92,14 @@ def whole_of(run: Run) -> tuple[Transformer, dict[str, Layout]]:
 
 
 def of_rank(run: Run, *, rank: int) -> tuple[dict[str, Layout], Degrees, int]:
-    """The layouts of the shards of one rank."""
+    """(layout of each tensor of which this rank has a shard, mesh degrees, the rank)."""
     model, layouts = whole_of(run)
     degrees = run.mesh_degrees()
     return stages.hold(run, model, layouts, Mesh.of(degrees, rank)), degrees, rank
 
 
 def cut_in(layout: Layout, name: str) -> Layout:
-    """A matrix of a dense model split over tp, by its outputs or its inputs; tensors that are not matrices stay whole."""
+    """The layout of a dense model's matrix split over tp, along its outputs or its inputs. Other tensors stay whole."""
     if len(layout.shape) < 2 or name.endswith("attention.bias.weight"):
         return layout
     return replace(layout, split={1 if name.endswith(BY_INPUT) else 0: "tp"})
@@ -140,13 +140,13 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
 
 
 def small(shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor, tuple[slice, ...]]:
-    """The first of these tensors, and the box of one element of it."""
+    """(name of the first of these tensors, an empty tensor for one element, the slices that select this element)."""
     name, shape = next(iter(shapes.items()))
     return name, torch.empty([1] * len(shape)), (slice(0, 1),) * len(shape)
 
 
 def by_torch(count: int) -> float:
-    """Nanoseconds for each element."""
+    """Nanoseconds per element in which torch draws `count` truncated normal numbers."""
     out, began = torch.empty(count), time.process_time()
     generator = torch.Generator().manual_seed(key_of_tensor(0, "x") >> 1)
     torch.nn.init.trunc_normal_(out, std=1.0, a=-2.0, b=2.0, generator=generator)

@@ -28,7 +28,7 @@ WITHIN = 0.05
 
 
 def weighed(rank: int, ranks: int, names: list[str], microbatches: int, config: dict[str, int], size: int) -> list[dict[str, Any]]:
-    """One rank's bytes for each schedule. `size`: sequences in a micro-batch."""
+    """Measure the bytes that this rank keeps: one dict for each schedule in `names`. `size`: sequences in a micro-batch."""
     mesh = connect(rank, ranks)
     return [_weighed(mesh, schedule_for(name, ranks, microbatches), Model(**config), size) for name in names]
 

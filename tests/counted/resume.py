@@ -2,7 +2,7 @@
 
     training    the peak in three steps, after the engine has started; the first step makes the moments
     resuming    the peak while another process, after its engine has started, loads the checkpoint
-    afterwards  the peak in its next step: loaded tensors may not be there twice
+    afterwards  the peak in its next step, which shows if loaded tensors are held twice
 
     torch holds    bytes that torch's allocator has given to Python or C++, from its profiler's events of allocations
     resident       the process's peak as the system reports it (VmHWM), reset before each part, minus the memory before there was
@@ -88,7 +88,7 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
-    """Train some steps and save a checkpoint: the memory of this rank."""
+    """Train some steps and save a checkpoint. Return this rank's peak bytes while training."""
     give_freed_memory_back()
     warm_up(shape, "bf16")
     with Peaks() as peaks:
@@ -103,7 +103,7 @@ def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -
 
 
 def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
-    """Resume in a new process: the memory of this rank."""
+    """Resume in a new process and train a step. Return this rank's peak bytes in both."""
     give_freed_memory_back()
     warm_up(shape, "bf16")
     with Peaks() as peaks:

@@ -73,7 +73,7 @@ def _measure(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, int]]:
 
 
 def _method(kind: SequenceKind, axis: Axis) -> Any:
-    """Return the method in its first order of positions; one that trades heads around attention of one rank."""
+    """Return the method on this axis with its first order of positions. Ulysses is built around a method on one rank."""
     if kind.trades_heads:
         return Ulysses(axis, kind.make(Axis("alone"), Order(kind.orders[0], 1, LENGTH), None))
     return kind.make(axis, Order(kind.orders[0], axis.size, LENGTH), None)

@@ -28,7 +28,7 @@ from parallel.process.process import World
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
 FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))
-IN_RUNS = (("1d", 2, 3), ("sliced", 2, 3))  # with tensor.overlap_chunks
+IN_RUNS = (("1d", 2, 3), ("sliced", 2, 3))  # (form, ranks, tensor.overlap_chunks) of the rows with overlap
 ON_PAPER = (4, 8, 16, 64)
 PAPER = DenseLayer(tokens=4 * 2048, width=12288, heads=96, head_size=128, kv_heads=96, hidden=4 * 12288, gated=False, itemsize=2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,8 +51,8 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
 
 
 def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
-    """Rows of one form. Bytes sent, averaged over ranks, must equal the formula, on a line also the number of calls. Weights and kept
-    bytes of the fullest rank must agree within 5 %. `chunks`: tensor.overlap_chunks.
+    """Rows of one form. Bytes sent, averaged over ranks, must equal the formula; for 1D and sliced also the number of calls. Weights and
+    kept bytes of the fullest rank must agree within 5 %. `chunks`: tensor.overlap_chunks.
     """
     of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
     form = grid(kind, ranks)

@@ -28,13 +28,13 @@ from tests.support.ranks import run_on_ranks
 COMM, TILES = (
     {"num_layers": 2, "d_model": 160, "d_ff": 640},
     {"d_model": 64, "d_ff": 512},
-)  # bytes over theory do not depend on size; time does
+)  # the ratio of bytes to theory does not depend on the size, but the time does
 TINY, TINY_SPARSE = Shape(layers=2, width=32, hidden=48), Shape(layers=2, width=32, hidden=48, experts=4)
 
 
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of `python -m tests.counted comm` and of its tiles with narrower layers."""
+    """Narrow the layers of the models of `python -m tests.counted comm` and `tiling`."""
 
     def narrow(module: ModuleType, sizes: dict[str, int]) -> None:
         recipe = module.recipe
@@ -65,7 +65,7 @@ def _kept(rank: int, ranks: int, names: list[str], shape: Shape, precision: str,
     ],
 )
 def test_an_engine_keeps_what_the_formula_says(names: str, ranks: int, shape: Shape, precision: str, tmp_path: Path) -> None:
-    """Parameters, gradients and moments each, and nothing else of note: step counters, and what makes parts equal, are over."""
+    """Parameters, gradients and moments each. Step counters and the padding to equal shards may add a few bytes."""
     load_engines([kind_of(name) for name in names.split(",")])
     for row in chain(*run_on_ranks(_kept, ranks, ranks, names.split(","), shape, precision, str(tmp_path), timeout_s=60)):
         assert row["ranks"] == ranks and row["num_parameters"] > 10_000
@@ -99,7 +99,7 @@ def test_the_memory_table_is_printed_and_written(
 
 
 def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One model on two ranks; all kinds and sizes with --full."""
+    """By default one model on two ranks; with --full all kinds and sizes."""
     ran: list[tuple[str, int, int]] = []
     monkeypatch.setattr(memory, "_run", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
     monkeypatch.setattr(memory, "load_engines", lambda kinds: None)
@@ -112,7 +112,7 @@ def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monke
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3+cpu-all"])  # each way to load a state
 def test_a_resume_holds_no_more_than_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so does the step after it. What the process has is not looked at: with a model this small that is mostly other things."""
+    """Nor does the step after it. Resident memory is not checked, because a model this small is a minor part of it."""
     monkeypatch.setattr(load, "ELEMENTS_AT_ONCE", 2**14)
     load_engines([kind_of(name)])
     row = resume.case(kind_of(name), Shape(layers=2, width=128, hidden=512), 2)
@@ -150,7 +150,7 @@ def _collectives(rank: int) -> list[dict[str, int]]:
 
 
 def test_bytes_of_each_collective() -> None:
-    """(N - 1)/N of the whole tensor, twice for an all-reduce; rows to others for an exchange."""
+    """A rank sends (N - 1)/N of the whole tensor, twice that in an all-reduce; in an all-to-all, the rows that go to other ranks."""
     first, second = run_on_ranks(_collectives, 2, timeout_s=30)
     states = [240, 120, 120, 240, 240, 120, 120, 240]
     assert first[:8] == second[:8] == [{STATES: bytes} for bytes in states]
@@ -161,7 +161,7 @@ def test_bytes_of_each_collective() -> None:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.usefixtures("smaller")
 def test_ddp_sends_one_all_reduce_a_step(sparse: bool) -> None:
-    """Whatever the micro-batches; experts over edp alone, which is one rank here."""
+    """One all-reduce with three micro-batches too. Experts are reduced over edp, which has one rank here, so they add none."""
     for row in run_on_ranks(comm.measure, 2, 2, kind_of("ddp"), sparse, 3, "fp32", timeout_s=60):
         assert row["measured_bytes"] == row["expected_bytes"] and row["passed"], row
         assert {(c["collective"], c["dtype"], c["ranks"]) for c in row["collectives"]} == {("all_reduce", "float32", 2)}
@@ -170,7 +170,7 @@ def test_ddp_sends_one_all_reduce_a_step(sparse: bool) -> None:
 
 def _both_counts(rank: int) -> tuple[dict[str, int], int]:
     started = comm.start(kind_of("ddp"), comm.recipe(kind_of("ddp"), 2, sparse=True, microbatches=1), rank, 2)
-    for number in range(3):  # torch agrees on its buckets in the second
+    for number in range(3):  # the third is counted, because torch rebuilds its buckets in the second
         started.mesh.communicator.reset_counts()
         with Sent() as sent:
             batch = comm.tokens_of(rank, sequences=1, length=comm.LENGTH)

@@ -62,7 +62,7 @@ def test_kept_and_dropped_are_tokens_times_k_in_every_layer_and_step(finished: t
 def test_what_is_kept_fits_into_the_slots(finished: tuple[str, Path, dict[str, Any]]) -> None:
     preset, out, _ = finished
     k, length, experts = (1 if preset == "switch" else 2), 12, 4
-    slots = trained.VALUES["train"]["global_batch"] * experts * -(-length * k // experts)  # capacity factor 1, a group a sequence
+    slots = trained.VALUES["train"]["global_batch"] * experts * -(-length * k // experts)  # capacity factor 1; each sequence is a group
     assert all(0 < layer["kept"] <= slots for line in trained.lines(out) for layer in line["moe"])
 
 

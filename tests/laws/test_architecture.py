@@ -52,7 +52,7 @@ IMPORTS_DEEPSPEED = {
 }
 MOST_FILES = 20
 ROUTED = re.compile(r"rout(er|ed|ing)|expert", re.I)
-SAYS_EXPERT = {  # in `parallel`, where it is the name of an axis's view, of a family of parameters, or of another library's interface
+SAYS_EXPERT = {  # names in `parallel`: of a view of an axis, of a family of parameters, or of another library's interface
     "parallel/mesh/mesh.py": {"EXPERT"},
     "parallel/tensor/style.py": {"EXPERT", "expert"},
     "parallel/data/deepspeed.py": {
@@ -171,7 +171,7 @@ def test_recipes_hold_no_code() -> None:
 
 
 def test_no_import_circles() -> None:
-    """Between files. Imports inside a function or for types count too, because they also tie two files together."""
+    """No circle of files. Imports inside a function or for types count too, because they also tie two files together."""
     graph = {name: [i.target for i in imports(path) if i.target in sources()] for name, path in sources().items()}
     check([" <-> ".join(circle) for circle in circles(graph)], "modules that import each other")
 
@@ -223,7 +223,7 @@ def test_circles_are_found() -> None:
 
 
 def circles(graph: dict[str, list[str]]) -> list[list[str]]:
-    """Modules that reach each other."""
+    """Return the circles: each a sorted list of modules that import each other, directly or through others."""
     reach = {name: reachable(graph, name) for name in graph}
     together = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph if name in reach[name]}
     return sorted(map(list, together))

@@ -72,7 +72,7 @@ def test_a_causal_router_sees_no_later_token_and_another_is_seen_to(name: str) -
 
 @EVERY
 def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
-    """All except GShard's queue, which depends on later tokens through second choices only, and with which GShard and GLaM were trained."""
+    """One exception: GShard's queue depends on later tokens through second choices only, and GShard and GLaM were trained with it."""
     spec = Router(**ROUTERS[name])
     check_causal(spec, allowed=True)
     if looks_ahead(spec) is None or only_second_choices_look_ahead(spec):

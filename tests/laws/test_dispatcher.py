@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ring(Dispatcher):
-    """Tokens go around the ring of ep; each rank adds what its experts give, and the sums go on until they are home."""
+    """Tokens and their sums travel around the ring of ep. Each rank adds its experts' outputs. The last hop brings sums home."""
 
     name = "ring"
     about = "links in a ring"
@@ -100,7 +100,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_it(run: sections.Run, **keys: object) -> sections.Run:
-    """The recipe with the made-up dispatcher. (A recipe's text can only name those of sections.py, which has the names.)"""
+    """The recipe with the made-up dispatcher, set without validation: a recipe's text can only name dispatchers of sections.py."""
     return run.model_copy(update={"dispatch": run.dispatch.model_copy(update={"kind": Ring.name} | keys)})
 
 
@@ -128,7 +128,13 @@ def test_kfac_asks_whether_experts_are_computed_in_chunks(listed: None, monkeypa
 
 def test_the_planner_asks_for_its_messages(listed: None) -> None:
     """Two ranks, one step around: the rows of all tokens and their fp32 sums travel, whatever the number of choices."""
-    model = {"num_layers": 2, "d_model": 64, "d_ff": 240, "max_length": 16, "moe_every": 1}  # wide: a layer at work is the peak
+    model = {
+        "num_layers": 2,
+        "d_model": 64,
+        "d_ff": 240,
+        "max_length": 16,
+        "moe_every": 1,
+    }  # wide: memory peaks within a layer
     router = {"preset": "glam", "capacity_factor": None}
     values = {"model": model, "router": router, "experts": {"num_experts": 4}, "degrees": {"ep": 2}, "train": {"global_batch": 4}}
     plain = build_run(values).resolve(2)
@@ -232,7 +238,7 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_a_dispatcher() -> None:
-    """Names that collectives have too are looked for where something is said of `dispatch`."""
+    """Names that are shared with collectives, such as all_to_all, count only after the word `dispatch` on the line."""
     named = re.compile(r"""["'](padded|hierarchical)["']|dispatch\b.*["'](all_to_all|all_gather|overlapped)["']""")
     found = {
         path.relative_to(ROOT).as_posix()

@@ -63,7 +63,7 @@ PLAIN = EngineKind("plain", Plain, {"kind": "plain"}, overlaps=False)
 
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its row. (A recipe's text can only have the names of `Named`, so the recipe gets it otherwise.)"""
+    """Put the made-up engine into the catalog, and into the recipes of its cases (their text can only name engines of `Named`)."""
     real, sharding_of = Case.run, cases.sharding_of
     monkeypatch.setitem(ENGINES, PLAIN.name, PLAIN)
     monkeypatch.setattr(cases, "sharding_of", lambda kind: {"kind": "ddp"} if kind == PLAIN.name else sharding_of(kind))
@@ -95,7 +95,7 @@ def test_checks_and_rehearsal_ask_it() -> None:
 
 
 def test_the_planner_asks_it() -> None:
-    """It holds what DDP holds, without buckets that stay; nothing hides its sums."""
+    """Compared with DDP: memory is at most as large, because no buckets stay, and a step is longer, because no sum is overlapped."""
     run, cluster = run_of(), load_cluster("a100-80-8").holding(4)
     network, plan = network_of(run), plan_of(by(run))
     assert plan == replace(plan_of(run), engine="plain") and recipe_of(plan, run).sharding.kind == "plain"
@@ -142,7 +142,7 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_an_engine() -> None:
-    """But for parallel/data/, the recipe's keys, the listed files, changes of a recipe (`sharding.kind`), and benches."""
+    """Exceptions: parallel/data/, the recipe's keys, the listed files, changes of a recipe (`sharding.kind`), and benches."""
     kinds = {str(kind.sharding["kind"]) for kind in ENGINES.values()} - {"dp", "plain"}  # dp is also the name of an axis
     names = "|".join(sorted((kinds | set(ENGINES)) - {"dp", "plain"}))
     named = re.compile(rf"""(?<!sharding.kind": )(?<!sharding.kind", )["']({names})["']|kind [!=]= "dp\"""")

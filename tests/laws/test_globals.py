@@ -149,7 +149,7 @@ def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def _own(body: list[ast.stmt] | list[ast.expr] | list[ast.AST]) -> Iterator[Any]:
-    """Every node of a function's body, without the bodies of inner functions (their own nodes are included)."""
+    """Yield every node of a function's body. An inner function is one node; its body is left out."""
     for node in body:
         yield node
         if not isinstance(node, FUNCTIONS):
@@ -186,7 +186,7 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _short(node: ast.expr) -> str:
-    """The name with the attribute that is changed: `os.environ` for os.environ["RANK"]."""
+    """The changed expression without its index: `os.environ` for os.environ["RANK"]."""
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name)):
         node = node.value
     return ast.unparse(node)
@@ -199,7 +199,7 @@ def compare(found: dict[str, int], listed: dict[str, str], rule: str) -> None:
 
 
 def _setting(function: ast.expr) -> str:
-    """`signal.signal`; for a call on the result of a call, its last name: `.mallopt`."""
+    """The called function as text: `signal.signal`; for a method of another call's result only its name: `.mallopt`."""
     return ast.unparse(function) if _root(function) else f".{function.attr}" if isinstance(function, ast.Attribute) else ""
 
 

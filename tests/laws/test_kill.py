@@ -25,7 +25,7 @@ from parallel.store import checkpoint, files, stored
 from tests.support import trained
 
 STEPS, EVERY = 15, 3
-Place = Callable[[Callable[[], None], Callable[[], bool]], None]  # patches this process: `die` there, once `armed()`
+Place = Callable[[Callable[[], None], Callable[[], bool]], None]  # patches this process to call `die()` at one point of a save if `armed()`
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def while_older_ones_go(die: Callable[[], None], armed: Callable[[], bool]) -> N
 
 
 def in_half_a_line(die: Callable[[], None], armed: Callable[[], bool]) -> None:
-    """Within the "saved" line that follows a save."""
+    """Die after writing half of the metrics line "saved", which follows a save."""
 
     def half(real: Any, records: metrics.Records, line: Any) -> None:
         if armed() and line.get("event") == "saved" and records._file is not None:
@@ -138,7 +138,7 @@ def _replace(owner: Any, name: str, new: Callable[..., Any]) -> None:
 
 
 def in_save(place: Place, *, step: int, rank: int) -> Callable[[int, Callable[[], None]], None]:
-    """Prepare a rank to die at that point of the save of that step."""
+    """Return a function that prepares a rank's process to die at the point `place` of the save after this step."""
 
     def prepare(this: int, die: Callable[[], None]) -> None:
         if this != rank:
@@ -172,7 +172,7 @@ def somewhere(seed: int) -> Callable[[int, Callable[[], None]], None]:
 
 
 def live(run: Run, out: Path, life: int, death: Callable[[int, Callable[[], None]], None] | None = None) -> None:
-    """Start the run on two ranks, until its end or the death that is prepared for it."""
+    """Start the run on two ranks, until its end or the death that `death` prepares. life: number of this start."""
     killed = out.parent / f"killed-{life}"
 
     def before(rank: int) -> None:

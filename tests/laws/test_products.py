@@ -42,7 +42,7 @@ PLAIN = PRODUCTS["plain"]
 
 
 def rounded(values: Tensor) -> Tensor:
-    """Round to 8 bits, with a scale for each row."""
+    """The values rounded to 8 bits, with a scale for each row (last dim)."""
     scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return (values / scale).round() * scale
 
@@ -63,7 +63,7 @@ class _Product(torch.autograd.Function):
 
 
 class EightBits(Products):
-    """Operands of 8 bits forward and for the rows' gradients; weights' gradients are plain."""
+    """8-bit operands in the forward pass and for gradients of rows; full precision for gradients of weights."""
 
     name = "eight_bits"
     kind = "fp8"
@@ -90,7 +90,7 @@ class _Twin(torch.autograd.Function):
 
 
 def coarse(x: Tensor, dim: int) -> Tensor:
-    """`x` in 127 steps of each sign along the dim that a product sums over."""
+    """`x` rounded to 8 bits, with a scale for each vector along `dim`, over which the product sums."""
     if not x.numel():
         return x
     most = x.abs().max(dim, keepdim=True).values + 1e-30
@@ -104,15 +104,15 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_it(run: Run) -> Run:
-    """The recipe with the made-up policy. (A recipe's text cannot name one while `plain` is the only one.)"""
+    """The recipe with the made-up policy, set without validation: a recipe's text can only name `plain`."""
     return run.model_copy(update={"experts": run.experts.model_copy(update={"products": EightBits.name})})
 
 
-# --- who asks it ------------------------------------------------------------------------------------------------------
+# --- code that asks it ------------------------------------------------------------------------------------------------
 
 
 def test_all_kernels_and_kfac_compute_it() -> None:
-    """Equals each expert's rows through the twin's products; K-FAC sees the rows that enter each."""
+    """Outputs equal the plain products of the reference (twin), expert by expert. K-FAC gets the rows that enter each product."""
     counts, generator = [3, 0, 5], torch.Generator().manual_seed(1)
     x, expert_TK = torch.randn(8, 6, generator=generator), torch.tensor([[0]] * 3 + [[2]] * 5)
     found = []
@@ -160,7 +160,7 @@ def test_planner_counts_the_bytes_that_it_keeps(case: str, compute: str) -> None
 
 
 def test_planner_takes_its_rate_and_its_bytes() -> None:
-    """On a device with products of 8 bits, and on one without."""
+    """Faster than plain products on a device with 8-bit products (H100), slower on one without (A100); more bytes held."""
     sizes = {"model.d_model": "4096", "model.d_ff": "14336", "train.global_batch": "512", "precision.compute": "bf16"}
     plain = check_run(load("switch_tiny", sizes)[0], 1)
     runs = [(network_of(run), plan_of(run)) for run in (plain, with_it(plain))]
@@ -171,7 +171,7 @@ def test_planner_takes_its_rate_and_its_bytes() -> None:
 
 
 def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
-    """One process and two, with experts on both. In fp32 an operand may round to a neighbour: the bound is measured, and finds 7 bits."""
+    """One process, and two with ep 2. Operands may round to neighbours: the bound is measured, and still detects 7-bit operands."""
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case)))
     monkeypatch.setattr("moe.verify.expected.CUTS", (2,))

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST = 0.3  # hits in 1,000 words
-PHRASES = {  # each with the rule that it breaks, and the hits in 1,000 words that are allowed
+PHRASES = {  # phrase -> (the rule that it breaks, allowed hits in 1,000 words)
     r"\bwhat (is|are|it|they|was|were|has|have|had|stands?|comes?|goes|would|can|may|must|no|each|others)\b": (
         "a subject has a noun",
         MOST,
@@ -29,7 +29,7 @@ PHRASES = {  # each with the rule that it breaks, and the hits in 1,000 words th
     r"\b(stands?|stood|lies?|lay|goes on|go on|going on|came of|comes of)\b": ("the plain verb", MOST),
 }
 OPENERS = r"(Of|Those|The same|Whether it|What (is|they|it))\b"  # a docstring begins with a verb or with a noun
-PLAIN = (  # folders whose docstrings and comments keep the law
+PLAIN = (  # folders whose docstrings and comments are checked
     *sorted(f"moe/{folder.name}" for folder in (ROOT / "moe").iterdir() if folder.name != "__pycache__"),
     "parallel",
     *(f"tests/{folder}" for folder in ("support", "laws", "campaigns", "counted", "measured", "mutations", "planner")),
@@ -79,7 +79,7 @@ def test_sentences_are_short() -> None:
 
 
 def test_pages_are_short() -> None:
-    """README at most 1,800 words; docs, the log apart, at most 80,000."""
+    """README has at most 1,800 words; all pages of docs without the log at most 80,000."""
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert words[ROOT / "README.md"] <= 1800
     assert sum(n for page, n in words.items() if page.is_relative_to(ROOT / "docs") and page.name != "log.md") <= 80_000

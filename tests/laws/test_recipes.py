@@ -26,7 +26,7 @@ def test_a_run_has_its_recipes_name_and_goes_on_under_its_own() -> None:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_legal_on_1_2_and_8_processes(name: str) -> None:
-    """If its layers are split over several ranks, on multiples of that number."""
+    """A recipe with tp or sp is checked only for multiples of tp * sp processes."""
     run, origins = load(name)
     for world in (world for world in (1, 2, 8) if world % (run.degrees.tp * run.degrees.sp) == 0):
         resolved = check_run(run, world)
@@ -70,7 +70,7 @@ def test_a_preset_that_is_chosen_anew_drops_what_the_parent_set_in_its_own(tmp_p
     for run, origins in (load(str(tmp_path / "mine.yaml")), load("switch_tiny", {"router.jitter": "0.5", "router.preset": "mixtral"})):
         assert run.router.own == {"jitter": 0.5} and run.router == Router(preset="mixtral", jitter=0.5)
         assert origins["router.capacity_factor"] == "mixtral: null; not 2.0, which switch_tiny.yaml has for its own preset"
-        assert origins["router.group"] == 'mixtral: "sequence"'  # the parent's is the same
+        assert origins["router.group"] == 'mixtral: "sequence"'  # the parent recipe sets the same value
     (tmp_path / "child.yaml").write_text("extends: mine\nrouter: {capacity_factor: 3.0}\n")  # the preset is unchanged
     assert load(str(tmp_path / "child.yaml"))[0].router.own == {"jitter": 0.5, "capacity_factor": 3.0}
 

@@ -154,9 +154,7 @@ def test_another_layout_goes_on_with_the_same_state_and_losses(
 
 
 def test_a_run_goes_from_grids_to_rings_and_back(home: Path, tmp_path: Path) -> None:
-    """Batches of 24, which every layout can divide. Weights and moments arrive bit by bit; losses equal those of one uninterrupted
-    process.
-    """
+    """Batches of 24, which every layout can divide. Weights and moments arrive bit by bit; losses equal one uninterrupted process."""
     whole, out, steps = tmp_path / "whole", tmp_path / "run", 2 * len(THROUGH_GRIDS)
     train = {"steps": steps, "global_batch": 24, "eval_sequences": 24, "save_every": steps}
     trained.train(trained.recipe(home, train=train), whole)
@@ -376,7 +374,7 @@ def test_another_function_of_the_same_weights_is_refused_by_its_keys_and_allowed
     _, part = left("dp 1")
     out, run = copied(part, tmp_path / "run"), recipe(home, changed=changed)
     keys = [f"{section}.{key}" for section, fields in changed.items() for key in fields]
-    for allowed in ([], keys[1:]):  # each key needs its own permission
+    for allowed in ([], keys[1:]):  # allowing some keys is not enough: each key needs its own permission
         (refused,) = go(run, out, allow_changes=allowed)
         assert isinstance(refused, str) and "\n" not in refused and f"--allow-change {keys[0]}" in refused, refused
         assert refused.startswith(said) == (allowed == []), refused

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class RunnersUp(Method):
-    """The K best experts behind a token's best one."""
+    """Choose a token's K best experts after its best one, which is skipped."""
 
     name = "runners_up"
     uses_bias = False
@@ -53,7 +53,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_it(run: Run, **keys: object) -> Run:
-    """The recipe with the made-up method. (A recipe's text can only name methods of RouterSpec, which lists the names.)"""
+    """The recipe with the made-up method, set without validation: a recipe's text can only name the methods that RouterSpec lists."""
     return run.model_copy(update={"router": run.router.model_copy(update={"select": RunnersUp.name} | keys)})
 
 

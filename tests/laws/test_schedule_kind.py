@@ -173,7 +173,7 @@ def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_row_says_what_the_order_does(name: str) -> None:
-    """Where stages are, which passes are split, when updates come, and the age of the weights that gradients are computed at."""
+    """A catalog row agrees with the order: ranks of stages, split passes, micro-batches per update, and age of forward passes' weights."""
     kind, p, m = SCHEDULES[name], 4, 8
     m = kind.update_every or m
     made = make_schedule(name, ranks=p, microbatches=m, batches=p)

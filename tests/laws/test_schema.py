@@ -87,14 +87,14 @@ def test_a_value_without_its_reader_is_refused_wherever_it_comes_from(key: str) 
 
 @pytest.mark.parametrize("key", [key for key in known_keys() if facts(key).off_without and not facts(key).of])
 def test_a_value_next_to_the_setting_that_switches_it_off_is_refused(key: str) -> None:
-    """The recipe of a dense model, with an optimizer and a schedule that read next to nothing."""
+    """The recipe is dense, with SGD and a constant schedule, which read almost no other keys."""
     off = {"optimizer.kind": "sgd", "optimizer.schedule": "constant"}
     with pytest.raises(BadInput, match=f"^{key}: got .*remove {key}$"):
         load("dense_tiny", off | {key: another(key)})
 
 
 def test_a_key_that_is_gone_may_have_the_value_that_is_built_in(tmp_path: Path) -> None:
-    """Runs of earlier versions wrote it to their recipes and checkpoints."""
+    """Earlier versions wrote removed keys to recipes and checkpoints, which must still load if the values equal the built-in ones."""
     old: Any = {
         "optimizer": {
             "kind": "muon",

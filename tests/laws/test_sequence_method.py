@@ -92,7 +92,7 @@ GATHERED = SequenceKind(
 
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its row. (A recipe's text can only have the names of `Named`, so the recipe gets it otherwise.)"""
+    """Put the made-up method into the catalog, and into the recipes of its cases (their text can only name methods of `Named`)."""
     real, attentions = Case.run, cases.attentions
     monkeypatch.setitem(SEQUENCES, GATHERED.name, GATHERED)
     monkeypatch.setattr(cases, "attentions", lambda: attentions() | {GATHERED.name: {"kind": DEFAULT}})
@@ -119,7 +119,7 @@ def test_checks_and_planner_refuse_in_its_words() -> None:
 
 
 def test_the_planner_asks_it() -> None:
-    """It holds what a ring holds, and waits for its messages."""
+    """Compared with a ring: equal memory, and a longer step, because its messages are not overlapped."""
     run, cluster = run_of(), load_cluster("a100-80-8").holding(4)
     network, plan = network_of(run), plan_of(run)
     ring = replace(plan, sequence=DEFAULT)
@@ -161,9 +161,9 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_a_method() -> None:
-    """But for parallel/sequence/, the recipe's keys, the listed files, and benches, which measure methods by name."""
+    """Exceptions: parallel/sequence/, the recipe's keys, the listed files, and benches, which measure methods by name."""
     names = "|".join(name for name in SEQUENCES if name != GATHERED.name)
-    named = re.compile(rf"""(?<!sequence.kind", )["']({names})["']""")  # a fix of `sequence.kind` names one
+    named = re.compile(rf"""(?<!sequence.kind", )["']({names})["']""")  # a fix that sets `sequence.kind` may name a method
     found = {
         path.relative_to(ROOT).as_posix()
         for folder in ("moe", "parallel")

@@ -33,7 +33,7 @@ def test_who_is_alone_waits_for_those_before_and_goes_before_those_after(tmp_pat
         return thread
 
     with workers[0].mine(alone=False):
-        begin(1, "beside", False).join(10)  # two that share
+        begin(1, "beside", False).join(10)  # two tests that share the machine
         waiting = [begin(2, "alone", True), begin(3, "after", False)]
         assert order == ["beside"]
     for thread in waiting:

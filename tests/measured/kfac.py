@@ -186,7 +186,7 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
 
 
 def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
-    """One rank's median seconds per step, without the steps that are measured for the plan."""
+    """One rank's seconds per step (medians), without the first 12 steps, from which the bubble filler plans; with K-FAC also its waits."""
     values = {
         "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if way != "adamw" else {},
@@ -197,9 +197,9 @@ def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[s
         batch = torch.randint(0, started.run.vocab_size, (ranks, 17), generator=torch.Generator().manual_seed(step))
         loss, took = started.step(step, batch, lr=1e-3)
         seconds.append(took)
-    planned = seconds[12:]  # two refreshes are measured, and the plan starts with the next
+    planned = seconds[12:]  # two refreshes, each of 4 steps, are measured for the plan, which begins with the third
     whole = len(planned) // 4 * 4
-    phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # the steps between two refreshes differ
+    phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # one median for each step after a refresh
     found, filler = {"seconds": statistics.mean(phases), "loss": loss}, started.filler
     return found | ({} if filler is None else {"placed": filler.placed_share, "waits": filler.waits[0], "filled": filler.waits[1]})
 

@@ -1,4 +1,4 @@
-"""Losses of 20 steps on two ranks, in this checkout and in another commit: equal to the last bit, if a change is meant to change no number.
+"""Losses of 20 steps on two ranks, in this checkout and in another commit. A change that alters no number leaves them bitwise equal.
 
     python -m tests.measured losses --before 9c24c8f          a commit of this repository, checked out into a temporary folder
 
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 def main(*, before: str, steps: int = 20, only: str = "", json: str | None = None) -> int:
-    """Print a row for each pair whose name holds `only`. Returns 1 if a loss differs from the commit `before`."""
+    """Print a row for each pair with `only` in its name. Returns 1 if a loss differs from the commit `before`."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

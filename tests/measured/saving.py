@@ -80,7 +80,7 @@ def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Seconds that this process waits for the work."""
+    """Wall seconds of `work()`."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -34,7 +34,7 @@ from tests.counted.alive import Alive
 
 TINY: dict[str, Any] = {"d_model": 128, "num_heads": 2, "d_ff": 512, "ffn": "relu", "norm": "layernorm", "tied_embeddings": False}
 GROUPS, IDLE_RANKS, IDLE_S = (15, 30, 120), 8, 2.0
-SEQUENCES, VOCABULARY = 8, 32_000  # number of sequences of 256 tokens, and vocabulary, of the losses
+SEQUENCES, VOCABULARY = 8, 32_000  # of `losses`: number of sequences of 256 tokens, and vocabulary size
 Work = dict[str, Callable[[], object]]
 
 

@@ -13,7 +13,7 @@ from tests.measured import environment
 
 
 def test_a_command_gets_its_settings_and_none_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`moe` itself is replaced by what tells its environment, and uses a processor for a while."""
+    """`moe` is replaced by a program that uses a processor for 0.2 s, and its environment is recorded."""
     given: dict[str, str] = {}
     run = subprocess.run
 
@@ -36,9 +36,9 @@ def test_a_command_gets_its_settings_and_none_of_the_users(monkeypatch: pytest.M
     ("bounded", "passed"),
     [
         ({}, True),
-        ({"result": [2.0]}, False),  # another loss
-        ({"peak_bytes": 1000}, False),  # nothing saved
-        ({"processor_seconds": [1.0, 9.0, 4.6]}, False),  # 0.5, 1.13 and 1.15 times those of the same round
+        ({"result": [2.0]}, False),  # the losses differ
+        ({"peak_bytes": 1000}, False),  # no less memory
+        ({"processor_seconds": [1.0, 9.0, 4.6]}, False),  # ratios in the rounds: 0.5, 1.13 and 1.15; the median is too high
     ],
 )
 def test_bounded_caches_must_save_memory_and_change_nothing(

@@ -176,7 +176,7 @@ def _experts_doubled(real: Any) -> Any:
 
 
 def _gate_of_all_rows(real: Any) -> Any:
-    """Choices without a row have a gradient too: that of some other choice's row."""
+    """Choices without a row also get a gradient, which belongs to another choice's row."""
 
     def wrong(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows, gate_TK, *rest = real(ctx, grad_TD)
@@ -187,7 +187,7 @@ def _gate_of_all_rows(real: Any) -> Any:
 
 
 def _norm(change: Any) -> Any:
-    """`change(squares, world)`: of this rank's sums of squares by family, before or in the place of the sum over ranks."""
+    """Replace the sum over ranks by `change(real, squares, families, world)`; squares: this rank's sums of squares by family."""
 
     def make(real: Any) -> Any:
         return lambda squares, *, families, world: change(real, squares, families, world)

@@ -29,7 +29,7 @@ def _first_keys(real: Any) -> Any:
 
 
 def _not_home(real: Any) -> Any:
-    """The last hop is left out (undone here)."""
+    """Gradients of keys and values miss the last hop home: here they are shifted back by one rank."""
 
     def wrong(self: Any, *args: Any) -> Any:
         found = real(self, *args)

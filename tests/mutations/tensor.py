@@ -26,7 +26,7 @@ def _not_started(real: Any) -> Any:
 
 
 def _as_they_come(real: Any) -> Any:
-    """Chunk after chunk, each with the parts of all ranks, although a sequence is slice after slice."""
+    """Chunks are joined in the order of arrival, so tokens are ordered by (chunk, rank); a sequence is ordered by (rank, chunk)."""
     return lambda runs_RBnI: torch.cat([rearrange(run, "r b n i -> b (r n) i") for run in runs_RBnI], 1)
 
 
@@ -87,7 +87,7 @@ def _own_maximum(real: Any) -> Any:
 
 
 def _one_block_on(real: Any) -> Any:
-    """In the forward pass the weights' blocks come one step late."""
+    """In the forward pass each step uses the weights' block of the step before."""
 
     def wrong(mine: Tensor, axis: Axis) -> Any:
         found = list(real(mine, axis))

@@ -1,4 +1,4 @@
-"""The mutations are data that fits the code: their targets exist, their layouts are those of `moe verify`; and some of them run."""
+"""The mutations are data that fits the code: their targets exist, `moe verify` has their layouts; and some of them run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_mutations_are_many_their_layouts_are_those_of_verify_and_each_has_a_sou
 
 
 def test_the_page_says_what_the_whole_run_found() -> None:
-    """Every mutation in its order, with the columns and the place that the JSON has."""
+    """The page lists every mutation in the order of the table, with the failed columns and the place from the JSON."""
     rows = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
     cells = re.findall(r"^\| `(\w+)` .* \| (.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
     assert [name for name, _, _ in cells] == [m.name for m in MUTATIONS]
@@ -55,21 +55,21 @@ def _nothing(real: Any) -> Any:
 
 
 def _stale(real: Any) -> Any:
-    """As a replacement that was written for another signature."""
+    """A replacement with a signature that the call no longer fits."""
     return lambda x: real(x)
 
 
 CHOSEN = {
-    "one_slot_too_many": ("found", "layers.1.router"),  # in code that a twin once shared: forward
-    "routers_decay": ("found", "layers.1.router.weight"),  # in the update
-    "expert_gradients_times_ep": ("found", "layers.1.experts.0.w2"),  # of two ranks: backward
+    "one_slot_too_many": ("found", "layers.1.router"),  # in the forward pass, in code that the reference once shared
+    "routers_decay": ("found", "layers.1.router.weight"),  # in the optimizer's update
+    "expert_gradients_times_ep": ("found", "layers.1.experts.0.w2"),  # in the backward pass, on two ranks
     "harmless": ("MISSED", ""),
     "elsewhere": ("NOT EXERCISED", ""),
     "stale": ("FAILED", ""),
 }
 JOIN = "moe.experts.layer:join"
 HARMLESS = Mutation("harmless", "Nothing is wrong", "nobody/nothing#1", "data", ONE, (Edit(JOIN, _nothing),))
-NOBODY = Edit("parallel.mesh.collectives:_wide_scattered_sum", _nothing)  # with one rank nothing is gathered
+NOBODY = Edit("parallel.mesh.collectives:_wide_scattered_sum", _nothing)  # never called on one rank, which gathers nothing
 ELSEWHERE = Mutation("elsewhere", "What is wrong is not called", "nobody/nothing#2", "data", ONE, (HARMLESS.edits[0], NOBODY))
 STALE = Mutation("stale", "What stands there was written for other code", "nobody/nothing#3", "data", ONE, (Edit(JOIN, _stale),))
 

@@ -12,7 +12,7 @@ PARAMETERS, LARGEST = 2_851_000_000, 32_800_000
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (8, 4), (16, 8)])
 def test_stage_2_is_its_estimate(gpus: int, nodes: int) -> None:
-    """Weights in 16 bits whole; gradients in both widths, master weights and moments cut. With offload the device has the weights."""
+    """16-bit weights are whole; gradients (16-bit and fp32), master weights and moments are sharded. With offload the GPU has weights."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     states = model_states(PARAMETERS, stage=2, copies=gpus * nodes, storage=MIXED_BOTH_GRADIENTS)
@@ -25,7 +25,7 @@ def test_stage_2_is_its_estimate(gpus: int, nodes: int) -> None:
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (8, 4), (16, 8)])
 def test_stage_3_is_its_estimate(gpus: int, nodes: int) -> None:
-    """Everything cut, and the largest layer's weights and gradients whole in 16 bits. With offload the weights' shards, or nothing."""
+    """All states sharded, plus the largest layer's whole 16-bit weights and gradients. With offload only weights' shards, or none."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
     live = 4 * LARGEST

@@ -111,7 +111,7 @@ def test_top_1_with_slots_for_all_is_the_same_assignment_gates_and_gradients(gat
 @pytest.mark.parametrize("skew", [0.0, 0.4, 2.0])
 @pytest.mark.parametrize("factor", [0.4, 0.8, 1.0, 2.0])
 def test_top_2_drops_the_same_choices(gating: ModuleType, skew: float, factor: float) -> None:
-    """Second choices after all first ones, by position, the capacity counting k."""
+    """Second choices queue after all first choices, in order of position; the capacity is proportional to k."""
     logits = logits_of(seed=5, skew=skew)
     _, combine_TEC, _ = top2(gating, logits, factor)
     routing = ours(logits, preset="glam", capacity_factor=factor)
@@ -149,7 +149,7 @@ def test_the_preset_has_their_gates_and_gradients_with_drops(gating: ModuleType,
 
 @pytest.mark.parametrize("gates", ["as_is", "before_drop", "after_drop"])
 def test_top_3_drops_the_choices_of_lowest_probability(gating: ModuleType, gates: str) -> None:
-    """Whatever gates are made to sum to: a token's share says how sure it is between its choices, not how much it wants one."""
+    """By the probability over all experts, with any normalisation of gates: a renormalised gate compares only the token's own choices."""
     logits = logits_of(seed=8, skew=0.4)
     _, combine_TEC, _, _ = gating.topkgating(logits, 3, 0.5, 4, drop_policy="probs")
     routing = ours(logits, num_choices=3, gates=gates, drop="lowest_gate", queue="tokens_first", capacity_factor=0.5, min_capacity=4)
@@ -170,7 +170,7 @@ def test_trap_top_2_gates_after_dropping_are_one_and_teach_nothing(gating: Modul
 
 
 def test_trap_top_1_slots_are_not_given_by_position(gating: ModuleType) -> None:
-    """64 tokens of which each wants expert 0, 16 slots: ours keeps 0 to 15. Theirs asks torch.topk to order equal numbers."""
+    """64 tokens choose expert 0, which has 16 slots: ours keeps tokens 0 to 15; theirs depends on torch.topk's order of equal numbers."""
     logits = torch.zeros(64, 4)
     logits[:, 0] = 5
     _, _, mask_TEC = top1(gating, logits, 1.0)

@@ -88,7 +88,7 @@ def test_switchs_router(slots: int) -> None:
 @pytest.mark.parametrize("slots", [1, 3, 17])
 @pytest.mark.parametrize("ffn", ["relu", "gelu"])
 def test_switchs_sparse_mlp(slots: int, ffn: str) -> None:
-    """Output and the gradients of the input, the router and every expert, with few slots and with enough."""
+    """Equal outputs and gradients of the input, the router and every expert, with too few slots and with enough."""
     theirs, ours = switch_pair(slots, ffn)
     x_BLD = random(B, L, D, seed=20).requires_grad_()
     twin_BLD = x_BLD.detach().clone().requires_grad_()
@@ -108,7 +108,7 @@ def test_switchs_sparse_mlp(slots: int, ffn: str) -> None:
 
 
 def test_switchs_losses() -> None:
-    """Values and gradients of one layer's balance and z losses, over groups of one sequence."""
+    """Equal values and gradients of one layer's balance and z losses, with each sequence as a group."""
     logits = random(B, L, E, seed=30).requires_grad_()
     expert_BL = logits.detach().argmax(-1)
     flat = logits.flatten(0, 1)
@@ -120,7 +120,7 @@ def test_switchs_losses() -> None:
 
 
 def test_jitter_spares_the_input_of_our_experts_and_not_of_theirs() -> None:
-    """Trap: theirs multiplies in place, so in fp32 training the experts compute on noise. Here they do not."""
+    """Trap: theirs multiplies the input in place, so in fp32 training its experts read jittered inputs. Our experts do not."""
     theirs, ours = switch_pair(17)
     theirs.router.jitter_noise = 0.9
     x_BLD = random(B, L, D, seed=20)
@@ -137,7 +137,7 @@ def test_jitter_spares_the_input_of_our_experts_and_not_of_theirs() -> None:
 
 
 def mixtral_pair() -> tuple[Any, MoELayer]:
-    """Top-2, dropless, SwiGLU; their experts one by one ("eager")."""
+    """Their sparse block and ours with the same weights: top-2, dropless, SwiGLU; theirs runs experts one by one ("eager")."""
     settings = mixtral.MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=2)
     settings.router_jitter_noise = 0.0
     settings._experts_implementation = "eager"
@@ -156,7 +156,7 @@ def mixtral_pair() -> tuple[Any, MoELayer]:
 
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "two experts take all"])
 def test_mixtrals_sparse_block(crowded: bool) -> None:
-    """Output and the gradients of the input, the router and every expert; also where three experts get no token."""
+    """Equal outputs and gradients of the input, the router and every expert, also if three experts get no token."""
     theirs, ours = mixtral_pair()
     x_BLD = random(B, L, D, seed=20)
     if crowded:
@@ -192,7 +192,7 @@ def test_mixtrals_balance_loss_of_one_layer_is_k_times_ours(k: int) -> None:
 
 
 def test_mixtrals_balance_loss_does_not_see_two_collapsed_layers_and_ours_does() -> None:
-    """Trap: theirs pools layers before the product. Two layers, each collapsed on the other's idle expert: 1, as for even use."""
+    """Trap: theirs averages over layers before the product. Two layers that collapse on different experts give 1, as for even use."""
     layers = [torch.tensor([[40.0, -40.0]]).repeat(9, 1), torch.tensor([[-40.0, 40.0]]).repeat(9, 1)]
     assert mixtral.load_balancing_loss_func(tuple(layers), num_experts=2, top_k=1).item() == pytest.approx(1)
     ours = [balance_loss(logits.softmax(-1), logits.argmax(-1, keepdim=True), num_groups=1).item() for logits in layers]

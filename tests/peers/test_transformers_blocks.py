@@ -91,7 +91,7 @@ def pair(name: str) -> tuple[Any, MoELayer]:
 
 
 def weights(ours: MoELayer, theirs: Any, *, grad: bool = False) -> list[tuple[Any, Tensor]]:
-    """Ours (or its gradient) beside theirs, brought into our layout: [E, in, out], gate and up apart."""
+    """Pairs of (our parameter or its gradient, theirs in our layout: [E, in, out], gate and up separate)."""
     of: Callable[[Any], Any] = lambda p: p.grad if grad else p  # noqa: E731
     gate, up = (p.transpose(1, 2) for p in of(theirs.experts.gate_up_proj).detach().chunk(2, dim=1))
     down = of(theirs.experts.down_proj).detach().transpose(1, 2)
@@ -138,7 +138,7 @@ def test_gates_and_experts(name: str) -> None:
 
 
 def test_deepseeks_bias_and_groups_matter_in_this_test() -> None:
-    """Without either, other experts would be chosen, so their agreement above means something."""
+    """Without the bias, or without the groups, other experts would be chosen, so the tests above do test both."""
     _, ours = pair("deepseek")
     x = random(B * L, D, seed=20)
     route = lambda: ours.router(x, sequence_tokens=L, context=Context.of(torch.zeros(B, L))).expert_TK.sort(1).values  # noqa: E731

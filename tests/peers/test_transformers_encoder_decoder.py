@@ -4,7 +4,7 @@ T5, v1.0     plain ReLU networks, tied embedding, logits scaled
 T5, v1.1     gated GELU; logits not scaled (transformers 5 ties its table all the same, so its gradient is the sum of our two)
 Switch       experts in every second layer of both halves, and tokens without a slot
 
-What it alone would notice: a bias in the wrong direction, a scale that is forgotten, keys that are made of the wrong half.
+Only these tests detect a position bias in the wrong direction, a missing scale, and cross-attention keys from the wrong half.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe.train.use.decode import Cached, Sampling, continued, for_continuing
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
-V, READ, WRITTEN, EXPERTS = 60, 140, 33, 4  # 140 places: beyond T5's exact buckets and its farthest one
+V, READ, WRITTEN, EXPERTS = 60, 140, 33, 4  # 140 tokens reach T5's exact, logarithmic and last distance buckets
 SIZES = {
     "vocab_size": V, "d_model": 24, "d_kv": 5, "d_ff": 20, "num_layers": 4, "num_decoder_layers": 2, "num_heads": 3, "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
@@ -60,7 +60,7 @@ def ours_of(kind: str) -> Transformer:
 
 
 def named(ours: str) -> str:
-    """Of a parameter here, its name there; of a stack of experts with {} for the number."""
+    """Their name of our parameter; for stacked experts with {} in place of the expert's number."""
     if not ours.startswith("layers."):
         ends = {"encoder_norm": "encoder.final_layer_norm", "norm": "decoder.final_layer_norm", "embedding": "shared", "head": "lm_head"}
         return ends[ours.removesuffix(".weight")] + ".weight"
@@ -82,7 +82,7 @@ def named(ours: str) -> str:
 
 
 def there(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """What stands there, in our form."""
+    """Their tensor (or stacked tensors) of this name from `named`, in our layout."""
     if "{}" in name:
         return torch.stack([tensors[name.format(expert)].t() for expert in range(EXPERTS)])
     if ".ffn." in name:
@@ -108,7 +108,7 @@ def pair(kind: str) -> tuple[Any, Transformer]:
 def test_greedy_texts_are_theirs(kind: str) -> None:
     theirs, ours = (model.eval() for model in pair(kind))
     for_continuing(ours)
-    read = torch.randint(1, V, (2, 25), generator=torch.Generator().manual_seed(5))  # fewer than an expert's slots there
+    read = torch.randint(1, V, (2, 25), generator=torch.Generator().manual_seed(5))  # fewer tokens than slots: no token is dropped
     want = theirs.generate(read, max_new_tokens=12, min_new_tokens=12, do_sample=False, num_beams=1, eos_token_id=V - 1, pad_token_id=0)
     prompts = [[*row, 0] for row in read.tolist()]
     steps = continued(

@@ -29,7 +29,7 @@ pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
 # B sequences, L length, D model, F hidden, E experts, K choices
 B, L, D, F, E, K = 3, 17, 10, 12, 8, 3
-Pairs = list[tuple[nn.Parameter, nn.Parameter, Callable[[Tensor], Tensor]]]  # ours, theirs, and how theirs lies as ours
+Pairs = list[tuple[nn.Parameter, nn.Parameter, Callable[[Tensor], Tensor]]]  # ours, theirs, function from their layout to ours
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -59,7 +59,7 @@ def gpt_oss() -> tuple[Any, MoELayer, Pairs]:
     from transformers.models.gpt_oss import modeling_gpt_oss as m
 
     theirs = block(m.GptOssMLP, m.GptOssConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K))
-    theirs.experts.limit = 0.9  # that some activations reach
+    theirs.experts.limit = 0.9  # so low that some activations are clamped
     swiglu = sections.Swiglu(alpha=1.702, limit=0.9, offset=1.0)
     ours, x = layer({"biases": True}, preset="gpt_oss", num_choices=K, swiglu=swiglu), theirs.experts
     mine = ours.experts
@@ -138,7 +138,7 @@ def longcat() -> tuple[Any, MoELayer, Pairs]:
 
 @pytest.mark.parametrize("capacity", [64, 6])
 def test_nllbs_router(capacity: int) -> None:
-    """Who has a slot, and gates that sum to 1 over those; theirs counts over all tokens that it is given."""
+    """The same tokens have a slot, and gates sum to 1 over the kept choices. Theirs counts slots over all tokens of the call."""
     from transformers.models.nllb_moe import modeling_nllb_moe as m
 
     sizes = m.NllbMoeConfig(d_model=D, num_experts=E, expert_capacity=capacity, router_bias=False, router_dtype="float32")
@@ -155,7 +155,7 @@ def test_nllbs_router(capacity: int) -> None:
 
 
 def fused(ours: MoELayer, theirs: Any) -> Pairs:
-    """[E, 2 F, D], gate before up, and [E, D, F]."""
+    """Pairs for experts whose weights theirs stores as gate_up_proj [E, 2 F, D], gate first, and down_proj [E, D, F]."""
     half: Callable[[int], Callable[[Tensor], Tensor]] = lambda i: lambda w: w.chunk(2, dim=1)[i].transpose(1, 2)  # noqa: E731
     x, mine = theirs.experts, ours.experts
     assert mine.w3 is not None

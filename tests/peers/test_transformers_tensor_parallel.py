@@ -42,7 +42,7 @@ TOKENS = torch.tensor([[3, 17, 8, 39, 0], [5, 3, 21, 30, 11]])
 
 
 def ours_of(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their weights, or gradients, by our names and in our shapes."""
+    """Their weights or gradients by our names and in our layout."""
     block = "model.layers.0."
     gate, up = theirs[f"{block}mlp.experts.gate_up_proj"].chunk(2, 1)  # [E, F, D] each
     found = {
@@ -81,7 +81,7 @@ def test_mixtral_by_transformers_plan_and_by_ours(tmp_path: Path) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
         transformers.integrations.accelerate.is_accelerate_available = lambda *_: (
             True
-        )  # asked for, and not used where there is no device map
+        )  # transformers asks for accelerate, but does not use it without a device map
         theirs = transformers.MixtralForCausalLM.from_pretrained(tmp_path, tp_plan="auto", dtype=torch.float32)
         assert any(p.to_local().shape != p.shape for p in theirs.parameters() if hasattr(p, "to_local"))
         want = theirs(TOKENS).logits

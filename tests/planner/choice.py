@@ -85,8 +85,9 @@ class Crossing:
 
 
 def crossing(made: Sequence[Predicted]) -> list[Crossing]:
-    """Pairs of a fully sharded run and one with stages, by network. Numbers of GPUs and batches may differ, so times are per sequence
-    and GPU.
+    """Compare each ZeRO-3 run with the run with pipeline stages of the same network that has the nearest number of GPUs.
+
+    Numbers of GPUs and batches may differ, so times are per sequence, times the number of GPUs.
     """
     found = []
     for one in (o for o in made if o.row.plan.stage == 3 and o.row.plan.tp == 1):
@@ -116,7 +117,7 @@ def identity(rows: Sequence[Row]) -> list[float]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """One table's numbers for the JSON of `python -m tests.planner`."""
+    """The errors and rankings of one table's rows, for the JSON of `python -m tests.planner`."""
     made = predictions(rows)
     found, ranked, closed = errors(made), ranking(made), identity(rows)
     return {

@@ -39,7 +39,7 @@ def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None
 
     `part`: `runs`, small runs on this machine; `tables`, the published tables of this checkout; `published`, the runs of
     recipes/published/; `speed`, the time that planning them takes; `orders`, searched orders of actions against a rival's; `best`, plans
-    of random recipes that are faster than the first one. `folder`: other tables. `only`: runs whose name holds this text.
+    of random recipes that are faster than the first one. `folder`: other tables. `only`: runs with this text in their name.
     """
     parts: dict[Part, Callable[[], list[dict[str, Any]]]] = {
         "runs": lambda: _runs(only),

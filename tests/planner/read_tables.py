@@ -4,7 +4,7 @@ usable.
     read_folder(folder)    every table there; a table with other columns is named with its missing columns
     read_table(file)       Table(rows, unusable)
 
-Columns are those of COLUMNS; an empty cell is not stated (tests/planner/table_rules.py fills gaps, or refuses). Memory is in bytes; tools
+COLUMNS names the columns; an empty cell is not stated (tests/planner/table_rules.py fills gaps, or refuses). Memory is in bytes; tools
 of torch, XLA and nvidia-smi count in powers of two, so only a plain "GB" of another tool is 10^9. Seconds of a step are stated or computed
 from
 
@@ -235,7 +235,7 @@ def counts_recompute(cells: Cells) -> bool:
 
 
 def pairs(cells: Cells) -> Literal["all", "causal"]:
-    """Which pairs of attention the source's TFLOP/s count. Megatron-Core counts only those of a causal mask since 2025: rows of the model
+    """Which pairs of attention the source's TFLOP/s count. Megatron-Core counts only pairs of a causal mask since 2025: rows of the model
     zoo that state both TFLOP/s and seconds agree with that within a thousandth.
     """
     said = f"{cells.text('source')} {cells.text('seen')}".lower()

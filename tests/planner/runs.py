@@ -1,4 +1,4 @@
-"""Predicted bytes compared with this project's own trainer: a small recipe with each kind, counting every live tensor.
+"""Predicted bytes compared with this project's own trainer: a small recipe with each kind of data parallelism, counting every live tensor.
 
 Runs two steps on gloo ranks of this machine and takes the peak of the second, which includes moments (tests/counted/alive.py). The
 prediction is moe/plan/memory/memory.py for the recipe's own network and plan and the same rank, as torch counts: without allocator and
@@ -57,7 +57,7 @@ def recipe(case: str, precision: str) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
-    """This rank's peak in the second step, and the prediction for it."""
+    """Return a row with this rank's peak bytes in the second step and the predicted bytes."""
     run = check_run(build_run(recipe(case, precision)), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     prepare(run, lambda _: None)

@@ -180,7 +180,7 @@ def software_of(cells: Cells) -> Stack:
     }
     chosen = next((stack for word, stack in by_word.items() if word in said), stacks.MEGATRON)
     if chosen is stacks.MEGATRON and cells.text("zero") == "3":
-        return stacks.DEEPSPEED  # ZeRO-3 in a text that names Megatron-LM: it compares DeepSpeed with it, which had no ZeRO-3
+        return stacks.DEEPSPEED  # Megatron-LM had no ZeRO-3, so such a row of its papers is DeepSpeed's
     if "flash attention" in said or "flashattention" in said:
         return replace(chosen, core="fused", lse=4, selective=_selective(cells.text("recompute").lower(), chosen))
     before_flash = ("sc21", "korthikanti", "vtrain", "bigscience", "mt-nlg", "readme 2020", "readme jan 2021", "alpa", "aceso", "no flash")
@@ -277,7 +277,7 @@ def _batch(cells: Cells, *, dp: int, pp: int) -> tuple[int, int]:
         cells.inferred.append("microbatch")
     if whole is None:
         cells.inferred.append("global_batch")
-        return stated or 1, 2 * pp if pp > 1 else 1  # enough to fill the stages
+        return stated or 1, 2 * pp if pp > 1 else 1  # if not stated, twice as many micro-batches as stages
     share = max(1, -(-whole // dp))
     if stated is None and pp > 1 and "torchtitan" in cells.text("source"):
         stated = max(1, share // pp)  # the default: as many micro-batches as stages

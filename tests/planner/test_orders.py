@@ -13,7 +13,7 @@ from tests.support.plain_simulation import plain_simulate
 
 
 def test_the_rival_is_the_papers_zero_bubble_where_it_has_one() -> None:
-    """F = B = W: with 2 p - 1 micro-batches kept H2's step, without waits after the ramp; with p kept no longer than H1's."""
+    """For F = B = W: as fast as ZB-H2 if a rank may keep 2 p - 1 micro-batches, and no slower than ZB-H1 if it may keep p."""
     p, m = 4, 12
     even = [10] * p
     seconds, orders = auto(even, even, even, m, sent=0, memory=2 * p - 1)
@@ -44,7 +44,7 @@ def test_the_clock_is_the_plain_simulators() -> None:
 
 
 def test_no_searched_order_is_slower_in_a_sample() -> None:
-    """The 1,000 cases are in `python -m tests.planner orders`; one of these began slower before the search knew when F arrive."""
+    """40 random cases, and one in which an earlier version of the search was slower. `python -m tests.planner orders` compares 1,000."""
     draw = random.Random(23)
     cases = [drawn(draw) for _ in range(40)]
     cases.append(Case((19, 62, 84, 41, 70, 45), (85, 47, 78, 32, 53, 67), (28, 51, 43, 45, 18, 70), 5, sent=9, memory=7))

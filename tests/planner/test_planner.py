@@ -26,7 +26,7 @@ RUN = {
     **{"seq": 1024, "vocab": 51200, "gpus": 8, "gpu_type": "A100-80GB", "tp": 2, "pp": 2, "dp": 2, "microbatch": 4, "global_batch": 64},
     **{"recompute": "none", "precision": "fp16", "zero": "0", "memory_kind": "GiB allocated", "status": "ok", "notes": "flash attention"},
 }
-FIGURE = {  # of Korthikanti's Figure 1: 175B, tp 8, pp 8, 3 chunks: s b h L (10 + 24 / t + 5 a s / h t) (1 + (p - 1) / p v)
+FIGURE = {  # 175B of Korthikanti's Figure 1, tp 8, pp 8, 3 chunks; activations: s b h L (10 + 24 / t + 5 a s / h t) (1 + (p - 1) / p v)
     **{"kind": "FORMULA", "source": "Korthikanti et al. 2022", "family": "dense", "layers": 96, "hidden": 12288, "heads": 96, "seq": 2048},
     **{"gpus": 64, "tp": 8, "pp": 8, "vpp": 3, "microbatch": 1, "recompute": "none, no SP", "memory_kind": "activations GiB"},
 }
@@ -97,9 +97,7 @@ MEASURED = BENCHMARKS / "planner-steps.json"
 
 
 def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
-    """Live tensors at the peak of a step of 4 layers, for the ranks of every kind (tests/planner/steps.py). The limit of the task is 10
-    %.
-    """
+    """Live tensors at the peak of a step of 4 layers, for every layout of tests/planner/steps.py. The aim is an error of at most 10 %."""
     errors = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
         run = build_run(planner_steps.recipe(row["case"])).resolve(row["ranks"])
@@ -109,7 +107,7 @@ def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
 
 
 def test_a_storage_counts_what_it_has_while_it_lives() -> None:
-    """FSDP gives gathered weights' bytes back by resizing, which is no operator."""
+    """A resized storage counts with its new size: FSDP frees gathered weights by resizing, without an operator."""
     with Alive() as alive:
         x = torch.empty(100)
         counted = [alive.now]
@@ -124,7 +122,7 @@ def test_a_storage_counts_what_it_has_while_it_lives() -> None:
 
 
 def test_the_published_figures_are_made_from_the_tables_of_a_checkout(tmp_path: Path) -> None:
-    """Every table has its row, and the rows of all but the two longest tables are those of the page's JSON."""
+    """Every table has its row. All rows but the two longest tables' equal the page's JSON."""
     rows = {row["table"]: row for row in json.loads((BENCHMARKS / "planner-tables.json").read_text())["rows"]}
     assert sorted(rows) == sorted(path.stem for path in planner.TABLES.glob("*.csv"))
     for file in planner.TABLES.glob("*.csv"):

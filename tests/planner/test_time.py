@@ -55,12 +55,12 @@ def test_errors_and_what_another_row_would_have_taught(tmp_path: Path) -> None:
 
 
 def test_a_row_learns_from_others_with_its_layer_and_never_from_its_own_run(tmp_path: Path) -> None:
-    """Micro-batches of 4 are predicted twice too long, those of 2 exactly; the last line is the first one's run, printed again."""
+    """Micro-batches of 4 are predicted twice too long, micro-batches of 2 exactly. The last line repeats the first line's run."""
     cases = [(4, 4, 1), (4, 8, 2), (2, 4, 1), (2, 8, 2), (4, 4, 1)]  # micro-batch, batch, seconds
     rows = rows_of(tmp_path, *(TWENTY_TWO | {"microbatch": b, "global_batch": g, "iteration_time_s": s} for b, g, s in cases))
     found = errors(invented(rows, (2.0, 4.0, 1.0, 2.0, 2.0)))
     assert found is not None and found.same_layer == 5 and found.by_layer == pytest.approx(0)
-    medians = (1.0, 1.5, 2.0, 2.0, 1.0)  # of the other runs: (2, 1, 1), (2, 1, 1, 2), (2, 2, 1, 2), ...
+    medians = (1.0, 1.5, 2.0, 2.0, 1.0)  # of the other runs' ratios predicted / measured: (2, 1, 1), (2, 1, 1, 2), ...
     assert found.calibrated == pytest.approx(sum(abs(r / m - 1) for r, m in zip((2, 2, 1, 1, 2), medians, strict=True)) / 5)
     alone = errors(invented(rows[:1] + rows[-1:], (2.0, 3.0)))
     assert alone is not None and alone.same_layer == 0 and alone.calibrated == alone.by_layer == alone.mean

@@ -2,7 +2,7 @@
 
     predictions(rows)   each row that states a speed: cluster and program by its text, step_time of moe/plan/time/cost.py
     errors(...)         mean, median and largest |predicted / measured - 1|; calibrated: divided by the median of other rows' ratios
-                        (with the same cluster and program, or among them those that run the same layer)
+                        (with the same cluster and program, or among these only rows with the same layer)
 
 Rankings are in tests/planner/choice.py. Unstated properties of a row's program follow from its year and source (PROGRAM_OF), the same
 for all rows of a source.
@@ -59,7 +59,7 @@ PROGRAM_OF = (
     ("alpa", "xla"),
     ("deepspeed", "deepspeed"),
 )
-REAL_ROUTING = 1.3  # rows of the busiest rank over the mean with an unconstrained router; assumed for rows that say so
+REAL_ROUTING = 1.3  # token rows of the busiest rank over the mean, assumed for table rows that state an unconstrained router
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def predictions(rows: Iterable[Row]) -> list[Predicted]:
 class Errors:
     """Errors |predicted / measured - 1| over `rows` rows; `bias`: the mean with its sign.
 
-    `calibrated`: mean after each prediction is divided by the median ratio of other rows with its cluster and program. `by_layer`: the
-    same with only those rows that run the same layer, as a profile of it would have given; `same_layer` rows have such rows.
+    `calibrated`: mean error after each prediction is divided by the median ratio of other rows with its cluster and program. `by_layer`:
+    the same, but only rows with the same layer give the median, as a profile of it would; `same_layer`: number of rows with such others.
     """
 
     rows: int
@@ -203,7 +203,7 @@ def _grouped(made: Sequence[Predicted], key: Callable[[Predicted], Any]) -> dict
 
 
 def _others(made: Sequence[Predicted], one: Predicted) -> float | None:
-    """The median ratio of other runs; None if there are none. Rows with the same network and plan are one run, printed twice."""
+    """The median ratio of other runs than `one`; None without others. Rows with the same network and plan are one run, printed twice."""
     of = one.row
     ratios = [other.ratio for other in made if (other.row.network, other.row.plan) != (of.network, of.plan)]
     return statistics.median(ratios) if ratios else None

@@ -117,9 +117,7 @@ class _Growing:
             self._place("W", rank)
 
     def _forward_ranks(self) -> list[int]:
-        """The ranks that run a forward pass in this turn: all with passes left, but after the last rank that skips only the ranks behind
-        it.
-        """
+        """The ranks that run a forward pass in this turn: all with passes left that come after the last rank that skips its pass."""
         found = []
         for rank in reversed(range(self.p)):
             if self._done("F", rank) < self.m:

@@ -22,7 +22,7 @@ class _Launch:
         self.modules: set[str] = set()
 
     def __call__(self, function: Any) -> _Launch | _Inside:
-        """Called when a kernel begins, or one that it calls: replaces functions of language modules that no earlier kernel has seen."""
+        """Called when a kernel, or a kernel that it calls, begins. Replace functions of language modules, once in a launch."""
         seen = {m.__name__ for m in (language, language.core) if any(value is m for value in function.__globals__.values())}
         first = not self.scopes
         if not seen <= self.modules:

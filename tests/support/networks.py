@@ -10,7 +10,7 @@ from moe.recipe.sections import Swiglu
 
 
 def network_of(ffn: str, *matrices: Tensor | None, swiglu: Swiglu | None = None, **biases: Tensor | None) -> Network:
-    """`matrices`: w1, w2 and, with a gated activation, w3. `biases`: b1 and b3, if any."""
+    """The network with these weights. `matrices`: w1, w2 and, with a gated activation, w3. `biases`: b1 and b3, if any."""
     w1, w2, *gate = matrices
     tensors = (w1, w2, gate[0] if gate else None, biases.get("b1"), biases.get("b3"))
     return Network.of(tensors, Activation(ffn, swiglu))

@@ -1,5 +1,4 @@
-"""A plain second implementation of needs and of the simulator: one action after another, by `needs`, receives and sends, with tables by
-node."""
+"""A plain second implementation of the dependencies of actions and of the simulator. It runs action after action, with tables by node."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def needs_of(schedule: Schedule, node: Node) -> tuple[Node, ...]:
 
 
 def own_needs(schedule: Schedule, node: Node) -> tuple[Node, ...]:
-    """Return the needs of one action, without those of the other action of its pair."""
+    """Return the needs of one action, without the needs of the other action of its pair."""
     op, stage, microbatch, version = schedule.action(node)
     each = schedule.microbatches_per_update
     if op is Op.S or (op is Op.U and len(schedule.homes[stage]) == 1):

@@ -25,7 +25,7 @@ def places(mesh: Sizes) -> list[dict[str, int]]:
 
 
 def parts_of(whole: np.ndarray, sharding: Sharding, mesh: Sizes, *, seed: int = 0) -> Parts:
-    """Each rank's part of a tensor. If ranks hold partial sums, all but the last are random."""
+    """Each rank's array of a tensor. Partial sums: random on all ranks but the last, which gets the rest."""
     drawn = np.random.default_rng(seed)
     shares = {place: drawn.standard_normal(whole.shape) for place in product(*(range(mesh[axis]) for axis in sharding.partial))}
     last = list(shares)[-1]
@@ -41,7 +41,7 @@ def _cut(whole: np.ndarray, sharding: Sharding, mesh: Sizes, place: Mapping[str,
 
 
 def whole_of(parts: Parts, sharding: Sharding, mesh: Sizes, size: tuple[int, ...]) -> np.ndarray:
-    """The whole tensor. Raises AssertionError if copies differ."""
+    """Assemble the whole tensor from the ranks' arrays. Raises AssertionError if copies differ."""
     total, seen = np.zeros(size), np.zeros(size)
     numbers = np.arange(int(np.prod(size))).reshape(size)
     copies = {axis for axis in mesh if axis not in sharding.axes}
@@ -57,7 +57,7 @@ def whole_of(parts: Parts, sharding: Sharding, mesh: Sizes, size: tuple[int, ...
 
 
 def take(parts: Parts, step: Step, mesh: Sizes) -> Parts:
-    """Run one step on all ranks."""
+    """Run one collective or local change of a tensor's sharding. Returns each rank's new array."""
     ranks, out = places(mesh), []
     for place in ranks:
         group = [part for other, part in zip(ranks, parts, strict=True) if all(other[a] == place[a] for a in mesh if a != step.axis)]

@@ -62,7 +62,7 @@ class Times:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
         report = yield
-        if call.when == "teardown":  # reports are sent from workers to the process that prints
+        if call.when == "teardown":  # the last report of a test, which is sent from its worker to the process that prints
             report.user_properties.append((KEY, Spent.now().since(item.stash[STARTED])))
         return report
 

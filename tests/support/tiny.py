@@ -43,7 +43,7 @@ class Tiny:
     model: Transformer
     executor: Executor
     scale: LossScale
-    numbers: Numbers | None = None  # numbers of the last accumulate
+    numbers: Numbers | None = None  # returned by the last accumulate
 
     @property
     def engine(self) -> Engine:
@@ -55,7 +55,7 @@ class Tiny:
         return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
-        """Forward and backward of one step's batch."""
+        """Run forward and backward for one step's batch; gradients accumulate. Return its loss and counts."""
         self.numbers = accumulate(
             self.executor,
             self.shard.of_batch(batch(step, length=self.run.model.max_length, size=self.run.train.global_batch)),

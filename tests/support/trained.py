@@ -48,7 +48,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
-    """A folder with a text and a cache for token files, and a trainer with a short end: no report, no sample, no measured speed."""
+    """A folder with a text and a cache for token files, and a trainer that ends a run without report, sample and measured speed."""
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -178,7 +178,7 @@ def draws(folder: Path, ranks: int) -> list[dict[int, list[int]]]:
 
 
 def order(run: Run, steps: int) -> list[list[int]]:
-    """The windows of each step, from the recipe's pure function."""
+    """Indices of the training windows that each step should draw, computed from the recipe's seed without a run."""
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     batch = run.train.global_batch
     return [data.train.order(range(s * batch, (s + 1) * batch)).tolist() for s in range(steps)]
@@ -201,7 +201,7 @@ def losses(out: Path) -> list[tuple[int, str]]:
 
 
 def close(out: Path, reference: Path, *, rel: float, after: int = 0) -> None:
-    """Fail unless both runs have the same steps after step `after`, and their losses agree."""
+    """Fail unless both runs have the same steps after step `after`, and their losses agree within the relative difference `rel`."""
     got, wanted = ({line["step"]: line["loss"] for line in lines(o) if line["step"] > after} for o in (out, reference))
     assert got and got == pytest.approx(wanted, rel=rel, abs=0)
 

@@ -30,7 +30,7 @@ def cases() -> list[LayerCase]:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_inputs_are_routed_as_they_are_made_to(case: LayerCase) -> None:
-    """Balanced: every expert has the same number of rows; skewed: one has half of them, or every token once."""
+    """Balanced: every expert has the same number of rows. Skewed: one expert has half of the rows, or every token once."""
     s = case.shape
     chosen_TK = (case.inputs().float() @ case.router().t()).topk(s.k).indices
     assert torch.equal(chosen_TK.sort(1).values, case.experts_of_tokens().sort(1).values)
@@ -48,7 +48,7 @@ dispatch.GROWTH = {"tokens x2": (Shape(32, 8, 8, 4, 1), Shape(64, 8, 8, 4, 1))}
 
 
 def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: peers start process groups and threads, which ranks that are forked later must not inherit."""
+    """Run the code in its own process: peers start process groups and threads, which later forked ranks must not inherit."""
     return subprocess.run([sys.executable, "-c", SETUP + code, *words], capture_output=True, text=True, timeout=180)
 
 
@@ -87,13 +87,13 @@ def test_ratios_are_taken_within_a_round() -> None:
 def test_peak_memory_counts_what_was_held_at_once() -> None:
     def work() -> None:
         for _ in range(3):
-            torch.empty(1000, 1000)  # freed before the next
+            torch.empty(1000, 1000)  # freed before the next tensor is made
 
     assert 4_000_000 <= peak_bytes(work, torch.device("cpu")) < 5_000_000
 
 
 def test_kernels_layer_and_bench_need_no_package_that_reads_recipes(tmp_path: Path) -> None:
-    """A machine with torch and a GPU, and nothing else, can measure."""
+    """The kernels, the layer and the bench need torch only, so that a machine with a GPU and no other package can measure."""
     without = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'tyro', 'deepspeed', 'transformers', 'yaml', 'psutil']))\n"
     code = without + SETUP + "sys.exit(dispatch.main(peers='all', only='E8', rounds=1, json=sys.argv[1]))"
     got = subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=120)

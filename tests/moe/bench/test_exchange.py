@@ -34,7 +34,7 @@ def stated(ranks: int, number_bytes: int, **section: Any) -> int:
 
 
 def test_an_all_to_all_sends_two_rows_for_each_choice_that_leaves() -> None:
-    """2 k T D (P - 1) / P numbers forward, as many backward, and the counts."""
+    """It sends 2 k T D (P - 1) / P numbers in the forward pass, the same number in the backward pass, and the counts of rows."""
     for ranks in (2, 4):
         rows = 4 * 2 * 24 * 6 * 4 * (ranks - 1) // ranks
         assert stated(ranks, 4) == rows + 16 * 8 * (ranks - 1) // ranks

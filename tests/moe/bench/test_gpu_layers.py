@@ -25,7 +25,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def each(x_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor, network: Any) -> Tensor:
-    """Sum over choices of gate * network(expert, row), token by token."""
     tokens = x_TD.flatten(0, -2)
     rows = [sum(g * network(int(e), x) for g, e in zip(gs, es, strict=True)) for x, gs, es in zip(tokens, gate_TK, expert_TK, strict=True)]
     return torch.stack(rows).view_as(x_TD)
@@ -148,7 +147,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ffn", ["relu", "swiglu"])
 @pytest.mark.parametrize("name", gpu_layers.LAYERS)
 def test_each_package_gets_the_same_layer(name: str, ffn: str, installed: None) -> None:
-    """Up to each token's scale, which systems choose differently: the direction of every output, and all gradients there are."""
+    """Outputs have the same direction (systems choose each token's scale differently), and all gradients that exist are equal."""
     made, ours = gpu_layers.LAYERS[name](CASE, ffn), layers.ours(CASE, ffn)
     y_TD, want_TD = (run().detach().view(CASE.shape.tokens, -1) for run in (made, ours))
     torch.testing.assert_close(F.cosine_similarity(y_TD, want_TD), torch.ones(len(y_TD)), atol=1e-5, rtol=0)

@@ -27,7 +27,7 @@ NETWORK = Network(layers=4, width=96, heads=3, hidden=384, vocab=512, length=64)
 
 
 def host(cores: int, *, threads: dict[int, float] | None = None) -> Cluster:
-    """A made-up host: 50 GFLOP/s a core, and the same time for all collectives."""
+    """A made-up host: 50 GFLOP/s per core, and one time for all collectives."""
     found = {
         "rates": {"fp32": {1e6: 0.04, 1e9: 0.06}},
         "attention": {"fp32": [30.0, 900.0, 40.0, 2500.0]},
@@ -50,7 +50,7 @@ def test_the_file_is_read_as_it_was_written() -> None:
 
 
 def test_constants_come_out_as_they_were_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that are as long as the model says for three constants give back these three."""
+    """Step times that the model predicts for three constants are fitted back to these three constants."""
     given = {"launch_us": 37.0, "pointwise": 4.5, "step_ms": 2.25}
     there = host(2)
     there = replace(there, device=replace(there.device, launch_us=0.0))  # else kernels have a floor, and the model is not linear
@@ -87,7 +87,7 @@ def test_products_take_the_measured_time_and_lie_between_neighbours() -> None:
 
 
 def test_attention_is_told_from_two_sizes_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds that follow from picoseconds of an operation and of a pair give these back, and a third size of heads takes as long."""
+    """Times made from picoseconds per operation and per pair give these numbers back, and predict a third head size."""
     given = [30.0, 900.0, 45.0, 25_000.0]
 
     def seconds(shape: tuple[int, ...], *_: Any) -> tuple[float, float]:
@@ -106,7 +106,7 @@ def test_attention_is_told_from_two_sizes_of_heads(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_core_takes_as_long_for_an_activation_in_16_bits() -> None:
-    """Only products, attention and what is sent may differ between fp32 and bf16 on a host."""
+    """On a host, only products, attention and messages may take other times in bf16 than in fp32."""
     there = host(2)
     rates, times = there.device.rates["fp32"], there.device.attention_times["fp32"]
     there = replace(
@@ -119,7 +119,7 @@ def test_a_core_takes_as_long_for_an_activation_in_16_bits() -> None:
 
 @pytest.mark.parametrize(("ranks", "cores", "longer"), [(2, 2, 1.0), (6, 2, 3.0), (8, 5, 1.6)])
 def test_ranks_beyond_the_cores_take_turns(ranks: int, cores: int, longer: float) -> None:
-    """As much work for each rank: with r ranks on c cores a step takes r / c times as long, but for what is sent."""
+    """With equal work per rank, a step on r ranks and c cores takes r / c times as long, messages excepted."""
     plan = Plan(dp=ranks, microbatch=4, compute_bytes=4)
     one = step_time(NETWORK, replace(plan, dp=1), replace(host(cores), cores=1, devices_per_node=1), own_program(host(cores)))
     many = step_time(NETWORK, plan, host(cores), own_program(host(cores)))
@@ -134,7 +134,7 @@ def test_a_rank_with_several_cores_is_faster_by_the_measured_factor() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 4])
 def test_a_pipeline_on_few_cores_waits_for_work_or_for_a_core(cores: int) -> None:
-    """Never below its makespan with a core for each stage, nor below all stages' work over the cores."""
+    """Its time is at least the makespan with one core per stage, and at least the work of all stages over the cores."""
     plan = Plan(pp=4, microbatch=2, microbatches=6, compute_bytes=4)
     cluster = host(cores)
     wide = step_time(NETWORK, plan, replace(cluster, cores=4), own_program(cluster))

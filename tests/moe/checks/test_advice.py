@@ -100,7 +100,7 @@ def test_what_another_choice_leaves_unread_is_refused(key: str, value: str, besi
 
 
 def test_a_recipe_that_a_run_left_says_all_its_keys_whether_they_are_read_or_not(tmp_path: Path) -> None:
-    """Also where a key has come since; what is said beside it on the command line is somebody's wish."""
+    """Keys that were added after the run are included. A value on the command line counts as the user's choice."""
     run, origins = load("switch_tiny", {"model.moe_every": "0"})
     left = tmp_path / "recipe.yaml"
     lines = resolved_yaml(run, origins).splitlines(keepends=True)

@@ -47,7 +47,7 @@ def moe(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProces
 
 
 def test_help_takes_less_than_three_tenths_of_a_second_and_loads_nothing_heavy() -> None:
-    """Processor time, the best of three: a busy machine may let anything wait."""
+    """Processor time, the best of three, because wall time depends on other load."""
     used = []
     for _ in range(3):
         before = os.times()
@@ -108,7 +108,7 @@ def test_bash_completes_verbs_dotted_keys_and_choices(tmp_path: Path) -> None:
 
 
 def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every flag and choice of bash's script, given to the command line's own reading; the other shells have the same table."""
+    """Every flag and choice in bash's script is accepted by the command line's parser; the other shells have the same table."""
     tables = []
     for shell in SHELLS:
         assert cli.main(["--tyro-print-completion", shell]) == 0
@@ -139,7 +139,7 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def known(table: dict[str, Any]) -> dict[str, Any]:
-    """What is offered, by verb; the order of choices is tyro's."""
+    """The offered words by verb, without the order of choices, which is tyro's."""
     return {verb: [(o["flags"], o["type"], sorted(o.get("choices") or [])) for o in spec["options"]] for verb, spec in table.items()}
 
 
@@ -150,7 +150,7 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_come_into_a_pipe_as_they_are_made() -> None:
-    """`moe verify | tee log` takes minutes: a verb here prints a row and then waits for the reader."""
+    """Output of `moe verify | tee log` must not be buffered: here a verb prints a row and then waits until it was read."""
     program = (
         "import sys; from moe.cli import main; main.FUNCTIONS['recipes'] = lambda *_: print('row') or len(input()); main.main(['recipes'])"
     )
@@ -316,7 +316,7 @@ def test_a_rank_of_another_launcher_is_checked_against_that_world(monkeypatch: p
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Replaces the modules that the verbs call; what they were called with."""
+    """Replace the modules that the verbs call. Return a list of the calls: (name, positional arguments, keyword arguments)."""
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def module(name: str) -> types.SimpleNamespace:
@@ -385,7 +385,7 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
 
 
 def test_a_measurement_that_moved_to_a_checkout_is_there() -> None:
-    """The fix for its former name is a command of the tests, so that its name must be that of a module or folder there."""
+    """The fix for the former name of a measurement is a command of the tests, and its module or folder exists."""
     for module, names in bench.MOVED.items():
         for name in names.split():
             place = RECIPES.parent / module.replace(".", "/") / name.replace("-", "_")
@@ -480,7 +480,7 @@ def test_bad_input_is_a_value_error_for_library_callers() -> None:
 
 
 def test_show_prints_the_keys_of_a_section_with_their_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every key of a recipe, with its default; of a recipe that is named, with its values."""
+    """Without a recipe every key with its default, with a recipe its values."""
     assert cli.main(["show", "--keys", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     told = dict(line.split(": ", 1) for line in lines if not line.startswith(" "))

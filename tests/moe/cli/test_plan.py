@@ -62,7 +62,7 @@ UNEVEN = ["--model.vocab_size", "30000", "--degrees.pp", "4", "--pipeline.microb
 def test_an_order_that_is_written_is_faster_keeps_no_more_and_is_the_recipes(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a plain replay of the order's actions, with the plan's own seconds."""
+    """Measured by a plain replay of the actions with the plan's own seconds."""
     order, out = tmp_path / "a new folder" / "order.csv", tmp_path / "plan.yaml"
     words = [
         *UNEVEN,
@@ -84,7 +84,7 @@ def test_an_order_that_is_written_is_faster_keeps_no_more_and_is_the_recipes(
 
 
 def replayed(schedule: Schedule, cost: Cost, transfer: float) -> float:
-    """Seconds until the last action ends: each begins when its rank is free and what it reads has come."""
+    """Seconds until the last action ends, if each begins as soon as its rank is free and its inputs have arrived."""
     ends: dict[tuple[str, int, int], float] = {}  # of (F, the input's gradient or the weights', stage, micro-batch)
     last, free = schedule.num_stages - 1, [0.0] * schedule.num_ranks
     left = [deque(order) for order in schedule.orders]
@@ -122,7 +122,9 @@ def test_where_no_order_is_searched_it_says_why(words: list[str], reason: str, t
 
 @pytest.mark.parametrize(("devices", "cores"), [(8, 0), (3, 2)], ids=["without bf16", "a host"])
 def test_the_recipe_needs_what_the_plan_said(devices: int, cores: int, tmp_path: Path) -> None:
-    """By the prediction of `moe train`, which makes `auto` the device's precision, and knows no CUDA on a host."""
+    """The plan's memory equals the prediction of `moe train`, which resolves precision `auto` for the device, and has no CUDA context on a
+    host.
+    """
     file, out, table = tmp_path / "mine.yaml", tmp_path / "plan.yaml", tmp_path / "plan.json"
     cluster = replace(load_cluster("v100-8"), name="mine", devices_per_node=devices, cores=cores)
     file.write_text(yaml.safe_dump(mapping_of(cluster)))
@@ -136,7 +138,7 @@ def test_the_recipe_needs_what_the_plan_said(devices: int, cores: int, tmp_path:
 
 
 def test_ranks_that_do_not_divide_an_evaluation_read_a_few_sequences_more(tmp_path: Path) -> None:
-    """Of 64 sequences dp 6 can be had with 66: to refuse it left the second best way, 65 % slower."""
+    """dp 6 evaluates 66 sequences instead of 64. Refusing it would leave a second best plan that is 65 % slower."""
     file, out = tmp_path / "six.yaml", tmp_path / "plan.yaml"
     file.write_text(yaml.safe_dump(mapping_of(replace(load_cluster("a100-80-8"), devices_per_node=6))))
     assert main(["plan", "dense_tiny", "--cluster", str(file), "--train.global_batch", "24", "--out", str(out)]) == 0

@@ -75,7 +75,7 @@ TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
 
 
 def made(folder: Path, family: str, *, dtype: torch.dtype = torch.float32, **saving: Any) -> Any:
-    """A model with random weights, gains among them, saved there."""
+    """Make a model with random weights, also in norms, and save it in the folder."""
     config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(3)
@@ -170,7 +170,7 @@ def test_some_experts_may_be_stacked_and_others_not(stacked: str, tmp_path: Path
 
 
 def tokenizer(folder: Path) -> Any:
-    """Byte-level BPE as many models have it, of 290 ids of which number 7 ends a text."""
+    """Make byte-level BPE, as many models have it, with 290 ids; id 7 ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Tokenizer(models.BPE())
@@ -210,7 +210,7 @@ def test_documents_are_told_apart_by_the_tokenizers_own_id(separator: int | None
 
 
 def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the command line; one step with its weights on ep 2 is that of one process."""
+    """All by the command line. One step from its weights on ep 2 equals a step of one process."""
     made(tmp_path / "a", "Mixtral")
     library, run_dir = tokenizer(tmp_path / "a"), tmp_path / "run"
     assert main(["convert", f"hf:{tmp_path / 'a'}", str(run_dir), "--model.max_length", "16", "--data.path", str(home / "text.txt")]) == 0
@@ -293,7 +293,7 @@ def test_a_run_that_no_family_says_is_refused_by_what_it_has(home: Path, tmp_pat
 
 
 def config(family: str, **values: Any) -> dict[str, Any]:
-    """A config.json of a model that is not made."""
+    """The config.json of a model of this family, of which no weights are made."""
     found: dict[str, Any] = json.loads(getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family])).to_json_string())
     return found | values
 
@@ -361,7 +361,7 @@ def test_a_config_without_a_base_has_its_familys(tmp_path: Path) -> None:
 
 
 def test_a_window_is_that_of_the_kept_config_or_another_is_written(tmp_path: Path) -> None:
-    """Sequences may be longer; a config.json that was changed by hand is not kept; without a key the window is the family's."""
+    """Sequences may be longer. A config.json that was changed by hand is not kept; without its key, the family's window counts."""
     made(tmp_path / "a", "Mistral")
     to_run(tmp_path / "a", tmp_path / "run", overrides={"model.max_length": "40"})
     assert load_model(tmp_path / "run")[0].config.sliding_window == 16
@@ -390,7 +390,7 @@ def test_a_window_is_that_of_the_kept_config_or_another_is_written(tmp_path: Pat
     ],
 )
 def test_windows_are_in_the_layers_that_transformers_gives_them(family: str, values: dict[str, Any], layers: list[int]) -> None:
-    """By layer_types, and without them by the family's rule; and so it is written."""
+    """layer_types decides, and without it the family's rule. A config.json is written in the same way."""
     sizes = SIZES | FAMILIES[family] | {"num_hidden_layers": 3, "sliding_window": None} | values
     theirs = getattr(transformers, f"{family}Config")(**sizes)
     if hasattr(theirs, "layer_types"):
@@ -408,7 +408,7 @@ def test_windows_are_in_the_layers_that_transformers_gives_them(family: str, val
 
 
 def test_a_config_that_is_made_says_all_that_transformers_reads() -> None:
-    """Ids that begin and end texts, and every width; what it cannot read is refused by the key."""
+    """It has the ids that begin and end texts, and every width. A model that it cannot describe is refused by the key."""
     for family in FAMILIES:
         written = config_of(build_run(recipe_values(given := config(family))), given["model_type"], ends=7)
         assert [written[f"{what}_token_id"] for what in ("bos", "eos", "pad")] == [None, 7, None], family
@@ -430,7 +430,7 @@ def test_a_config_that_is_made_says_all_that_transformers_reads() -> None:
 
 
 def test_files_beside_the_models_are_left_alone(tmp_path: Path) -> None:
-    """A second copy by Mistral's names, files that the index does not name, and a folder that has the name of the unfinished one before."""
+    """These are a second copy with Mistral's names, files missing in the index, and a folder with the name of the unfinished one."""
     made(tmp_path / "a", "Mistral", max_shard_size="20KB")
     whole = tmp_path / "a"
     save_file({"layers.0.attention.wq.weight": torch.ones(3)}, whole / "consolidated.safetensors")

@@ -33,7 +33,7 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     for name, shape in first.names().items():
         box = tuple(slice(0, n) for n in shape)
         torch.testing.assert_close(saved.region(name, "weight", box), first.region(name, "weight", box), rtol=0, atol=1e-7)
-    assert main([*words, "--train.steps", "3"]) == 0  # goes on, and needs the folder no more
+    assert main([*words, "--train.steps", "3"]) == 0  # resumes, and no longer needs the folder
     adapters = ["--out", str(tmp_path / "lora"), "--lora.rank", "2", "--lora.targets", "[attention, experts]"]
     assert main(["train", str(tmp_path / "mine.yaml"), *adapters, "--init_from", f"hf:{theirs}"]) == 0
     assert Reader(tmp_path / "lora/checkpoints/step-2").state["base"]["path"] == str((tmp_path / "lora/base/checkpoints/step-0").resolve())

@@ -29,7 +29,7 @@ CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}
 
 @pytest.fixture
 def came(tmp_path: Path, home: Path) -> Path:
-    """A folder with a model in bf16 and all files that transformers writes, as a run in `base` for sequences that are shorter."""
+    """A folder with a bf16 model and all files that transformers writes, and the run `base` that begins with it, with shorter sequences."""
     made(tmp_path / "a", "Qwen3", dtype=torch.bfloat16)
     about = json.loads((tmp_path / "a/config.json").read_text())
     (tmp_path / "a/config.json").write_text(json.dumps(about | {"pad_token_id": 3, "bos_token_id": 1}))
@@ -51,7 +51,7 @@ def begun(folder: Path, name: str, source: str, **changed: str) -> None:
 
 
 def others(folder: Path) -> dict[str, Any]:
-    """Every file that holds no tensors."""
+    """Contents of every file in the folder that holds no tensors."""
     found = {
         str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"
     }
@@ -59,7 +59,7 @@ def others(folder: Path) -> dict[str, Any]:
 
 
 def test_what_came_goes_back_after_several_generations(came: Path) -> None:
-    """Whole weights twice, then adapters, all at a rate too small to change bf16: the folder is the one that came, to the bit."""
+    """Trained twice as whole weights, then as adapters, at rates too small to change bf16: the final folder equals the original bitwise."""
     for name, source, rank in (("one", "base", "0"), ("two", "one", "0"), ("lora", "two", "2")):
         begun(came, name, source, optimizer__lr="1e-30", lora__rank=rank, lora__targets="[attention]")
     said = from_run(came / "lora", came / "b")

@@ -83,7 +83,7 @@ def written(run: Run, out: Path) -> Path:
 
 
 def converted(run: Run, source: Path, out: Path, **settings: Any) -> Path:
-    """Through the verb's own function; the new checkpoint."""
+    """Convert by the verb's own function. Return the new checkpoint's folder."""
     load = settings.pop("load", None)
     main(str(source), str(out), recipe=str(written(run, out)), overrides={}, settings=Settings(**settings), load=load)
     ((step, path),) = numbered(out / "checkpoints")
@@ -132,7 +132,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     ("name", "ffn"), [*((name, "swiglu") for name in TARGETS), ("copy", "relu"), ("granular, 2 shards", "relu")], ids=str
 )
 def test_upcycling_keeps_the_output(name: str, ffn: str, home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
-    """Evaluation, and training without drops: every logit, through checkpoints on disk."""
+    """Every logit is equal in evaluation, and in training without drops, through checkpoints on disk."""
     values = dict(TARGETS[name])
     model = SPARSE | {"ffn": ffn} | values.pop("model", {})
     run = recipe(home, model=model, router=GLAM | values.pop("router", {}), experts=values.pop("experts"))
@@ -235,7 +235,7 @@ def test_merging_copies_to_fewer_keeps_the_output(
 
 
 def test_pruning_experts_that_no_token_chose_keeps_the_output(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
-    """Two tokens choose at most four experts of six; who is used, the run's own records say."""
+    """Two tokens choose at most four of six experts. The run's own records say which experts were used."""
     run = recipe(home, model=SPARSE, experts={"num_experts": 6}, train={"steps": 2, "save_every": 0})
     trained.train(run, tmp_path / "run")
     tokens = torch.tensor([[65, 110]])
@@ -268,7 +268,7 @@ def test_pruned_are_the_least_used_and_rows_go_along(home: Path, source: Callabl
 
 
 def test_equal_experts_and_shared_ones_become_one_wider_dense_network(home: Path, tmp_path: Path) -> None:
-    """d_ff 24 of the experts and 2 * 5 of the shared network: 34 hidden units, and the same output."""
+    """Experts with d_ff 24 and a shared network of 2 * 5 hidden units become one network of 34 hidden units with equal output."""
     experts = {"num_experts": 3, "d_ff": 24, "shared": 2, "shared_d_ff": 5}
     sparse = recipe(home, model=SPARSE | {"moe_every": 1, "d_ff": 34}, experts=experts, train={"steps": 2, "save_every": 0})
     trained.train(sparse, tmp_path / "run")
@@ -374,7 +374,7 @@ def test_a_check_prints_how_far_apart_the_models_are(home: Path, source: Callabl
 
 @pytest.mark.parametrize(("halves", "counted"), [(False, 4 * 8), (True, 4 * 4)])
 def test_a_check_counts_the_tokens_that_have_logits(halves: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an encoder-decoder the decoder's half of them."""
+    """In an encoder-decoder only the decoder's tokens have logits, which are half of them."""
     kind = {"kind": "encoder_decoder", "positions": "t5"} if halves else {}
     sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_ff": 8, "max_length": 8, "moe_every": 0}
     run = build_run({"model": sizes | kind, "data": {"objective": "span_corruption" if halves else "next_token"}})
@@ -388,9 +388,9 @@ def test_a_check_counts_the_tokens_that_have_logits(halves: bool, counted: int, 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_gates_sum_to_is_what_the_router_gives(preset: str) -> None:
-    """A constant where it says so, and no constant where it says None."""
+    """The gates' sum equals the stated constant; if None is stated, the sum varies."""
     settings = build_run({"router": {"preset": preset}}).router
-    if preset != "expert_choice":  # which cannot be without
+    if preset != "expert_choice":  # expert_choice cannot be without drops
         settings = settings.model_copy(update={"capacity_factor": None, "eval_capacity_factor": None})
     router = Router(settings, num_experts=64, d_model=8).eval()
     router.weight.data.copy_(random(64, 8))
@@ -479,7 +479,7 @@ def test_what_would_be_lost_of_a_router_or_of_tokens_ahead_is_refused_by_its_key
             with pytest.raises(BadInput) as refused:
                 check_convertible(model(old, **{key: needed}), model(new, **{key: has}), Settings())
             assert str(refused.value) == f"router.{key}: got {has}, needed the source's {needed}; fix: --router.{key} {needed}"
-    check_convertible(model(4), model(2, noise="gumbel"), Settings())  # which has no weights
+    check_convertible(model(4), model(2, noise="gumbel"), Settings())  # a noise without weights
     with pytest.raises(BadInput, match="model.ahead: got 0, needed the source's 1; fix: --model.ahead 1"):
         check_convertible(model(4, ahead=1), model(2), Settings())
 
@@ -528,7 +528,7 @@ def test_the_verb_says_what_it_did_and_how_to_go_on(
 def test_a_converted_model_has_seen_no_sample_so_another_order_of_them_is_no_news(
     home: Path, source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From step 0 the recipe's own batch and seed count. With copied moments the run goes on at the source's step, and a change is said."""
+    """At step 0, the recipe's own batch and seed count. With copied moments the run continues at the source's step and reports changes."""
     changed = {"steps": 1, "global_batch": 4, "seed": 3}
     run = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4}, train=changed)
     converted(run, source(), tmp_path / "fresh")

@@ -55,7 +55,7 @@ def windows_of(num_tokens: int, max_length: int) -> Windows:
 
 
 def part(num_sequences: int, length: int, rank: int, ranks: int) -> TokenShard:
-    """What one of so many data ranks reads."""
+    """The shard of tokens that rank `rank` of `ranks` data-parallel ranks reads."""
     return TokenShard.of(Mesh.of(Degrees(dp=ranks), rank), num_sequences=num_sequences, length=length)
 
 
@@ -83,7 +83,7 @@ def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
 
 
 def plain_permutation(place: int, size: int, seed: int, epoch: int) -> int:
-    """The twin of `permutation` in Python's unbounded whole numbers, one place at a time."""
+    """A plain reference of `permutation` in Python's unbounded integers, one position at a time."""
     digest = hashlib.sha512(f"order {seed} {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[8 * n : 8 * n + 8], "little") for n in range(8)]
     rows = next(n for n in range(1, size + 1) if n * n >= size)
@@ -115,7 +115,7 @@ def test_permutation_equals_its_plain_twin(size: int, seed: int, epoch: int, dat
 
 @pytest.mark.parametrize("size", [7, 64, 1000])
 def test_every_place_is_reached_about_equally_often(size: int) -> None:
-    """Over many epochs, where one place goes is uniform: chi-squared within 6 standard deviations, for single places and for distances."""
+    """Over many epochs the position of one window is uniform: chi-squared within 6 standard deviations, for positions and for distances."""
     epochs = 40 * size if size < 1000 else 5 * size
     pairs = np.array([permutation([0, size // 2], size=size, seed=1, epoch=epoch) for epoch in range(epochs)])
     for seen, cells in ((pairs[:, 0], size), (pairs[:, 1], size), ((pairs[:, 1] - pairs[:, 0]) % size - 1, size - 1)):
@@ -125,7 +125,7 @@ def test_every_place_is_reached_about_equally_often(size: int) -> None:
 
 
 def test_order_is_random_access_at_any_size() -> None:
-    """A place far into an order of 10^12 windows costs no more than the first, and is inside."""
+    """A position far into an order of 10^12 windows costs no more than the first one, and is below 10^12."""
     train = TrainSet(windows_of(11, 5), seed=0)
     assert 0 <= permutation([10**12 - 1], size=10**12, seed=5, epoch=3)[0] < 10**12
     assert train.batch(10**15, TokenShard.whole(4, 5)).shape == (4, 6)
@@ -144,7 +144,7 @@ def test_batch_is_the_same_on_any_number_of_ranks(num_windows: int, each: int, s
 @given(num_windows=st.integers(1, 40), batch=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_every_window_comes_once_an_epoch(num_windows: int, batch: int, epochs: int, seed: int) -> None:
-    """Also where an epoch ends inside a batch: the batches in a row are the epochs in a row."""
+    """Also if an epoch ends inside a batch: concatenated batches equal concatenated epochs."""
     train = TrainSet(windows_of(num_windows * 3 + 1, 3), seed)
     steps = -(-num_windows * epochs // batch)
     seen = np.concatenate([train.batch(step, TokenShard.whole(batch, 3)) for step in range(steps)])[:, 0] // 3
@@ -163,7 +163,7 @@ def test_resume_twice_equals_no_resume() -> None:
     unbroken = [TrainSet(windows_of(211, 5), seed=4).batch(step, TokenShard.whole(8, 5)) for step in range(20)]
     resumed = []
     for first, last, ranks in ((0, 7, 1), (7, 12, 2), (12, 20, 4)):
-        train = TrainSet(windows_of(211, 5), seed=4)  # nothing is carried over but the step's number
+        train = TrainSet(windows_of(211, 5), seed=4)  # only the step's number is carried over
         resumed += [np.concatenate([train.batch(s, part(8, 5, r, ranks)) for r in range(ranks)]) for s in range(first, last)]
     assert all(np.array_equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
 
@@ -275,7 +275,7 @@ def test_bpe_training_is_the_same_in_every_process() -> None:
 
 
 def test_two_text_files_keep_every_character(tmp_path: Path) -> None:
-    """Unicode, CRLF and a byte order mark: what is trained and held out is together what was there, in order."""
+    """Unicode, CRLF and a byte order mark: training and validation texts together equal the files, in order."""
     folder = write_folder(tmp_path / "text", a=UNICODE * 3, b="\ufeff" + CRLF * 5)
     data = user_data(folder, tmp_path / "cache")
     held = documents_of(data)
@@ -287,7 +287,7 @@ def test_two_text_files_keep_every_character(tmp_path: Path) -> None:
 
 
 def test_files_go_to_one_side_by_name_alone(tmp_path: Path) -> None:
-    """A file's side does not change when others come, and its contents are wholly there."""
+    """A file's side does not change if other files are added, and holds the whole file."""
     files = {f"f{n}": f"text number {n} " * 5 for n in range(30)}
     some = documents_of(user_data(write_folder(tmp_path / "text", **dict(list(files.items())[:20])), tmp_path / "cache"))
     every = documents_of(user_data(write_folder(tmp_path / "text", **files), tmp_path / "cache"))
@@ -329,7 +329,7 @@ def test_jsonl_lines_are_documents_and_equal_lines_share_a_side(tmp_path: Path) 
 
 
 def test_only_text_is_read_from_a_folder(tmp_path: Path) -> None:
-    """Binary, Latin-1 and empty files are skipped and counted; hidden ones, sockets and the like are not looked at."""
+    """Binary, Latin-1 and empty files are skipped and counted; hidden files, sockets and devices are ignored."""
     folder = write_folder(tmp_path / "text", **{f"f{n}": f"text {n}\n" * 9 for n in range(9)})
     (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
     (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
@@ -367,7 +367,7 @@ def test_default_corpus_is_the_standard_library_alone() -> None:
 
 
 def test_lines_beside_text_are_documents_and_a_folder_is_listed_by_kind_and_size(tmp_path: Path) -> None:
-    """As text, a JSONL file would teach the model JSON's syntax; as documents, its texts are what a file of them alone gives."""
+    """Read as text, a JSONL file would teach the model JSON's syntax. Read as documents, its texts equal a plain file of them."""
     folder = write_folder(tmp_path / "text", **{f"f{n}": f"text {n}\n" * 9 for n in range(9)})
     lines = [f"line {n}" for n in range(30)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -408,7 +408,7 @@ def _leftover(folder: Path) -> str:
 
 @pytest.mark.parametrize(("make", "source"), [(m, s) for m in (_archive, _pictures, _leftover) for s in (None, "text")])
 def test_a_folder_whose_text_is_in_another_form_is_refused(make: Callable[[Path], str], source: str | None, tmp_path: Path) -> None:
-    """Training would go on, on a README: only pictures and the like can be left out, where the recipe says so."""
+    """Otherwise a run would train on a README alone. Only pictures and similar files can be left out, if the recipe says so."""
     folder = tmp_path / "text"
     folder.mkdir()
     said = make(folder)
@@ -496,7 +496,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_token_files_hold_the_encoded_documents(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separator before each document and after the last, whatever is encoded together; counts as they are."""
+    """A separator precedes each document and follows the last, however many documents are encoded together; counts are exact."""
     monkeypatch.setattr(tokens, "ENCODE_TOGETHER_CHARACTERS", 300)
     monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 50)
     data = user_data(folder, tmp_path / "cache", tokenizer=kind, vocab_size=300)
@@ -535,7 +535,7 @@ def test_bpe_learns_from_training_documents_alone(folder: Path, tmp_path: Path) 
 
 
 def test_token_files_of_an_earlier_reader_are_built_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Format 1 read neither compressed files nor tables: a folder with some is another text now."""
+    """Format 1 read neither compressed files nor tables, so a folder that has some gives another text now."""
     monkeypatch.setattr(tokens, "FORMAT", 1)
     before = user_data(folder, tmp_path / "cache").key
     monkeypatch.undo()
@@ -557,7 +557,7 @@ def test_files_are_built_once_and_again_when_anything_they_depend_on_changes(fol
 
 
 def test_token_files_are_readable_without_writing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is built already needs no lock and no write, so a read-only cache serves."""
+    """Token files that exist need neither a lock nor a write, so a read-only cache works."""
     user_data(folder, tmp_path / "cache")
     monkeypatch.setattr(tokens, "_lock", None)
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "cache").rglob("*"))
@@ -622,8 +622,9 @@ def test_verify_finds_one_flipped_bit(folder: Path, tmp_path: Path) -> None:
 def test_changed_ids_of_the_same_size_are_not_read(
     always_bytes: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without being asked to verify: small files are hashed at every start, large ones where their times have changed. Then they are made
-    again, in one line."""
+    """Found without a request to verify: small files are hashed at every start, large ones if their times changed. They are built again,
+    with one line.
+    """
     monkeypatch.setattr(tokens, "ALWAYS_READ_BYTES", always_bytes)
     monkeypatch.setattr(tokens, "SETTLED_NS", -1)
     hashed: list[str] = []
@@ -680,7 +681,7 @@ def test_modes_of_token_files_follow_the_umask(mask: int, folder: Path, tmp_path
 
 
 def test_an_id_beyond_the_vocabulary_and_a_file_that_was_cut_are_one_line(folder: Path, tmp_path: Path) -> None:
-    """Changed and cut after they were checked, while they are mapped: an index error of the model's, and a death by SIGBUS else."""
+    """The files are changed and cut while mapped, after the checks. Without care, the model has an index error or dies by SIGBUS."""
     data = user_data(folder, tmp_path / "cache")
     path = tmp_path / "cache" / data.index["key"] / "train.bin"
     ids = np.memmap(path, dtype="<u2", mode="r+")
@@ -716,7 +717,7 @@ print(data.index["train"]["sha256"], any("tokenising" in line for line in lines)
 
 @pytest.mark.alone
 def test_a_killed_build_leaves_nothing_that_counts_and_blocks_nobody(folder: Path, tmp_path: Path) -> None:
-    """SIGKILL with the lock held: the kernel frees it, the next builder clears the rest away."""
+    """The builder gets SIGKILL while it holds the lock: the kernel frees the lock, and the next builder removes the unfinished files."""
     cache = tmp_path / "cache"
     process = python(BUILD, folder, cache, 60)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -737,7 +738,7 @@ def test_processes_that_start_at_once_build_once(folder: Path, tmp_path: Path) -
 
 
 def test_without_locks_the_rename_keeps_builders_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another builder is first, on a file system without locks: its files stay and are used."""
+    """On a file system without locks, another builder finishes first: its files stay and are used."""
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
@@ -826,7 +827,7 @@ def test_data_needs_no_torch_and_bytes_no_tokenizers() -> None:
 
 
 def test_default_data_end_to_end(tmp_path: Path) -> None:
-    """The standard library: two ranks' batches together are one rank's, and decode to source that is there."""
+    """On the standard library: two ranks' batches together equal one rank's, and decode to text of its sources."""
     data = open_data(Data(), max_length=256, vocab_size=256, seed=0, cache=tmp_path, log=lambda line: None)
     whole: npt.NDArray[np.int64] = data.train.batch(5, TokenShard.whole(8, 256))
     assert np.array_equal(np.concatenate([data.train.batch(5, part(8, 256, rank, 2)) for rank in (0, 1)]), whole)

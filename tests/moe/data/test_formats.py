@@ -64,7 +64,7 @@ def test_a_compressed_file_that_is_damaged_is_refused(kind: str, tmp_path: Path)
 
 
 def test_memory_does_not_grow_with_what_a_compressed_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 MB of lines from 16 kB: a few lines at once. One line of 16 MB is refused where it is longer than a document may be."""
+    """16 MB of lines compress to 16 kB and are read a few lines at a time. One line of 16 MB is refused if documents may not be so long."""
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"body": "word"}\n' * 1_000_000))
     tracemalloc.start()
@@ -157,7 +157,7 @@ def test_a_cell_that_is_no_text_is_refused(name: str, tmp_path: Path, monkeypatc
 
 
 def test_memory_does_not_grow_with_the_rows_of_a_table(tmp_path: Path) -> None:
-    """64 MB of texts of 320 kB each, in one row group with a page for every four: some of them at once."""
+    """64 MB of texts of 320 kB each, in one row group with a page for every four texts: only some texts are in memory at once."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
@@ -172,7 +172,7 @@ def test_memory_does_not_grow_with_the_rows_of_a_table(tmp_path: Path) -> None:
 
 
 def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Path) -> None:
-    """What lies beside them (a cache of `datasets`, notes) is no part of it; a folder of several datasets is refused by name."""
+    """Other files in its folder (a cache of `datasets`, notes) are not read. A folder of several datasets is refused by name."""
     saved = tmp_path / "saved" / "train"
     saved.mkdir(parents=True)
     (saved / "dataset_info.json").write_text("{}")
@@ -197,7 +197,7 @@ FLAT = [i for document in DOCUMENTS for i in document]
 
 
 def megatron(folder: Path, dtype: str = "<u2", code: int = 8) -> Path:
-    """Written field by field, as Megatron-LM describes the format."""
+    """Write a dataset in Megatron-LM's format, field by field as its documentation says."""
     width = np.dtype(dtype).itemsize
     (folder / "a.bin").write_bytes(np.array(FLAT, dtype=dtype).tobytes())
     lengths = [len(d) for d in DOCUMENTS]
@@ -238,7 +238,7 @@ def test_nanogpts_ids_are_a_file_or_both_sides(tmp_path: Path) -> None:
 
 
 def test_a_document_that_is_too_long_is_cut_at_the_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One document of nine tenths of all: no end is near the last 0.3, so the share holds and not the document."""
+    """One document has nine tenths of all text, so no document ends near the split at 0.3: it is cut there."""
     documents = [[5] * 90, [6] * 10]
     monkeypatch.setitem(globals(), "DOCUMENTS", documents)
     monkeypatch.setitem(globals(), "FLAT", sum(documents, []))
@@ -278,7 +278,7 @@ def test_keys_that_ids_do_not_read_are_refused_where_they_are_said(tmp_path: Pat
 
 
 def test_a_small_vocabulary_is_one_of_ids_alone(tmp_path: Path) -> None:
-    """nanoGPT's characters of Shakespeare are 65."""
+    """nanoGPT's Shakespeare has 65 characters."""
     (np.arange(200) % 65).astype("<u2").tofile(tmp_path / "a.bin")
     assert ids(tmp_path / "a.bin", vocab_size=65).tokenizer.vocab_size == 65
     said = {"data.vocab_size": "65", "data.path": str(tmp_path / "a.bin")}
@@ -309,7 +309,7 @@ def _float_ids(path: Path) -> str:
 
 def _other_place(path: Path) -> str:
     content = bytearray(path.with_suffix(".idx").read_bytes())
-    content[34 + 4 * 30 + 8] ^= 2  # the second sequence's place
+    content[34 + 4 * 30 + 8] ^= 2  # the position of the second sequence
     path.with_suffix(".idx").write_bytes(content)
     return "sequences that do not follow one another"
 

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_file_that_is_skipped_or_read_raw_is_named_with_its_reason(folder: Path, tmp_path: Path) -> None:
-    """Also when the token files are there already; in a mixture of sources; plain text is not named."""
+    """Also if token files exist already, and in a mixture of sources. Plain text files are not named."""
     (folder / "old.txt").write_bytes("Gr\u00fc\u00dfe \u2013 na\u00efve words\r\n".encode("cp1252"))
     (folder / "wide.txt").write_text("words", encoding="utf-16")
     (folder / "broken.txt").write_bytes(b"\x81\x8d\xff" * 9)
@@ -94,7 +94,7 @@ def test_a_file_that_may_not_be_read_is_refused_only_if_it_is_named_or_alone(
             raise PermissionError(13, "Permission denied", str(self))
         return open_file(self, *args, **more)
 
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked.txt")  # as for a user who is not root
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked.txt")  # as for a user other than root
     monkeypatch.setattr(Path, "open", locked)
     for share in (0.3, 0.4):  # with the token files of the same text, and with new ones
         found = opened(tmp_path, path=str(folder), validation_share=share)
@@ -124,7 +124,7 @@ def test_a_folder_that_may_not_be_read_is_left_out_and_said(folder: Path, tmp_pa
 
 
 def test_each_source_has_a_text_key_of_its_own_tables_too(tmp_path: Path) -> None:
-    """The mixture is the one of files that have one key; and what is advised where a key is missing breaks no other file."""
+    """The mixture equals that of files with one key, and the advised key for one source works for the others."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 

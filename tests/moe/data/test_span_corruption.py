@@ -48,7 +48,7 @@ def test_every_length_of_inputs_has_a_text() -> None:
 
 
 def put_together(row: np.ndarray, inputs: int) -> list[int]:
-    """The text that a row hides: each sentinel of the inputs replaced by what the targets say of it."""
+    """The original text of a row: each sentinel in the inputs is replaced by its tokens in the targets."""
     read, start, written = row[:inputs].tolist(), row[inputs], row[inputs + 1 :].tolist()
     assert start == 0 and read.pop() == END and written.pop() == END
     spans: dict[int, list[int]] = {}
@@ -75,14 +75,14 @@ def test_inputs_and_targets_together_are_the_text(inputs: int) -> None:
 
 
 def test_a_sequence_hides_other_spans_each_time_it_is_read() -> None:
-    data = train_of(33, tokens=2 * spans_of(33).text + 1)  # two windows
+    data = train_of(33, tokens=2 * spans_of(33).text + 1)  # the text of two windows
     rows = data.batch(0, TokenShard.whole(40, 33 + spans_of(33).targets, source=33))
     assert len({tuple(row) for row in rows}) > 30
     assert len({tuple(np.flatnonzero(row[:33] >= 200)) for row in rows}) > 15  # of 29: the last span ends the text
 
 
 def test_where_spans_begin_is_spread_evenly() -> None:
-    """Of 400 texts each place is hidden about as often as 15 in 100, but for the first, which never is."""
+    """Over 400 texts, each position is hidden in about 15 of 100 texts; the first position never is."""
     made = objective(128)
     s = made.spans
     rows = made.rows(np.tile(np.arange(8, 8 + s.text), (400, 1)), np.arange(400))
@@ -117,7 +117,7 @@ def test_evaluation_is_the_same_each_time_and_on_any_ranks() -> None:
 
 
 def test_the_length_advised_for_a_short_text_fits_it_and_no_longer_one_does() -> None:
-    """What open_data shows as a length is inputs_within of the text's."""
+    """The length that open_data proposes is inputs_within of the text's length."""
     for tokens in range(4, 201):
         with pytest.raises(BadInput, match="set model.max_length to at most") as refused:
             Windows(np.zeros(tokens, np.int64), tokens, "train", inputs_within)

@@ -29,7 +29,7 @@ def shards_of(degrees: Degrees, *, num_sequences: int, length: int, order: str =
 @given(degrees=DEGREES, each=st.integers(1, 3), tokens=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_every_token_is_read_once_by_each_copy(degrees: Degrees, each: int, tokens: int) -> None:
-    """tp and pp hold copies of what is read; what the ranks of `axes` read together is the batch, once."""
+    """tp and pp ranks hold copies of the tokens; the ranks of `axes` together read each token of the batch once."""
     num_sequences, length = degrees.dp * each, degrees.sp * tokens
     shards = shards_of(degrees, num_sequences=num_sequences, length=length)
     seen = Counter((sequence, position) for shard in shards for sequence in shard.sequences for position in shard.positions)
@@ -81,7 +81,7 @@ def test_data_targets_and_positions_are_those_of_one_process(
 
 
 def test_tokens_and_gaps_are_counted_once_though_slices_share_one() -> None:
-    """A slice is read with the first token of the next: counted as a target there, never as an input."""
+    """A slice is read with the first token of the next slice, which counts as a target of the slice and not as an input."""
     degrees, num_sequences, length = Degrees(dp=2, sp=3), 4, 6
     batch = torch.arange(num_sequences * (length + 1)).view(num_sequences, length + 1)
     batch[0, 4:] = batch[3, 1:] = PADDING

@@ -161,7 +161,7 @@ def test_qwen2_moes_sparse_block(crowded: bool) -> None:
 
 
 class _OfDeepSpeed(nn.Module):
-    """Their interface for an expert: any module."""
+    """An expert in DeepSpeed's interface, which takes any module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _OfDeepSpeed(nn.Module):
 
 
 def test_deepspeeds_residual_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its routed part replaced by ours, so that only the residual mix is compared; their bias, which we have not, is zero."""
+    """Its routed part is replaced by ours, so that only the residual mix is compared. Its bias, which ours lacks, is set to zero."""
     layer = pytest.importorskip("deepspeed.moe.layer")
     theirs = layer.MoE(D, _OfDeepSpeed(), num_experts=E, k=1, use_residual=True)
     fill(theirs)
@@ -216,7 +216,7 @@ def test_each_layer_has_its_own_number_of_experts() -> None:
         sections.Model(num_layers=6, moe_every=2, d_model=8, num_heads=2, d_ff=12), sections.Experts(num_experts=6), vocab_size=17
     )
     for a, b in zip(list(moe_layers(model))[1].parameters(), list(moe_layers(same))[1].parameters(), strict=True):
-        assert torch.equal(a, b)  # what the other layers have changes nothing here
+        assert torch.equal(a, b)  # the options of other layers change nothing here
 
 
 def test_a_list_of_equal_numbers_is_the_number() -> None:

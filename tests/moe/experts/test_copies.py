@@ -35,7 +35,7 @@ def layer(axis: Axis | None) -> MoELayer:
 
 
 def computed(axis: Axis | None, *, padded: bool) -> dict[str, Tensor]:
-    """Everything of one pass; weights' gradients are this rank's parts."""
+    """Output, gradients and report of one pass. Gradients of weights are this rank's parts."""
     made, valid_BL = layer(axis), torch.ones(B, L, dtype=torch.bool)
     if padded:
         valid_BL[0, 2:], valid_BL[4, 1:] = False, False
@@ -72,7 +72,7 @@ def test_sequences_that_do_not_divide_are_refused() -> None:
 
 
 def test_a_sample_is_routed_by_every_rank_for_itself() -> None:
-    """Where no gradient is asked of sequences that do not divide: nothing is cut, sent or joined."""
+    """Without gradients, for numbers of sequences that do not divide, tokens are not split, sent or gathered."""
     x_BLD, context = torch.randn(1, L, D, generator=torch.Generator().manual_seed(3)), Context.of(torch.zeros(1, L, dtype=torch.long))
     with torch.no_grad():
         (want, _), (got, report) = (layer(axis).eval()(x_BLD, context) for axis in (None, Axis("tp", (0, 1, 2, 3))))

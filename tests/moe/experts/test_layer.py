@@ -99,7 +99,7 @@ def _network(x: Tensor, ffn: str, w1: Tensor, w2: Tensor, w3: Tensor | None = No
 
 @pytest.mark.parametrize("preset", ["switch", "glam"])
 def test_a_dropped_token_gets_exactly_zero(preset: str) -> None:
-    """All want one expert; its capacity is 3 per sequence: tokens 0 to 2 of each are served, the others get 0 and give none."""
+    """All tokens prefer one expert with capacity 3 per sequence: tokens 0 to 2 are served; other outputs and their gradients are 0."""
     layer = layer_of(preset=preset, capacity_factor=1e-6, min_capacity=3, balance_weight=0)
     to_one_expert(layer, 5)
     x_BLD = random(B, L, D).abs().requires_grad_()
@@ -146,7 +146,7 @@ def test_reports_of_micro_batches_add_up() -> None:
 
 
 def test_shared_experts_are_added_to_every_token() -> None:
-    """Also to dropped ones; the routed part is what it is without them."""
+    """Dropped tokens get them too; the routed part equals the layer's output without shared experts."""
     both, alone = (layer_of(shared=s, capacity_factor=0.5, min_capacity=1) for s in (True, False))
     for name, p in alone.named_parameters():
         p.data.copy_(both.get_parameter(name))
@@ -176,7 +176,7 @@ def test_expert_dropout_is_inside_the_experts_and_in_training_only() -> None:
     kept_T = y_TD[:, 0] * 0.6
     n = B * L * 500
     assert abs(kept_T.mean().item() - 0.6) < 5 * (0.24 / n) ** 0.5
-    assert 0.5 < kept_T.std().item() / (0.24 / 500) ** 0.5 < 1.5  # each token has a mask of its own
+    assert 0.5 < kept_T.std().item() / (0.24 / 500) ** 0.5 < 1.5  # each token has its own mask
     assert torch.allclose(layer.eval()(x_BLD, context())[0], torch.ones(B, L, D))
 
 
@@ -196,7 +196,7 @@ def axis_of(rank: int, world: int) -> Axis:
 
 
 def hand_routing(kind: str, ranks: int, each: int, k: int) -> list[Routing]:
-    """One routing per rank, `each` + rank tokens on it; gates take gradients."""
+    """One routing for each rank, of `each` + rank tokens; gates require gradients."""
     found = []
     for rank in range(ranks):
         tokens = each + rank
@@ -230,7 +230,7 @@ def dispatched(dispatcher: Local | Steps, x_TD: Tensor, routing: Routing, weight
 
 
 def experts_with(weights: list[Tensor]) -> Experts:
-    """A network of these matrices, which stay the leaves that gradients go to."""
+    """The expert network of these matrices, which stay leaves with gradients."""
     experts = Experts(len(weights[0]), d_model=D, d_ff=F, ffn="swiglu")
     for name, weight in zip(("w1", "w2", "w3"), weights, strict=True):
         delattr(experts, name)
@@ -255,7 +255,7 @@ def _dispatch_on_rank(rank: int, world: int) -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_to_all_equals_local(world: int) -> None:
-    """Each rank's output and the gradients of its input and gates are as if it held every expert; an expert's gradient is the sum."""
+    """Each rank's output and gradients of its input and gates are as if it held every expert; an expert's gradient is summed over ranks."""
     ranks = run_on_ranks(_dispatch_on_rank, world, world, timeout_s=60)
     for kind in KINDS:
         for k in (1, 2):
@@ -351,7 +351,7 @@ def test_a_layer_is_the_same_with_its_experts_on_ranks(world: int) -> None:
 
 
 def test_an_expert_that_nobody_chose_anywhere_has_a_gradient_of_zero_on_its_rank() -> None:
-    """All tokens go to expert 3, on rank 1 of 4: the others take part in both exchanges and know that their gradient is 0."""
+    """All tokens go to expert 3 on rank 1 of 4. The other ranks take part in both exchanges, and their experts' gradients are 0."""
     names = [n for n, _ in _layer_case("one expert").named_parameters()]
     for rank, found in enumerate(run_on_ranks(_layer_on_rank, 4, 4, timeout_s=60)):
         grads = dict(zip(names, found["one expert"][2:], strict=False))

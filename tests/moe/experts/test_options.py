@@ -95,8 +95,9 @@ class Chosen(Case):
 
 
 def farthest(ran: Any, twin: Case) -> float:
-    """Of all numbers but a step's update: a bias that begins at 0 is all update after a step, and of gradients near 0 Adam makes steps of
-    their rounding. The losses of the steps after it judge it."""
+    """The largest error of all numbers except a step's update: a bias begins at 0, and Adam amplifies roundings of gradients near 0. Later
+    losses judge updates.
+    """
     assert not isinstance(ran, str), ran
     return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
 

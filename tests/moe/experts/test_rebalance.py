@@ -120,7 +120,7 @@ def train(tiny: Tiny, *, every: int, first: int = 0, steps: int = 5) -> tuple[li
 
 
 def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
-    """Rows of 64 bytes or a multiple: the CPU's matrix library rounds by where in a cache line a row begins, and moves change that."""
+    """Settings with rows of 64 bytes or multiples: the CPU's matrix library rounds by a row's offset in its cache line."""
     return {"optimizer": {"clip_norm": clip}, "model": {"d_model": 32, "d_ff": 64}} | LAYOUTS[name][1]
 
 
@@ -137,7 +137,7 @@ MOVED: list[tuple[str, str, list[str]]] = [
 
 @pytest.mark.parametrize("kind, model, layouts", MOVED, ids=[f"{kind}-{model}" for kind, model, _ in MOVED])
 def test_training_that_moves_experts_has_the_same_losses_to_the_bit(kind: str, model: str, layouts: list[str]) -> None:
-    """And the same weights and moments of every expert, wherever it is now; with drops, noise and dropout in the experts."""
+    """Weights and moments of every expert are equal too, on whichever rank; with drops, noise and dropout in the experts."""
     if kind.startswith("zero"):
         load_deepspeed()
 
@@ -167,7 +167,7 @@ def test_training_that_moves_experts_has_the_same_losses_to_the_bit(kind: str, m
 
 @pytest.mark.parametrize("sum_of", ["the norm", "a token"])
 def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -> None:
-    """Which these are decides the last bit: of a clipped gradient's norm, and of a token's output where all_gather adds up by rank."""
+    """These sums round by the order of a rank's experts: a clipped gradient's norm, and a token's output if all_gather sums by rank."""
 
     def work(rank: int) -> list[Any]:
         changed = settings("ep2", clip=0.5) if sum_of == "the norm" else settings("ep2") | {"dispatch": {"kind": "all_gather"}}
@@ -180,7 +180,7 @@ def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -
 
 @pytest.mark.parametrize("schedule", ["interleaved", "chimera"])
 def test_experts_move_within_their_stages(schedule: str) -> None:
-    """On the ranks of their stage, and of its replicas alike; every rank tells of all moves."""
+    """Experts move among the ranks of their stage, equally in its replicas. Every rank reports all moves."""
 
     def work(rank: int) -> list[Any]:
         case = Case("gshard", "ddp", 4, 2, 2, "fp32", pp=2, schedule=schedule, layers=5)
@@ -195,7 +195,7 @@ def test_experts_move_within_their_stages(schedule: str) -> None:
 
 
 def of_experts(order: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> dict[int, list[Tensor]]:
-    """By expert, standing in this order: output, gradients of its rows and of its weights."""
+    """By expert, in this order of experts: output, gradients of its rows, gradients of its weights."""
     draw = torch.Generator().manual_seed(3)
     rows = [torch.randn(count, 64, generator=draw).to(dtype) for count in counts]
     w1, w2 = torch.randn(len(counts), 64, 96, generator=draw) / 8, torch.randn(len(counts), 96, 64, generator=draw) / 10
@@ -227,7 +227,7 @@ def test_an_expert_beside_others_computes_the_same_to_rounding_and_in_the_same_b
 
 
 def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
-    """Saved with experts in other places; resumed in order, the losses are those of a run that never stopped nor moved."""
+    """Saved with moved experts and resumed in the initial order: losses equal a run that never stopped or moved experts."""
 
     def work(rank: int) -> list[Any]:
         case = Case("switch", "ddp", 2, 2, 1, "fp32")
@@ -245,7 +245,7 @@ def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
 def test_a_run_that_moves_experts_and_clips_goes_on_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm is rounded by the order of a rank's experts, and later moves follow from the load of the whole window. Left in a window."""
+    """Interrupted within a window: a norm is rounded by the order of a rank's experts, and moves follow from the window's load."""
     if kind == "zero":
         trained.warm_zero()
     home, moves = trained.home(tmp_path, monkeypatch), {"num_experts": 8, "rebalance_every": 4}

@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 @given(COUNTS, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 400))
 @settings(max_examples=200, deadline=None)
 def test_blocks_hold_every_row_once_and_little_padding(counts: list[int], dtype: torch.dtype, most: int) -> None:
-    """Each expert with rows is in one block, in order; padding is at most a fixed share of the rows, or 32 rows an expert in 16 bits."""
+    """Each expert with rows is in one block, in order. Padding is at most a fixed share of the rows, or 32 rows per expert in 16 bits."""
     found = grouped.blocks(counts, row_bytes=grouped._BLOCK_BYTES // most, dtype=dtype, device=torch.device("cpu"))
     covered = [e for b in found for e in range(b.first, b.last)]
     assert covered == sorted(set(covered)) and {e for e, n in enumerate(counts) if n} <= set(covered)
@@ -54,7 +54,7 @@ def routed(kernels: object, plan: Plan, inputs: list[Tensor], ffn: str, mask: Te
 
 
 def close(got: list[Tensor], want: list[Tensor], bound: float) -> None:
-    """In the 2-norm, relative; at least to 1: a sum of terms of that size may cancel to much less."""
+    """Assert that the relative errors in the 2-norm are below the bound. Norms below 1 count as 1, because large terms may cancel."""
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype and torch.isfinite(a).all()
@@ -99,7 +99,7 @@ def test_any_routing_equals_the_reference(
 @pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu", "swiglu"])
 @pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
 def test_bf16_is_as_near_to_fp32_as_the_reference_in_bf16_is(ffn: str, master: torch.dtype) -> None:
-    """The distance to the same numbers in fp32 is at most 1.5 times the plain kernels', for the output and every gradient."""
+    """The distance to the fp32 results is at most 1.5 times the plain kernels' distance, for the output and every gradient."""
     tokens, num_experts, k = 90, 5, 2
     expert_TK = cpu.top_k(random(tokens, num_experts) + torch.tensor([2.0, 0, 0, 0, -9]), k)
     plan = cpu.plan(expert_TK, random(tokens, k, seed=5) > -1, num_experts=num_experts)
@@ -174,7 +174,7 @@ def test_the_activations_backward_is_autograds(ffn: str) -> None:
 
 
 def test_only_tokens_and_pre_activations_are_saved() -> None:
-    """Of what has a row's size: nothing of [R, D] beside X itself, and one [R, F] for each matrix before the activation."""
+    """Saved tensors of a row's size: X itself, and one [R, F] for each matrix before the activation; no [R, D]."""
     tokens, num_experts, k = 64, 4, 2
     plan = cpu.plan(
         torch.arange(tokens * k).view(tokens, k) % num_experts, torch.ones(tokens, k, dtype=torch.bool), num_experts=num_experts
@@ -217,7 +217,7 @@ def test_padding_is_nobodys_row() -> None:
 
 
 def test_without_a_backward_pass_hidden_rows_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluation, and the first pass of what is computed again, hold one block's hidden rows at a time."""
+    """Evaluation, and the first pass of a recomputed layer, hold one block's hidden rows at a time."""
     monkeypatch.setattr(grouped, "_BLOCK_BYTES", 1)
     tokens, num_experts = 64, 8
     plan = cpu.plan((torch.arange(tokens) % num_experts).unsqueeze(1), torch.ones(tokens, 1, dtype=torch.bool), num_experts=num_experts)

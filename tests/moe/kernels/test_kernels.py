@@ -150,7 +150,7 @@ def test_grouped_ffn_equals_the_reference(c: Case, ffn: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[0, 9, 0, 70, 0], [0, 0, 0, 0, 0]])
 def test_an_expert_without_rows_has_a_gradient_of_zero(kernels: ModuleType, dtype: torch.dtype, counts: list[int]) -> None:
-    """Zero, not None: nobody who reduces gradients over ranks waits for it."""
+    """Zero, not None, because ranks that reduce gradients would wait for it."""
     rows = random(sum(counts), D, dtype=dtype).requires_grad_()
     weights = [random(*shape, seed=i).requires_grad_() for i, shape in enumerate([(E, D, F), (E, F, D), (E, D, F)])]
     kernels.grouped_ffn(rows, network_of("swiglu", *weights), counts=counts).sum().backward()
@@ -199,7 +199,7 @@ def test_gradients_that_are_views_of_one_number_are_taken() -> None:
 
 @pytest.mark.parametrize("counts", [[1], [63], [64], [65], [200], [1, 0, 63, 64, 65, 200]], ids=str)
 def test_bf16_rows_of_any_number_equal_fp32_within_bf16_rounding(counts: list[int]) -> None:
-    """Products run on blocks of 64 rows; where a block ends must not show, in the value or in any gradient."""
+    """Products run on blocks of 64 rows; the block boundaries must not change values or gradients."""
     d, f = 24, 40
     rows, out_grad = random(sum(counts), d, dtype=torch.bfloat16), random(sum(counts), d, seed=8, dtype=torch.bfloat16)
     weights = [random(len(counts), d, f, seed=1, dtype=torch.bfloat16), random(len(counts), f, d, seed=2, dtype=torch.bfloat16)]
@@ -220,7 +220,7 @@ def test_bf16_rows_of_any_number_equal_fp32_within_bf16_rounding(counts: list[in
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
 def test_bf16_rows_are_independent_of_who_stands_beside_them(count: int) -> None:
-    """The last block overlaps the one before, and what a row gives must be the same, computed once or twice."""
+    """The last block overlaps the block before it: a row that is computed twice must give equal results."""
     rows = random(count, 24, dtype=torch.bfloat16)
     experts = network_of("relu", random(1, 24, 40, seed=1), random(1, 40, 24, seed=2))
     whole, plain = (kernels.grouped_ffn(rows, experts, counts=[count]) for kernels in (cpu, reference))

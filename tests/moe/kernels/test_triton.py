@@ -87,7 +87,7 @@ def both(function: Function, *inputs: Tensor, tolerance: float = 1e-6) -> None:
 
 
 def errors(function: Function, *inputs: Tensor) -> list[float]:
-    """Of the triton kernels in their inputs' dtypes, against the reference with all inputs in fp32: relative, in the 2-norm."""
+    """Relative errors (2-norm) of the Triton kernels in the inputs' dtypes, against the reference with all inputs in fp32."""
     found = [results(reference, function, [t.float() for t in inputs]), results(triton, function, list(inputs))]
     return [((got.float() - want).norm() / want.norm()).item() for want, got in zip(*found, strict=True)]
 
@@ -236,7 +236,7 @@ def test_half_precision_rounds_a_few_times_and_sums_in_fp32(dtype: torch.dtype, 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_an_infinite_gradient_stays_with_its_expert() -> None:
-    """Zeros stand beyond an expert's last row on both sides of a weight's gradient: 0 times infinity would be NaN elsewhere."""
+    """On both sides of a weight's gradient, rows beyond an expert's last row are zero: 0 times infinity would be NaN in other experts."""
     counts, x = [20, 13, 7], random(40, D)
     x[19], x[33] = torch.inf, torch.nan
     w1, w2 = (w.requires_grad_() for w in weights("relu", num_experts=3))
@@ -269,7 +269,7 @@ def test_only_tokens_and_pre_activations_are_saved(ffn: str) -> None:
 
 
 def test_torchs_grouped_product_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is the faster one for the plain products (Hopper, bf16), the rest around it is the same."""
+    """torch's grouped product is used if it is faster (Hopper, bf16); all other results stay equal."""
     plan, d, f = planned("empty experts", 2), 48, 64
     inputs = random(T, d, dtype=torch.bfloat16), random(T, 2, seed=6), *weights("gelu", d=d, f=f)
     seen: list[bool] = []

@@ -36,8 +36,7 @@ def recipe(**sections: dict[str, Any]) -> Run:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 4), (1, 12), (2, 1)])
 def test_numbers_of_processes_are_those_that_divide(batch: int, microbatches: int, tp: int, dp: int) -> None:
-    """Beside a plain search: dp divides batch and evaluation, tp the sequences of a micro-batch, which are as many as divide and no more
-    than meant."""
+    """Compared with a plain search: dp divides batch and evaluation, tp the sequences of a micro-batch, at most the intended number."""
     run = recipe(
         degrees={"dp": dp, "tp": tp, "ep": dp * tp if 12 % (dp * tp) == 0 else 1},
         train={"global_batch": batch, "eval_sequences": 48},
@@ -48,7 +47,7 @@ def test_numbers_of_processes_are_those_that_divide(batch: int, microbatches: in
         return
 
     def most(world: int) -> int:
-        """Sequences of a micro-batch; 0: the world does not divide."""
+        """Sequences in a micro-batch; 0 if the world size does not divide."""
         each, rest = divmod(world, tp)
         if rest or batch % each or 48 % each:
             return 0
@@ -67,7 +66,7 @@ def test_numbers_of_processes_are_those_that_divide(batch: int, microbatches: in
 
 
 def test_what_a_micro_batch_decides_keeps_its_sequences() -> None:
-    """A capacity over what a rank holds: dp 3 would cut 12 sequences otherwise than dp 4 does."""
+    """A capacity counts the tokens on a rank, and dp 3 would divide 12 sequences differently than dp 4."""
     sections: dict[str, Any] = {"train": {"global_batch": 12, "eval_sequences": 12}, "degrees": {"dp": 4}}
     free = recipe(**sections, router={"capacity_factor": 1.0})
     bound = recipe(**sections, router={"capacity_factor": 1.0, "group": "rank"})
@@ -156,13 +155,13 @@ def test_an_error_that_comes_again_lets_one_rank_go_and_no_more(tmp_path: Path) 
     lives = Restarts(tmp_path, limit=5, fresh=False, smaller=[2, 1])
     assert lives.after(failed("RuntimeError: an ECC error")) is None and lives.processes is None
     assert lives.after(failed("RuntimeError: an ECC error")) is None and lives.processes == 2
-    assert lives.after(failed("RuntimeError: an ECC error")) == 1  # it was not that rank's
+    assert lives.after(failed("RuntimeError: an ECC error")) == 1  # the error was not that rank's fault
     lives = Restarts(tmp_path, limit=5, fresh=False)
     assert lives.after(failed("boom")) is None and lives.after(failed("boom")) == 1
 
 
 def test_who_was_first_to_fail() -> None:
-    """One that died by itself; else the one that others waited for, which was ended here."""
+    """A rank that died by itself; otherwise the rank that others waited for, which was ended by the parent."""
     said, of_all = {"exit": 1, "pid": 5, "error": "x"}, {"exit": 1, "pid": 5, "error": "x", "of_all": True}
     ranks = [Rank(0, 10, ended_at=2.0), Rank(1, 11, ended_at=1.0), Rank(2, 12, ended_at=3.0)]
     assert first_to_fail({0: of_all, 2: of_all}, ranks, ended_here=set()) == 1
@@ -208,7 +207,7 @@ def test_the_command_goes_on_with_fewer(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_losses_stay_those_of_the_run_that_lost_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 ranks with an expert each until step 3, then 2 with all: one process's losses, and the weights of a run resumed by hand."""
+    """3 ranks with one expert each until step 3, then 2 ranks: losses equal one process, weights equal a run that is resumed by hand."""
     home = trained.home(tmp_path, monkeypatch)
     sizes = {"train": {"global_batch": 12, "eval_sequences": 12, "steps": 5}, "experts": {"num_experts": 3}, "degrees": {"dp": 3, "ep": 3}}
     run, out, by_hand = trained.recipe(home, **sizes), tmp_path / "run", tmp_path / "by hand"
@@ -224,7 +223,7 @@ def test_losses_stay_those_of_the_run_that_lost_nobody(tmp_path: Path, monkeypat
 
 
 def test_ranks_meet_whatever_earlier_ones_left_in_the_agents_store() -> None:
-    """torchrun's: a start of three ranks, then of two, whose agents counted restarts differently; then of three again."""
+    """The store is torchrun's: a start of three ranks, then of two, whose agents counted restarts differently, then of three again."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     for world in (3, 2, 3):
         stores: dict[int, Any] = {}

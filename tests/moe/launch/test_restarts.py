@@ -41,7 +41,7 @@ def save(out: Path, step: int) -> None:
 
 
 class Clock:
-    """Time that passes only while it is slept."""
+    """A clock that advances only during sleep()."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -114,12 +114,12 @@ def test_an_error_in_the_same_words_ends_it_unless_something_new_was_saved(tmp_p
     save(tmp_path, 40)
     assert lives.after(failed("ValueError: other")) is None
     assert lives.after(failed("ValueError: other")) == 1
-    lives = Restarts(tmp_path, limit=3, fresh=False)  # a killed rank has no words, and a hang's are nobody's own
+    lives = Restarts(tmp_path, limit=3, fresh=False)  # a killed rank leaves no message, and a hang has no culprit
     assert [lives.after(KILLED) for _ in range(4)] == [None] * 3 + [1]
 
 
 def test_a_fresh_start_is_fresh_once(tmp_path: Path) -> None:
-    """Not again when the old checkpoints are aside; again where the ranks died before they did that."""
+    """Later starts do not set checkpoints aside again, unless the ranks died before they had done so."""
     save(tmp_path, 600)
     lives = Restarts(tmp_path, limit=3, fresh=True)
     assert lives.fresh() and lives.after(KILLED) is None and lives.fresh()
@@ -132,7 +132,7 @@ def test_a_fresh_start_is_fresh_once(tmp_path: Path) -> None:
 
 
 def test_a_named_step_is_gone_back_to_once(tmp_path: Path) -> None:
-    """Not again when the later checkpoints are aside or a life has saved; again where the ranks died before they did that."""
+    """Later starts do not go back again once later checkpoints are set aside or a start has saved, unless the ranks died before that."""
     save(tmp_path, 40), save(tmp_path, 60)
     lives = Restarts(tmp_path, limit=3, fresh=False, from_step=40)
     assert lives.from_step() == 40 and lives.after(KILLED) is None and lives.from_step() == 40
@@ -165,7 +165,7 @@ if len(life.read_text().splitlines()) <= DEATHS:
 
 
 def run(out: Path, monkeypatch: pytest.MonkeyPatch, *, deaths: int, limit: int) -> tuple[int, list[Any]]:
-    """`start` with a process of no imports for its launcher and rank. Returns its exit code, and what each life was told."""
+    """Run `start` with a process without imports as launcher and rank. Return its exit code and the arguments that each start got."""
 
     def line(*_: object, words_of_ranks: Path, **__: object) -> list[str]:
         return [sys.executable, "-S", "-c", RANK.replace("DEATHS", str(deaths)), str(words_of_ranks)]
@@ -189,7 +189,7 @@ def test_the_command_starts_again_until_the_ranks_finish(
 
 
 class Fork:
-    """`subprocess.Popen` of the process that is kept ready, as a fork of this one: no import is waited for."""
+    """Replaces `subprocess.Popen` for the process that is kept ready by a fork of this process, which needs no imports."""
 
     def __init__(self, command: list[str], *, env: dict[str, str], **_: object) -> None:
         self.pid, self.returncode = os.fork(), None
@@ -213,7 +213,7 @@ class Fork:
 
 @pytest.mark.timeout(60)
 def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two lives: in the first, rank 1 is killed and rank 0 is left for the parent to end; in the second, all end well."""
+    """Two starts: in the first, rank 1 is killed and the parent ends rank 0; in the second, both ranks end well."""
     loaded = tmp_path / "loaded"
 
     def live(words: list[str]) -> int:
@@ -257,7 +257,7 @@ def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everythin
 
 
 def test_who_was_killed_is_waited_for_no_longer_than_who_spoke_for_all(tmp_path: Path) -> None:
-    """The others can only say that it is missing; of an error without a word they may know more."""
+    """After a kill, other ranks can only report that it is missing. After an error without a message, they may know more."""
     for code, waits in ((-signal.SIGKILL, False), (-signal.SIGSEGV, False), (-signal.SIGABRT, True), (1, True), (None, True)):
         assert start._failed_before([Rank(0, 5, ended_at=10.0, code=code)], tmp_path, 11.0) is not waits, code
         assert start._failed_before([Rank(0, 5, ended_at=10.0, code=code)], tmp_path, 15.1)
@@ -304,7 +304,7 @@ def test_a_rank_leaves_restarts_to_what_started_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_signal_to_a_rank_that_fails_is_no_early_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun ends the others as soon as one rank has died, while they still ask each other what it was."""
+    """torchrun ends the other ranks as soon as one rank has died, while they still agree on the cause."""
 
     def asks(_: BaseException) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -330,7 +330,7 @@ def test_torchrun_says_that_it_started_ranks_again() -> None:
 
 
 def test_an_older_runs_records_are_kept_where_the_first_life_died_before_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with records and no checkpoint: a life that was started again moves them aside, and the next one goes on with its own."""
+    """A folder with records but no checkpoint: the first start moves the records aside, and the next start continues with its own."""
     home, out, write = trained.home(tmp_path, monkeypatch), tmp_path / "run", metrics.Records.write
     recipe = trained.recipe(home, train={"steps": 2, "save_every": 0})
     trained.train(recipe, out)
@@ -353,7 +353,7 @@ def test_an_older_runs_records_are_kept_where_the_first_life_died_before_its_own
 
 
 def test_records_say_how_much_was_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lives that end in step 2 (nothing saved yet), in step 5, in step 4, and at the end: saves at 3 and 6."""
+    """Saves at 3 and 6; starts end in step 2 (nothing saved yet), in step 5, in step 4, and at the end."""
     home, out = trained.home(tmp_path, monkeypatch), tmp_path / "run"
     recipe, write = trained.recipe(home), metrics.Records.write
     lost: list[float] = []

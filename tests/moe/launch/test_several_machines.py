@@ -32,7 +32,7 @@ ROOT = machines.ROOT
 
 
 def needs(programs: Mapping[str, str]) -> None:
-    """Skip a test where this machine has no networks of its own to give, or lacks a program."""
+    """Skip a test if this machine cannot create network namespaces, or lacks a program."""
     if reason := why_not() or (programs and missing(programs)):
         pytest.skip(reason)
 
@@ -57,7 +57,7 @@ def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_wit
 @pytest.mark.packages
 @pytest.mark.timeout(200)
 def test_machines_that_cannot_take_part_are_refused_in_one_line(tmp_path: Path) -> None:
-    """No such name; ssh that does not let in; a folder that is not the same there. Nothing is left of the run's folder."""
+    """A name that does not exist, ssh that refuses, a folder that is not shared: one line each, and the run's folder is removed."""
     needs(PROGRAMS)
     with two_hosts(tmp_path, {}) as hosts:
         (tmp_path / "apart").mkdir()
@@ -135,7 +135,7 @@ done
 
 @pytest.fixture
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hostfile of two machines which are both this one: a pdsh that carries out here what they are to do."""
+    """A hostfile with two names for this machine, and a replacement for pdsh that runs the commands here."""
     (tmp_path / "bin").mkdir()
     for name, text in (("pdsh", PDSH), ("ssh", '#!/bin/sh\nexec "$@"\n')):
         (tmp_path / "bin" / name).write_text(text)
@@ -146,7 +146,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(program: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """`moe train` with a launcher that is a few lines."""
+    """The exit code of `moe train` with this short program as its launcher."""
     monkeypatch.setattr(start, "_command", lambda *_, words_of_ranks, **__: [sys.executable, "-S", "-c", program, str(words_of_ranks)])
     monkeypatch.setattr(start, "_LEAVE_S", 0.3)
     monkeypatch.setattr(start, "_STATUS_S", 0.1)
@@ -210,7 +210,7 @@ def test_a_host_is_one_and_pdsh_takes_it_for_nothing_else(host: str, needed: str
 
 
 def test_a_signal_that_ends_a_rank_on_another_machine_before_it_trains_asks_for_another_go() -> None:
-    """Of a rank there nothing is seen but the launcher's exit code: 241 for SIGTERM."""
+    """The launcher's exit code is all that is known of a rank there: 241 for SIGTERM."""
     ranks, early = [Rank(0, 0), Rank(1, 0)], {0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}}
     assert verdict(early, ranks, 2, 241, asked=signal.SIGTERM)[0] == STOPPED
     assert verdict({}, ranks[:1], 2, 1, asked=signal.SIGTERM, how="early")[0] == STOPPED  # killed at once: rank 1 had not started
@@ -220,7 +220,7 @@ def test_a_signal_that_ends_a_rank_on_another_machine_before_it_trains_asks_for_
 
 @pytest.mark.timeout(60)
 def test_what_a_shell_on_another_machine_gets(pretended: Path, tmp_path: Path) -> None:
-    """Of DeepSpeed's runner, where the project is installed: not the working folder. Variables as they are, and those of its file."""
+    """DeepSpeed's runner gets the folder of the installed project. Variables arrive unchanged, also the variables in its file."""
     (tmp_path / "pdsh").write_text('#!/bin/sh\nwhile [ "$1" != -N ]; do shift; done\nshift\necho "$*"\n')
     (tmp_path / "pdsh").chmod(0o755)
     (tmp_path / ".deepspeed_env").write_text('A=\'a $b\'\nB=x y "%"\n\n# C=1\nexport D=$HOME/d\nE="$HOME"\n')

@@ -42,7 +42,7 @@ MARK = "MOE_TEST_MARK"
 
 
 def forked(work: Callable[[], int]) -> int:
-    """The number of a process that does this and nothing else: where it fails, pytest must not go on in it."""
+    """Run the work in a forked process. Return its process id. If it fails, pytest does not continue in it."""
     if pid := os.fork():
         return pid
     code = 99
@@ -139,7 +139,7 @@ sys.exit(start.start(Arguments(mode, {"train.seed": "-1"}, out=out), nproc=2, la
 
 
 class Launch:
-    """`start` in a process of its own, with everything it starts recognisable by a mark in the environment."""
+    """`start` in its own process. All processes that it starts have a mark in their environment, by which they are found."""
 
     def __init__(self, out: Path, mode: str, launcher: str, cwd: Path | None = None) -> None:
         out.mkdir(exist_ok=True)
@@ -159,7 +159,7 @@ class Launch:
         )
 
     def end(self, timeout_s: float = 40.0) -> tuple[int, str]:
-        """The exit code and stderr, once it has ended and nothing else of it is alive."""
+        """(exit code, stderr), after the command and all processes that it started have ended."""
         self.said, error = self.process.communicate(timeout=timeout_s)
         assert self.family() == []
         return self.process.returncode, error
@@ -273,7 +273,7 @@ def test_ranks_die_with_the_parent_that_was_killed(launch) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder whose files have the names of this project's packages, and of the launcher's own. No launcher leaves one of its own."""
+    """The folder has files with the names of this project's packages and of the launcher's. Launchers leave no files there."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     users = tmp_path / "mine"
@@ -310,7 +310,7 @@ def test_real_launchers_never_hide_a_rank_that_was_killed(launch, launcher: str)
 
 @pytest.mark.timeout(120)
 def test_a_deepspeed_launcher_that_is_killed_is_a_failure(launch) -> None:
-    """DeepSpeed's runner exits with 0 after its launch.py was killed, and the ranks live on."""
+    """DeepSpeed's runner exits with 0 after its launch.py was killed, and the ranks continue."""
     run = launch("waits", "deepspeed")
     run.ready(80)
     inner = [pid for pid in run.family() if "deepspeed.launcher.launch" in psutil.Process(pid).cmdline()]
@@ -388,7 +388,7 @@ def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: 
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (until it ends)
         os.environ |= variables | {"RANK": str(number), "WORLD_SIZE": "3", "TMPDIR": str(tmp_path)}
         tempfile.tempdir = None
-        return rank_main([line])  # a recipe that is not there
+        return rank_main([line])  # the recipe does not exist
 
     def said(lines: dict[int, str]) -> list[str]:
         for number, line in lines.items():
@@ -404,7 +404,7 @@ def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    """As in torch's store, which waits for the others minutes long: a mutex that is locked twice never returns."""
+    """A rank that waits in torch's store for others hangs in C for minutes. Here a mutex that is locked twice never returns."""
 
     def waits() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -422,7 +422,9 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
 
 
 def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
-    """Forked before training, as data loaders are: it ends as it would by itself, says nothing in the rank's name, and the rank goes on."""
+    """A child forked before training, such as a data loader, ends by the signal's default, writes nothing for the rank, and the rank
+    continues.
+    """
 
     def child(told: int) -> int:
         os.write(told, b".")  # Python drops a signal that comes while it forks
@@ -438,7 +440,7 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
                 os.read(up, 1)
                 os.kill(pid, number)
                 codes.append(exit_code(pid))
-            time.sleep(0.2)  # for the thread that listens
+            time.sleep(0.2)  # until the listening thread runs
             return 0 if codes == [-signal.SIGTERM, -signal.SIGUSR1] else 1
 
     assert exit_code(forked(rank)) == 0 and not (tmp_path / status.NAME).exists()
@@ -456,7 +458,7 @@ def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -
 
 
 def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can come at any line of the watch's loop: grace begins when the ranks get it, not when the watch began."""
+    """A signal may come at any line of the watch's loop. The grace period begins when the ranks get the signal."""
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.7)"]) as launcher:
         rank = Rank(0, launcher.pid)
         caught: list[tuple[int, float]] = []
@@ -517,7 +519,7 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
 def test_a_start_that_came_to_nothing_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither status files nor the folders that were made for the run; an earlier run's folder stays as it is, and so does a user's."""
+    """Status files and folders that were made for the run are removed. An earlier run's or a user's folder stays unchanged."""
     rank = "import json, sys; open(sys.argv[1] + '/0.json', 'w').write(json.dumps({'exit': int(sys.argv[2]), 'error': 'said'}))"
     earlier = tmp_path / "earlier"
     earlier.mkdir()
@@ -548,7 +550,7 @@ def test_a_run_whose_folder_is_renamed_ends_in_its_words_and_leaves_nothing_at_t
 
 
 def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank, or a parent, whose run's folder was renamed, and in whose name another run has begun."""
+    """The folder of a rank's or parent's run was renamed, and another run has begun in a folder with the old name."""
     folder = status.empty(tmp_path, "the other")
     monkeypatch.setenv(TOKEN, "this")
     status.leave(tmp_path, 0, 1, "an error")
@@ -559,7 +561,7 @@ def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: P
 
 
 def test_bad_input_on_a_full_disk_is_told_by_exit_codes() -> None:
-    """No rank could note how it ended: rank 0 has printed its line, of another rank there is one that says so much."""
+    """Without statuses: rank 0 with code 2 has printed its own line; for another rank, a line says that it could not note why."""
     ended = [Rank(0, 4, ended_at=1.0, code=2), Rank(1, 5, ended_at=1.1, code=1)]
     assert verdict({}, ended, 2, 1) == (2, [])
     assert verdict({}, [Rank(0, 4, ended_at=1.0), Rank(1, 5, ended_at=1.1)], 2, 2) == (2, [])
@@ -604,7 +606,7 @@ def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() ->
 
 
 def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of our launch, ranks that somebody else's launcher started, and a command that computes in its own process."""
+    """In ranks of our launcher, ranks of another launcher, and a command that computes in its own process."""
     ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "GOMP_SPINCOUNT": "10000"}
     users = {"LRU_CACHE_CAPACITY": "7", "GOMP_SPINCOUNT": "5"}
     policy = {"OMP_WAIT_POLICY": "active"}  # a number of turns would count for more

@@ -72,7 +72,7 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
     ids=["slices of tp", "dtensor", "slices of sp", "documents", "stages", "tied over stages"],
 )
 def test_next_tokens_of_other_ranks_and_embeddings_of_other_stages(case: Further) -> None:
-    """It alone would notice a further token that is taken within a slice, or an embedding whose two stages add up one gradient."""
+    """Only this test detects a further token taken within a slice, and a tied embedding that gets one stage's gradient twice."""
     ((_, ran),) = run_world([case], 2)
     assert not isinstance(ran, str), ran
     twin = replace(case, kind="ddp", world=1, ep=1, tp=1, sp=1, pp=1, microbatches=1, recompute="none", head_tiles=1, chunks=1)

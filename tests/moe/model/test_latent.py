@@ -30,7 +30,7 @@ SIZES = {"head_size": 6, "num_kv_heads": None, "latent": {"key_rank": 10, "query
 
 @dataclass(frozen=True)
 class Low(Case):
-    """A case of `moe verify` with latent attention; `full`: queries straight from the token, and whole pairs of another rotation."""
+    """A case of `moe verify` with latent attention. full: queries without down-projection, and another pairing of rotary channels."""
 
     full: bool = False
 
@@ -44,7 +44,7 @@ class Low(Case):
 
 
 def farthest(case: Low, ran: Any) -> float:
-    """Of all numbers; of sinks, which begin at 0, an update is all there is, and of gradients near 0 Adam makes steps of their rounding."""
+    """The largest error of all numbers. Sinks begin at 0, so they are all update, and Adam amplifies roundings of gradients near 0."""
     assert not isinstance(ran, str), ran
     numbers = compare(ran, reference(Low(case.model, "ddp", 1, 1, 1, "fp32", length=case.length, full=case.full)))
     return max(value for name, value in numbers.items() if not (case.full and name == "update"))
@@ -72,7 +72,7 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_cache_of_latents_gives_every_token_as_without(window: int | None) -> None:
-    """And holds key_rank + rotary_size numbers a token and layer, however many heads there are."""
+    """The cache holds key_rank + rotary_size numbers per token and layer, independent of the number of heads."""
     model = Transformer(
         Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, head_size=6, rope=Rope(**YARN), sliding_window=window,
               latent=Latent(**SIZES["latent"]), attention_sinks=window is not None), vocab_size=31,

@@ -55,8 +55,9 @@ class Chosen(Case):
 
 
 def farthest(case: Chosen, ran: Any, twin: Case) -> float:
-    """Of all numbers. A bias that begins at 0 is all update after a step, and of gradients near 0 Adam makes steps of their rounding: such
-    a model's updates are judged by the losses of the steps after them."""
+    """The largest error. A bias begins at 0 and is all update, and Adam amplifies roundings of gradients near 0: later losses judge
+    updates.
+    """
     assert not isinstance(ran, str), ran
     numbers = compare(ran, reference(twin))
     return max(value for name, value in numbers.items() if not (case.biased and name == "update"))
@@ -100,7 +101,7 @@ def test_rates_are_transformers() -> None:
     lows = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for kind, values in ROPES.items():
         if kind in ("ntk", "dynamic"):
-            continue  # the next test's
+            continue  # the next test has it
         rope = Rope(**values)
         theirs = {"rope_theta": rope.base, "rope_type": "default" if kind == "none" else kind}
         theirs |= {names[key]: value for key, value in values.items() if key in names}
@@ -115,7 +116,7 @@ def test_rates_are_transformers() -> None:
 
 
 def test_dynamic_turns_as_transformers_module() -> None:
-    """On lengths below, at and above the trained one. A fixed stretch by ntk is what dynamic comes to at one length, and a larger base."""
+    """For lengths below, at and above the trained one. At one length, dynamic scaling equals fixed ntk scaling and a larger base."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama", reason="pip install moe-parallel[hf]")
     theirs = {"rope_theta": 300.0, "rope_type": "dynamic", "factor": 2.5}
     config = modeling.LlamaConfig(hidden_size=72, num_attention_heads=3, head_dim=24, max_position_embeddings=16, rope_parameters=theirs)
@@ -134,7 +135,7 @@ def test_dynamic_turns_as_transformers_module() -> None:
 
 
 def test_the_channels_that_turn_are_transformers() -> None:
-    """Of GLM's heads neighbours, of GPT-NeoX's halves; the others stay to the bit."""
+    """GLM's heads rotate neighbouring channels, GPT-NeoX's two halves; the other channels stay bitwise equal."""
     transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
     x_BHLC = torch.randn(2, 3, 7, 24, generator=torch.Generator().manual_seed(2))
     place_L = torch.tensor([0, 1, 5, 6, 7, 30, 31])

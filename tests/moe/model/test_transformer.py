@@ -37,7 +37,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def model_of(*, experts: dict[str, Any] | None = None, router: dict[str, Any] | None = None, **model: Any) -> Transformer:
-    """Sizes that differ from each other; four experts in the second of three layers unless said otherwise."""
+    """A model with sizes that differ from each other, and four experts in the second of three layers unless `experts` says otherwise."""
     values = {"num_layers": 3, "d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "moe_every": 2} | model
     return Transformer(
         sections.Model(**values),
@@ -142,8 +142,9 @@ def test_used_alone_noise_follows_torchs_seed() -> None:
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_low_precision_gives_fp32_logits_and_gradients(compute: torch.dtype) -> None:
-    """Weights stay fp32 and are cast where they are used; the result is the fp32 one within rounding. Every token has all experts:
-    else a rounding may send one elsewhere, and that is no rounding."""
+    """Weights stay fp32 and are cast for use; results are within rounding of fp32. Every token has all experts, because a rounding could
+    change a choice.
+    """
     full, low = (model_of(router={"preset": "mixtral", "num_choices": 4}) for _ in range(2))
     low.compute = compute
     logits = []
@@ -175,7 +176,7 @@ def earliest_change(model: Transformer, position: int) -> int:
 
 @EVERY
 def test_evaluation_sees_no_future(options: dict[str, Any]) -> None:
-    """Logits at t do not depend on a token after t, or on other sequences; top-2 is dropless here."""
+    """For top-2 without drops: logits at t do not depend on a token after t, or on other sequences."""
     model = model_of(**options).eval()
     for position in (1, 6, L - 1):
         assert earliest_change(model, position) == position
@@ -183,7 +184,7 @@ def test_evaluation_sees_no_future(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"positions": "t5"}, {"router": {"jitter": 0.3}}, {"dropout": 0.1, "experts": {"dropout": 0.3}}])
 def test_top_1_with_drops_sees_no_future(options: dict[str, Any]) -> None:
-    """First come, first served: who comes later cannot take a slot. Training, at a capacity that drops a third."""
+    """First come, first served: a later token cannot take a slot. In training, at a capacity that drops a third of the tokens."""
     tight = {"capacity_factor": 0.6, "min_capacity": 1} | options.get("router", {})
     model = model_of(**options | {"router": tight, "moe_every": 1})
     assert sum(int(r.dropped) for r in model(tokens()).layers) > B * L
@@ -198,8 +199,9 @@ def test_top_2_without_drops_sees_no_future_in_training() -> None:
 
 
 def test_top_2_with_drops_sees_the_future_through_second_choices_only() -> None:
-    """The price of GShard's queue, stated: all first choices stand before any second one, so a later token can take the slot of an
-    earlier one's second choice (never of its first). It is why evaluation and generation are dropless by default."""
+    """GShard's queue has all first choices before any second one, so a later token can take the slot of an earlier token's second choice,
+    never of its first. This is why evaluation and generation are dropless by default.
+    """
     router = {"preset": "glam", "capacity_factor": 0.5, "min_capacity": 1, "group": "sequence"}
     model = model_of(moe_layers=(2,), moe_every=0, router=router, init_scale=3.0)
     (layer,) = moe_layers(model)
@@ -319,7 +321,7 @@ def test_dropout_scales_what_it_keeps() -> None:
 
 
 def test_a_dropped_token_lives_on_through_the_residual() -> None:
-    """After the block it is what it was after attention, to the bit."""
+    """After the block, its value is bitwise equal to its value after attention."""
     model = model_of(router={"capacity_factor": 0.6, "min_capacity": 1})
     block = model.layers[1]
     assert isinstance(block, Block)
@@ -360,7 +362,7 @@ def full(run: sections.Run) -> Transformer:
 
 @pytest.mark.parametrize(("dp", "ep"), [(4, 4), (4, 2), (8, 8), (1, 1)])
 def test_every_topology_starts_from_the_same_bits(dp: int, ep: int) -> None:
-    """Each rank's experts are its slice of what one process makes; everything else is the same everywhere."""
+    """Each rank's experts equal a slice of one process's experts; all other weights are equal on all ranks."""
     run = recipe(dp=dp, ep=ep)
     whole = dict(full(run).named_parameters())
     for rank in range(dp):
@@ -374,7 +376,7 @@ def test_every_topology_starts_from_the_same_bits(dp: int, ep: int) -> None:
 
 
 def test_a_weight_depends_on_seed_and_name_alone() -> None:
-    """Not on what else the model has: the first layer of a dense and of a sparse model are equal, and no two weights are."""
+    """Not on other parts of the model: the first layers of a dense and of a sparse model are equal, and no two weights are."""
     run = recipe()
     a = dict(full(run).named_parameters())
     dense = dict(Transformer(run.model.model_copy(update={"moe_every": 0}), vocab_size=256, seed=11).named_parameters())

@@ -71,7 +71,7 @@ class Windowed(Case):
 
 
 def farthest(case: Windowed, ran: Any) -> float:
-    """Of all numbers; of what begins at 0 an update is all there is, and of gradients near 0 Adam makes steps of their rounding."""
+    """The largest error. Parameters that begin at 0 are all update, and Adam amplifies roundings of gradients near 0."""
     assert not isinstance(ran, str), ran
     twin = Windowed(case.model, "ddp", 1, 1, 1, "fp32", window=case.window, only=case.only, length=case.length, more=case.more)
     return max(value for name, value in compare(ran, reference(twin)).items() if not (case.more and name == "update"))
@@ -129,7 +129,7 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
 
 
 def changed_by(model: Transformer, place: int, of: int) -> Tensor:
-    """Which tokens' logits another token at this place changes."""
+    """The tokens whose logits change if the token at `place` does."""
     tokens_BL = torch.arange(of).unsqueeze(0)
     other_BL = tokens_BL.clone()
     other_BL[0, place] = 30
@@ -138,7 +138,7 @@ def changed_by(model: Transformer, place: int, of: int) -> Tensor:
 
 
 def test_what_a_token_says_goes_as_far_as_the_layers_windows() -> None:
-    """Two layers of 3 tokens pass it on by 2 places each; a layer without a window tells everybody."""
+    """Two layers with windows of 3 tokens pass information on by 2 positions each; a layer without a window to all later tokens."""
     sizes: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "max_length": 12, "sliding_window": 3}
     assert changed_by(Transformer(Model(**sizes), vocab_size=31), 2, 12).nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
     assert changed_by(Transformer(Model(**sizes, sliding_layers=(0,)), vocab_size=31), 2, 12).nonzero().flatten().tolist() == [

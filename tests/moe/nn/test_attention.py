@@ -32,7 +32,7 @@ def attention_of(positions: str, heads: int, kv_heads: int) -> Attention:
 
 
 def half_of(whole: Attention, positions: str, heads: int, kv_heads: int, half: int) -> Attention:
-    """The module of a rank that holds half the heads: made like the whole, its weights replaced by its slices."""
+    """The module of a rank that holds half the heads: initialised like the whole, then given its slices of the whole's weights."""
     part = attention_of(positions, heads, kv_heads)
     for name, dim in (("q", 0), ("k", 0), ("v", 0), ("out", 1), ("bias", 1)):
         if getattr(whole, name) is not None:
@@ -61,7 +61,7 @@ def test_two_halves_of_the_heads_add_up_to_the_whole(positions: str, heads: int,
 
 
 class Whole:
-    """A core that has every token's keys and values, wherever the queries stand: softmax as it is written, one token at a time."""
+    """A core that has the keys and values of all tokens, whichever tokens the queries are: plain softmax, one token at a time."""
 
     def __init__(self, k_BKLC: Tensor, v_BKLC: Tensor) -> None:
         self.k_BKLC, self.v_BKLC = k_BKLC, v_BKLC
@@ -82,7 +82,7 @@ class Whole:
 
 @pytest.mark.parametrize(("positions", "heads", "kv_heads"), CASES)
 def test_some_tokens_of_each_sequence_give_their_rows_of_the_whole(positions: str, heads: int, kv_heads: int) -> None:
-    """With their places from the context; and the core gets the key-value heads before they are repeated, places and bias."""
+    """Positions come from the context. The core gets key-value heads before they are repeated, and positions and bias."""
     attention, x_BLD, seen = attention_of(positions, heads, kv_heads), random(B, L, D, seed=8), []
 
     def watching(

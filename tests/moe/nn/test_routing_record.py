@@ -55,7 +55,7 @@ def model_of(options: dict[str, Any], *, seed: int = 3, recompute: str = "none")
 
 
 def passed(model: Transformer, **records: RoutingRecord | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Logits, every layer's loads, every gradient."""
+    """(logits, loads of each layer, all gradients) of one forward and backward pass."""
     found = model(ids(), Context.of(ids(), seed=5, step=2, auxiliary_scale=0.5, **records))
     (found.logits_BLV * torch.linspace(-1, 1, 11)).sin().sum().backward()
     return found.logits_BLV, [r.load_E for r in found.layers], [p.grad for p in model.parameters() if p.grad is not None]
@@ -132,14 +132,14 @@ def test_gates_are_those_of_current_logits(name: str) -> None:
 
 
 def test_who_has_no_slot_is_the_routers_to_say() -> None:
-    """Of choices that all name one expert, so many are kept in each sequence as it has slots, the first ones."""
+    """If all choices name one expert, the first ones are kept in each sequence, as many as it has slots."""
     router = router_of(num_experts=4, preset="switch", capacity_factor=0.8, min_capacity=1)
     routing = route(router, random(B * L, D), replay_routing=RoutingRecord.of({1: np.full((B, L, 1), 3)}))
     assert routing.capacity == 3 and torch.equal(routing.kept_TK.view(B, L), (torch.arange(L) < 3).expand(B, L))
 
 
 def test_a_row_of_minus_one_is_the_routers_to_choose() -> None:
-    """As engines leave the last token, which they have not read."""
+    """Inference engines leave -1 for the last token, which they have not read."""
     for options in (ROUTERS["mixtral"], ROUTERS["sparsemixer"]):
         router, x_TD = router_of(num_experts=4, **options).eval(), random(B * L, D)
         own_BLK = route(router, x_TD).expert_TK.view(B, L, -1)
@@ -165,7 +165,7 @@ def test_slices_of_sequences_find_their_rows() -> None:
 
 
 def test_every_layout_takes_the_same_experts() -> None:
-    """On ep 2 and in micro-batches, by a loss of the caller's own: the loss and every gradient of one process."""
+    """On ep 2 and in micro-batches, with a user's loss: the loss and every gradient equal one process."""
     drawn = torch.rand(BATCH, LENGTH, 4, generator=torch.Generator().manual_seed(6)).argsort(-1)[..., :2]
 
     def computed(world: int, microbatches: int) -> tuple[float, dict[str, Tensor], list[dict[int, Any]]]:

@@ -133,7 +133,7 @@ def test_tiles_look_up_and_project_as_the_whole(tiles: int) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any tensor had."""
+    """The largest number of elements of any tensor made within the mode."""
 
     elements = 0
 
@@ -145,7 +145,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("chunks", "tiles"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_logits_exist_for_one_run_of_tokens_and_one_tile_at_a_time(chunks: int, tiles: int) -> None:
-    """Forward and backward, the largest tensor is tokens / chunks x V / tiles; other sizes are made small beside it."""
+    """Forward and backward, the largest tensor has tokens / chunks x V / tiles elements; other tensors are made smaller."""
     vocabulary, length = 120, 60
     model = Transformer(
         sections.Model(num_layers=1, d_model=4, num_heads=2, d_ff=6, max_length=length, tied_embeddings=False),

@@ -88,7 +88,7 @@ def _ranks(rank: int) -> dict[str, dict[str, Any]]:
 
 
 def alone(run: Run) -> dict[str, Tensor]:
-    """By the model, its modules and its loss."""
+    """Loss and gradients by the model, its modules and its loss."""
     model, graph = model_of(run), graph_of(run, sequences=B)
     tokens, targets = batch()
     loss = model(tokens, None, targets).loss

@@ -49,7 +49,7 @@ def _trained(model: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.packages
 @pytest.mark.skipif(not HEADERS, reason="torch's compiler needs Python's headers (Debian, Ubuntu: apt install python3-dev)")
 def test_a_compiled_model_gives_the_losses_and_gradients_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three kernels; a fourth size would take a second more of a processor for each."""
+    """All three kernels. A fourth size would take a second more for each."""
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "vec_isa_ok", True)  # to try each of the processor's instruction sets takes as long as the rest
@@ -67,7 +67,7 @@ def test_a_compiled_model_gives_the_losses_and_gradients_of_the_plain_one(monkey
 
 
 def test_without_gradients_nothing_is_compiled() -> None:
-    """Lengths of evaluation and generation change: each would be compiled anew."""
+    """Lengths change in evaluation and generation, and each length would be compiled again."""
     plain, compiled = _model(), _model()
     compile_between_products(compiled)
     compiled.cross_entropy = Compiled(lambda *_: pytest.fail("the compiler was asked"))

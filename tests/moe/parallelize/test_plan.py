@@ -32,7 +32,7 @@ SPLIT_1, SPLIT_2 = {0: "ep", 2: "etp"}, {0: "ep", 1: "etp"}
 
 
 def layer(number: int) -> dict[str, tuple[Any, ...]]:
-    """(shape, split, family) of what every layer has."""
+    """Name -> (shape, split, family) of the parameters that every layer has."""
     attention = {"q": (24, 24), "k": (12, 24), "v": (12, 24), "out": (24, 24), "bias": (32, 4)}
     found = {f"layers.{number}.attention.{name}.weight": (shape, {}, "dense") for name, shape in attention.items()}
     return found | {f"layers.{number}.{name}.weight": ((24,), {}, "dense") for name in ("attention_norm", "ffn_norm")}
@@ -75,7 +75,7 @@ def test_layouts_are_those_of_the_table() -> None:
 
 
 def test_a_tile_is_laid_out_as_a_part_of_what_the_table_says() -> None:
-    """Hidden units of networks and experts, rows of embedding and head."""
+    """Tiles split hidden units of networks and experts, and rows of embedding and head."""
     tiled = lay_out(on_meta(VALUES, tiling={"ffn": 2, "head": 3})[1])
     found = {name: (layout.tile, layout.shape, dict(layout.split)) for name, layout in tiled.items() if layout.tile is not None}
     want: dict[str, tuple[Any, ...]] = {}
@@ -93,7 +93,7 @@ def test_a_tile_is_laid_out_as_a_part_of_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_a_rank_has_its_experts_their_units_and_a_dispatcher(tiles: int) -> None:
-    """Rank 6 of dp 8, ep 2, etp 2 is at place 1 of ep and place 0 of etp."""
+    """Rank 6 of dp 8, ep 2, etp 2 has index 1 on ep and index 0 on etp."""
     run = build_run(VALUES | {"degrees": {"dp": 8, "ep": 2, "etp": 2}, "tiling": {"ffn": tiles}})
     model, layouts = build(run, Mesh.of(Degrees(dp=8, ep=2, etp=2), 6), device=torch.device("cpu"))
     moe = model.layers[1].moe
@@ -104,7 +104,7 @@ def test_a_rank_has_its_experts_their_units_and_a_dispatcher(tiles: int) -> None
 
 
 def test_units_are_gathered_in_the_order_in_which_they_run() -> None:
-    """Each parameter in one unit, but for the small ones that are read in fp32; a tile is a unit of its own and never gathered early."""
+    """Each parameter is in one unit, except small ones that are read in fp32. A tile is its own unit and is never prefetched."""
     for tiling, paths in (
         ({}, ["embedding", "layers.0", "layers.1", "layers.1.moe", "layers.1.moe.shared", "head"]),
         (

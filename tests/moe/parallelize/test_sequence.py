@@ -35,7 +35,7 @@ def losses(tiny: Tiny, first: int) -> list[float]:
 
 @pytest.mark.parametrize("name", SLICES)
 def test_a_checkpoint_goes_on_with_other_slices_and_with_whole_sequences(tmp_path: Path, name: str) -> None:
-    """There and back: slices, then data parallelism, then slices again; losses are those of one process that never stopped."""
+    """Slices, then data parallelism, then slices again: losses equal one process that never stopped."""
     load_deepspeed()
     whole = Case("gshard", "ddp", 2, 1, 1, "fp32", length=SLICED)
 
@@ -54,7 +54,7 @@ def test_a_checkpoint_goes_on_with_other_slices_and_with_whole_sequences(tmp_pat
 
 
 def test_logits_and_validation_are_those_of_one_process() -> None:
-    """What generation reads, on every rank; and a mean over tokens of which ranks hold different ones."""
+    """Logits for generation on every rank, and the validation mean over tokens that are on different ranks."""
 
     def seen(rank: int, case: Case) -> tuple[torch.Tensor, float]:
         tiny = start(case, rank)

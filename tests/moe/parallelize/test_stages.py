@@ -35,7 +35,7 @@ def recipe(**sections: dict[str, Any]) -> Run:
 
 
 def staged(name: str, *, pp: int, dp: int = 1, tied: bool = True, **pipeline: Any) -> Run:
-    """A run of a schedule with micro-batches enough for it."""
+    """A run with this schedule and a number of micro-batches that it accepts."""
     delayed = SCHEDULES[name].continuous
     return recipe(
         model={"tied_embeddings": tied and not delayed},
@@ -46,7 +46,7 @@ def staged(name: str, *, pp: int, dp: int = 1, tied: bool = True, **pipeline: An
 
 
 def held(run: Run) -> list[dict[str, Any]]:
-    """By rank: the layouts of what it holds, and whether it is the owner."""
+    """For each rank, the layouts of the tensors that it holds, and whether it is their owner."""
     found = []
     for rank in range(run.degrees.pp * int(run.degrees.dp)):
         with torch.device("meta"):
@@ -62,14 +62,14 @@ def held(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_element_has_one_owner(name: str, pp: int, dp: int, tied: bool) -> None:
-    """Also where stages have replicas, an embedding lies on two of them, and experts are spread within a stage."""
+    """Also if stages have replicas, two stages hold the embedding, and experts are spread within a stage."""
     check_owners(staged(name, pp=pp, dp=dp, tied=tied))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("name", "layers"), [("1f1b", (0, 3, 5, 0)), ("chimera", (3, 3, 2, 0)), ("zb_v", (0, 2, 0, 2, 1, 1, 2, 0))])
 def test_stages_without_layers_hold_the_ends_of_the_model(name: str, layers: tuple[int, ...], tied: bool) -> None:
-    """The whole model is held, by as many ranks as read it; a stage without layers in the middle adds nothing to its rank."""
+    """The first and last stage hold the embedding and the head; a stage without layers in the middle adds nothing to its rank."""
     run = staged(name, pp=4, dp=2, tied=tied, layers=layers)
     check_pipeline(run)
     check_owners(run)
@@ -176,7 +176,7 @@ def test_what_a_pipeline_cannot_do_is_one_line(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
 def test_advice_on_a_list_of_layers_is_accepted(name: str) -> None:
-    """Also where a rank has two stages, and there are too few layers for so many."""
+    """Also if a rank has two stages, and there are fewer layers than stages."""
     for layers, pp, listed in itertools.product(range(1, 6), range(2, 7), ("short", "one behind")):
         stages = pp * (1 if name == "1f1b" else 2)
         numbers = [layers] if listed == "short" else [0] * (stages - 1) + [layers]

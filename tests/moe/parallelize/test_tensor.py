@@ -28,7 +28,7 @@ def run_of(tp: int, *, precision: str = "fp32", recompute: str = "none") -> Run:
 
 
 def sums_over_tp(case: Case) -> tuple[int, int]:
-    """Calls and bytes of one step's forward and backward pass."""
+    """(calls, bytes) over tp in the forward and backward pass of one step."""
 
     def work(rank: int) -> tuple[int, int]:
         tiny = start(case, rank)
@@ -44,8 +44,9 @@ def sums_over_tp(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("precision", "recompute", "microbatches"), [("fp32", "none", 3), ("bf16", "none", 1), ("fp32", "full", 1)])
 def test_sums_are_four_a_layer_and_microbatch(precision: str, recompute: str, microbatches: int) -> None:
-    """Of b s h elements; one more for the embedding and one before the head, and three numbers a token for the loss. A layer that is
-    computed again sums its two outputs again."""
+    """Each has b s h elements. The embedding adds one, the head one, and the loss three numbers per token. A recomputed layer repeats the
+    sums of its two outputs.
+    """
     case = Case("dense", "ddp", 2, 1, microbatches, precision, recompute, layers=LAYERS, tp=2, tensor="1d")
     tokens, width = BATCH // microbatches * LENGTH, WIDTH * (4 if precision == "fp32" else 2)
     layers = LAYERS * (4 + 2 * (recompute == "full"))
@@ -54,7 +55,7 @@ def test_sums_are_four_a_layer_and_microbatch(precision: str, recompute: str, mi
 
 
 def test_logits_are_whole_on_every_rank() -> None:
-    """As one process has them: what generation chooses from."""
+    """They equal one process; generation samples from them."""
     tokens = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     alone, _ = build(run_of(1), Mesh.of(run_of(1).mesh_degrees()), device=torch.device("cpu"))
     with torch.no_grad():

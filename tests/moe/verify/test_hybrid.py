@@ -66,7 +66,7 @@ def test_rows_are_the_same_each_time() -> None:
 
 
 def test_no_row_that_may_be_has_a_pair_that_is_refused() -> None:
-    """Pairs are judged with all else at its simplest: nothing that is added makes a refused one legal."""
+    """Pairs are tried with the simplest values of all other choices: adding another choice does not make a refused pair legal."""
     draw, legal = random.Random(3), 0
     for _ in range(1500):
         row = {factor: draw.choice(values) for factor, values in FACTORS.items()}
@@ -117,7 +117,7 @@ def test_what_needs_more_processes_says_how_many() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 4, 2, 5), (6, 2, 3, 3, 2)])
 def test_pairs_without_refusals_take_few_rows(sizes: tuple[int, ...]) -> None:
-    """No fewer than the two largest factors multiply to, and at most half as many again."""
+    """At least the product of the two largest factors, and at most 1.5 times that."""
     factors = {f"f{n}": tuple(f"v{v}" for v in range(size)) for n, size in enumerate(sizes)}
     found = cover(factors, complete=lambda chosen: {f: values[0] for f, values in factors.items()} | chosen, refuse=lambda _: None)
     met = {pair for row in found.rows for pair in every_pair({factor: (value,) for factor, value in row.items()})}

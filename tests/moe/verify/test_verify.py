@@ -125,7 +125,7 @@ def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> No
 
 
 def test_a_process_that_sums_in_parts_and_attends_in_slices_does_both() -> None:
-    """It alone would notice that the one undoes the other, which was so: then rows that have both were judged by the spread of one."""
+    """Only this test detects that one option undoes the other, so that rows with both are judged by the spread of one."""
     one = Case("dense", "ddp", 1, 1, 1, "bf16", batch=3, length=SLICED)
     both, parts, slices = (compute(replace(one, **cut)).gradients for cut in ({"parts": 2, "slices": 2}, {"parts": 2}, {"slices": 2}))
     assert all(any(not torch.equal(both[name], other[name]) for name in both) for other in (parts, slices))
@@ -133,7 +133,7 @@ def test_a_process_that_sums_in_parts_and_attends_in_slices_does_both() -> None:
 
 @pytest.mark.parametrize("attention", attentions())
 def test_attention_in_slices_on_one_process_is_attention(attention: str) -> None:
-    """In every order that ranks have. It alone would notice a block left out: the spread of a row would hide what the row leaves out."""
+    """In every order that ranks use. Only this test detects a missing block, because the spread of a row would hide it."""
     one = Case("packed" if attention == "striped" else "dense", "ddp", 1, 1, 1, "fp32", batch=3, length=SLICED)
     assert max(compare(compute(replace(one, slices=4, attention=attention)), reference(one)).values()) < 1e-5
 
@@ -148,7 +148,7 @@ def test_a_row_in_16_bits_has_the_loss_of_its_own_order_on_one_process(attention
 
 
 def test_sums_within_cross_attention_are_taken_in_parts_too() -> None:
-    """It alone would notice that they stay whole, which in fp32 is the same: the spread of rows over tp would be too narrow."""
+    """Only this test detects sums that stay whole: equal in fp32, but the spread for rows over tp would be too narrow."""
     case = Case("t5", "ddp", 1, 1, 1, "bf16")
     run = case.run()
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=torch.bfloat16)
@@ -165,7 +165,7 @@ def test_sums_within_cross_attention_are_taken_in_parts_too() -> None:
 
 
 def test_a_row_that_is_off_may_be_its_own_order_of_the_sums_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It alone would notice that the second look widens the tolerance, or that it never happens."""
+    """Only this test detects that the second comparison widens the tolerance, or that it is never made."""
     monkeypatch.setattr("moe.verify.expected.CUTS", (2,))
     row = Case("gshard", "ddp", 2, 1, 1, "bf16", batch=4, length=SLICED, sp=2, attention="colossal")
     expected = Expected.of(twin_of(row))
@@ -307,7 +307,7 @@ THREE = [Case("dense", kind, 2, 1, m, "fp32") for kind, m in (("ddp", 1), ("ddp"
 
 
 def on_the_second_layout(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """`happens` on every rank, before it computes that."""
+    """Call `happens` on every rank before it computes the second layout."""
     real = layouts.compute
     patch.setattr(layouts, "compute", lambda case, **rest: (happens() if case == THREE[1] else None, real(case, **rest))[1])
     patch.setattr(verify, "cases", lambda nproc, kinds: THREE)
@@ -315,7 +315,7 @@ def on_the_second_layout(patch: pytest.MonkeyPatch, happens: Callable[[], None])
 
 @pytest.mark.usefixtures("five_steps")
 def test_a_row_is_in_the_pipe_before_the_ranks_are_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for it; and a pipe has what was written when it is flushed."""
+    """The ranks wait for the reader of the row, and a pipe holds only flushed output."""
     first = tmp_path / "first"
 
     class Pipe(io.StringIO):
@@ -337,7 +337,7 @@ def test_a_row_is_in_the_pipe_before_the_ranks_are_at_the_next(tmp_path: Path, m
 @pytest.mark.parametrize("end", [signal.SIGKILL, None])
 @pytest.mark.usefixtures("five_steps")
 def test_ranks_that_die_or_hang_cost_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals | None) -> None:
-    """Rows before it stay, it is named, and what follows runs on new ranks."""
+    """Earlier rows stay, the failed row is named, and later rows run on new ranks."""
 
     def one_ends() -> None:
         if dist.get_rank() == 1:
@@ -407,7 +407,7 @@ def on_ranks() -> bool:
 
 
 def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
-    """What averaging over edp instead of dividing by dp does (DeepSpeed issue 5259)."""
+    """The result of averaging over edp instead of dividing by dp (DeepSpeed issue 5259)."""
     real = ddp.sum_gradients
 
     def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
@@ -420,22 +420,22 @@ def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_that_saw_the_same_tokens_summed(patch: pytest.MonkeyPatch) -> None:
-    """What summing over all who hold an element does, where some of them have the same gradient."""
+    """The result of summing over all ranks that hold an element, although some of them have equal gradients."""
     patch.setattr(Layout, "summed_over", lambda layout: layout.copies())
 
 
 def gradients_of_inputs_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    """f of Megatron-LM (arXiv 1909.08053, section 3) without its backward pass: each rank has what its own units want."""
+    """f of Megatron-LM (arXiv 1909.08053, section 3) without its backward sum: each rank has only the gradient from its own units."""
     patch.setattr(overlapped, "start_sum", lambda x, axis: Started(x, None))
 
 
 def every_shard_counted(patch: pytest.MonkeyPatch) -> None:
-    """What a norm over all shards does where other ranks hold the same ones."""
+    """The result of a norm over all shards, although other ranks hold equal shards."""
     patch.setattr(Layout, "shard_counts", lambda layout, mesh: layout.counts_on(mesh.axis("pp").index))
 
 
 def routers_not_summed_over_cut_tokens(patch: pytest.MonkeyPatch) -> None:
-    """What taking every dense weight for one that has seen all tokens does, where a MoE layer cuts them."""
+    """The result of treating every dense weight as one that has seen all tokens, although a MoE layer splits the tokens."""
     patch.setattr(Layout, "summed_over", lambda layout: tuple(axis for axis in layout.copies() if axis != "tp"))
 
 
@@ -554,7 +554,7 @@ def one_rank_fails(patch: pytest.MonkeyPatch) -> None:
 
 @cache
 def as_it_should_be(twin: Case) -> Standard:
-    """What a layout is held against, made once for all faults of it, and before any fault is there."""
+    """The reference of a layout, computed once for all faults, before any fault is put in."""
     return Standard(Expected.of(twin))
 
 

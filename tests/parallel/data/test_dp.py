@@ -36,7 +36,7 @@ from tests.support.tiny import start
 
 
 def alone(body: str) -> Any:
-    """What the body prints last, as JSON, from a fork that nobody shares."""
+    """Run the body in its own fork. Return the last line that it prints, parsed as JSON."""
     names: dict[str, Any] = {}
     exec(HEAD, names)  # here, so that no fork imports it again
     reading, writing = os.pipe()
@@ -103,7 +103,7 @@ def test_padding_counts_by_each_replicas_tokens() -> None:
 
 
 def test_bytes_are_those_of_a_broadcast_and_a_reduction_each_micro_batch() -> None:
-    """(n - 1) P each way and micro-batch; the first replica is the model, and no other outlives its pass."""
+    """(n - 1) P bytes each way per micro-batch. The first replica is the model; the other replicas are freed after each pass."""
     found = alone("""
         tiny = start(Case("switch", "dp", 1, 1, 3, "fp32", replicas=4), 0)
         tiny.accumulate(0)
@@ -117,7 +117,7 @@ def test_bytes_are_those_of_a_broadcast_and_a_reduction_each_micro_batch() -> No
 
 
 def test_a_replica_that_fails_ends_the_pass_with_its_own_error() -> None:
-    """Those that wait for it at a sum are let go; a thread has the caller's grad mode."""
+    """Replicas that wait for it at a sum are released. Threads have the caller's grad mode."""
     found = alone("""
         def scatter(args, devices, together):
             return [(i, together[i]) for i in range(len(devices))]

@@ -42,9 +42,8 @@ def gradients(tiny: Tiny) -> dict[str, Tensor]:
 
 @each_kind
 def test_dropped_gradients_leave_no_trace(kind: str) -> None:
-    """Weights and moments stay to the bit, memory is free, and the next step is that of an engine that never saw them.
-
-    Stages 1 and 2 of DeepSpeed's write over what was left there, so only its memory tells; offload and stage 3 have one buffer for ever.
+    """Weights and moments stay bitwise equal, memory is freed, and the next step equals an engine that never had these gradients.
+    DeepSpeed's stages 1 and 2 overwrite dropped gradients, so only memory shows them; offload and stage 3 keep one buffer.
     """
     buffers = "+" in kind or kind == "zero3"
 
@@ -88,8 +87,9 @@ def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind
 
 
 def test_every_kind_goes_on_from_what_another_saved() -> None:
-    """Each from its neighbour on either side: a state is the same tensors by the same names, whoever saved it. It is there to the bit, and
-    the next step has the other's loss and leaves its weights."""
+    """Each kind loads the checkpoints of its two neighbours in the list. The state is bitwise equal, and the next step has equal loss and
+    weights.
+    """
 
     def work(rank: int, case: Case) -> list[str]:
         engines = {kind: start(replace(case, kind=kind), rank) for kind in KINDS}
@@ -117,7 +117,7 @@ def test_every_kind_goes_on_from_what_another_saved() -> None:
 
 
 def named(state: State) -> State:
-    """By the names that checkpoints use: what an engine gathers together has modules of its own."""
+    """The state by the names in checkpoints, without the module names that an engine adds."""
     return {global_name(name): kinds for name, kinds in state.items()}
 
 
@@ -189,7 +189,7 @@ def test_micro_batches_add_up_and_scaling_multiplies(kind: str) -> None:
     ("kind", "kernels"), [*((kind, "cpu") for kind in KINDS), *((kind, "reference") for kind in ("ddp", "fsdp", "zero3"))]
 )
 def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> None:
-    """All tokens go to expert 0, on rank 0: nobody waits, rank 1's experts have a gradient of zero, and the dense part still moves."""
+    """All tokens go to expert 0 on rank 0: no rank waits, rank 1's experts have zero gradients, and dense weights still change."""
 
     def work(rank: int, case: Case) -> list[Any]:
         tiny = start(
@@ -242,9 +242,8 @@ def test_one_process_needs_no_group(kind: str) -> None:
 
 @each_kind
 def test_gradients_are_shares_of_the_global_mean(kind: str) -> None:
-    """Not averaged by the engine, whatever ep is: an expert's gradient is the same with ep 1 and ep 2.
-
-    And gone after a step: the same batch twice at a rate of zero has the same gradient, not twice it.
+    """The engine does not average, so an expert's gradient is equal with ep 1 and ep 2. A step clears it: the same batch twice at rate zero
+    has an equal gradient, not twice it.
     """
 
     def work(rank: int, case: Case) -> list[Tensor]:
@@ -268,7 +267,7 @@ def test_gradients_are_shares_of_the_global_mean(kind: str) -> None:
 
 
 def test_ddp_sums_each_gradient_once_a_step_whatever_the_micro_batches() -> None:
-    """Bytes as theory has them: dense gradients over dp, expert ones over edp alone, which are the same ranks where ep is 1."""
+    """Bytes equal the closed form: dense gradients over dp, experts' gradients over edp only; with ep 1 both are the same ranks."""
 
     def work(rank: int) -> list[Any]:
         found = []

@@ -52,7 +52,7 @@ def two_steps(rank: int, case: Case, sharding: dict[str, Any]) -> dict[str, Any]
 
 
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Owned pieces of all ranks, added up."""
+    """Assemble the whole tensors from the owned pieces of all ranks."""
     first = parts[0]
     for part in parts[1:]:
         for what in ("gradients", "weights"):
@@ -114,7 +114,7 @@ class Linear(nn.Module):
 
 
 def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.float32) -> tuple[FSDP, AdamW]:
-    """A model of one unit, a matrix of this value, beside which a bias stays whole."""
+    """FSDP around one unit: a matrix of this value, and a bias that stays whole. Return the engine and its optimizer."""
     mesh = process.connect(Degrees(dp=ranks), World(rank, ranks))
     model = nn.Sequential()
     model.add_module("one", Linear(torch.empty_like(value, device="meta")))
@@ -165,7 +165,7 @@ def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
 
 
 def test_the_first_dim_that_divides_is_cut() -> None:
-    """A stack of experts may have fewer of them than it has copies."""
+    """The first dim may not divide: a stack may have fewer experts than there are copies of it."""
     assert [dim_to_cut(shape, 4) for shape in ((8, 3), (2, 24, 20), (2, 5, 20), (5, 7), (3,))] == [0, 1, 2, 0, 0]
 
 
@@ -231,7 +231,7 @@ def test_weights_are_whole_only_while_they_run(reshard: bool) -> None:
 
 
 def test_a_model_is_born_cut_with_the_weights_that_ddp_has() -> None:
-    """A rank draws no more elements of a cut parameter than it keeps; they are DDP's to the bit."""
+    """A rank draws only the elements of a sharded parameter that it keeps; they are bitwise equal to DDP's."""
 
     def work(rank: int, case: Case, patch: pytest.MonkeyPatch) -> list[bool]:
         drawn: dict[str, int] = {}

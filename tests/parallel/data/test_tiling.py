@@ -56,7 +56,7 @@ def networks(ffn: str, tiles: int, dtype: torch.dtype) -> tuple[FeedForward, Til
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names of the whole parameters, tiles put together along the one dim in which they are parts."""
+    """Gradients by the names of whole parameters: tiles are concatenated along the dim that they split."""
     found: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -227,7 +227,7 @@ def test_a_tiled_model_computes_what_the_untiled_one_does() -> None:
 
 
 def _stack(name: str) -> str:
-    """The parameter that an expert's matrix is a part of."""
+    """The name of the stacked parameter that contains an expert's matrix."""
     return re.sub(r"experts\.\d+", "experts", name)
 
 
@@ -269,7 +269,7 @@ def test_a_tile_has_the_global_name_of_its_whole(name: str, whole: str) -> None:
 
 
 def stepped(rank: int, kind: str, tiling: dict[str, int], folder: Path | None, then: dict[str, int] | None) -> list[Any]:
-    """Two steps with `tiling`, saved; with `then`, two more by another engine that loads them. Losses, norms, and all weights by name."""
+    """Train two steps with `tiling` and save; with `then`, load in another engine and train two more. Return losses, norms, weights."""
     case = Case("gshard", kind, 2, 1, 3, "fp32", etp=2)
     tiny = start(replace(case, tiles=tiling.get("ffn", 1), head_tiles=tiling.get("head", 1)), rank)
     numbers = [value for step in range(2) for value in (tiny.accumulate(step).loss, tiny.finish().total)]
@@ -307,9 +307,8 @@ def test_what_one_tiling_saves_another_goes_on_from(kind: str, tmp_path: Path) -
 
 @dataclass(repr=False)  # a freed tensor cannot be printed
 class Stream:
-    """An engine in small: a unit's weights are here only while it computes, its gradients leave as soon as they are whole.
-
-    `alive` counts the bytes of weights and gradients here, `peak` the most there were; `ahead` more units are fetched early.
+    """A small engine with streamed units: a unit's weights exist only while it computes, and its gradients are removed once complete.
+    `alive`: current bytes of weights and gradients, `peak`: their maximum, `ahead`: number of units fetched early.
     """
 
     units: list[nn.Module]

@@ -53,7 +53,7 @@ def loaded() -> None:
 
 
 def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload) -> DeepSpeed:
-    """Two ranks' engine around a matrix of ones that is read in `dtype`."""
+    """The engine of one of two ranks around a matrix of ones that computes in `dtype`."""
     mesh = process.connect(Degrees(dp=2), World(rank, 2))
     layer = Linear(3, 4)
     nn.init.ones_(layer.weight)
@@ -108,7 +108,7 @@ def test_between_passes_no_weight_is_whole(case: Case) -> None:
 
 
 def test_the_model_is_cut_as_it_is_born() -> None:
-    """A rank draws its own 1/N of each weight and no more, and what it was drawn in is gone before the next one; the values are DDP's."""
+    """A rank draws only its 1/N of each weight, and frees the drawing buffer before the next weight. Values equal DDP's."""
 
     def work(rank: int, patch: pytest.MonkeyPatch) -> list[Any]:
         drawn: dict[str, int] = {}
@@ -270,7 +270,7 @@ def test_deepspeeds_own_builder_compiles_one_file_without_debug_information(tmp_
 
 @pytest.fixture(scope="module")
 def async_io() -> None:
-    """What reads and writes a disk, in the user's cache: compiled here, for minutes, where it is not yet."""
+    """Compile DeepSpeed's disk library into the user's cache, unless it is there. This takes minutes."""
     script = "import sys; from parallel.data.deepspeed import compile_async_io; compile_async_io(lambda text: print(text, file=sys.stderr))"
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     built = extensions_dir() / "async_io"

@@ -137,7 +137,7 @@ def test_damping_below_what_fp32_can_tell_still_gives_an_inverse_and_a_finite_st
 
 
 class Net(nn.Module):
-    """x, 5 -> 7 -> 3, without what is around it."""
+    """A network of two linears, 5 -> 7 -> 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def test_inverses_change_only_where_they_are_due(every: int, delay: int) -> None
 
 
 def test_when_work_is_done_changes_no_number() -> None:
-    """At once, at the ends of steps, and one by one in between, with inversions put off too."""
+    """Work done at once, at the ends of steps, or unit by unit in between, also with delayed inversions."""
 
     def after(way: str) -> list[Tensor]:
         kfac = kfac_of(net := Net(), replace(SETTINGS, refresh_every=3, delay=2))
@@ -440,7 +440,7 @@ def test_ranks_that_saw_other_tokens_sum_their_factors_to_those_of_one_process(d
 
 
 def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple[str, str]], set[tuple[str, str]], dict[str, Tensor]]:
-    """The factors whose inversion this rank did, all it holds, and the inverses in use."""
+    """(the factors that this rank inverted, all factors that it holds, the inverses in use)."""
     values = SPARSE | {"degrees": {"ep": 1} | degrees}
     if "pp" in degrees:
         values |= {"pipeline": {"schedule": "chimera", "microbatches": 4}}
@@ -493,7 +493,7 @@ SECONDS = {"curvature": 0.15, "sum": 0.1, "inversion": 0.4}
 
 
 def packed(name: str, *, without: str = "") -> Packing:
-    """K-FAC in a schedule's bubbles; `without`: a kind of work that nothing waits for any more."""
+    """K-FAC packed into a schedule's bubbles. `without`: a kind of work for which no other work waits."""
     schedule = catalog.make_schedule(name, ranks=4, microbatches=4)
     timeline = simulate(schedule, costs(1, 2, summation=0.5))
     made = works(schedule, FACTORS, SECONDS)
@@ -548,7 +548,7 @@ def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_noticed() ->
 
 
 class _Counted(Watcher):
-    """The filler, and how many units of work it did."""
+    """A filler that counts the units of work it did."""
 
     def __init__(self, filler: BubbleFiller) -> None:
         self.filler, self.done = filler, 0

@@ -37,8 +37,8 @@ NAMES = (
     "all_to_all",
     *(f"shift {steps}" for steps in (1, -1, 2, 0)),
 )
-COPIES = ("reduce_backward", "cut_copies")  # of a tensor that all ranks hold
-ALIKE = ("all_reduce", "join_copies")  # after which all ranks do
+COPIES = ("reduce_backward", "cut_copies")  # inputs that are equal on all ranks
+ALIKE = ("all_reduce", "join_copies")  # results that are equal on all ranks
 
 
 def ours(name: str, x: Tensor, axis: Axis) -> Tensor:
@@ -55,7 +55,7 @@ def ours(name: str, x: Tensor, axis: Axis) -> Tensor:
 
 
 def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
-    """What every rank must get."""
+    """The expected output of every rank."""
     kind, _, number = name.partition(" ")
     n = len(xs)
     if kind == "all_reduce":
@@ -74,12 +74,12 @@ def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
 def given(name: str, index: int, size: int) -> Tensor:
     """A rank's input."""
     shape = (sum(SPLITS[size][index]), 5) if name == "all_to_all" else (2 * size, size, 3 * size)
-    same = name.startswith(COPIES)  # one tensor that all ranks hold
+    same = name.startswith(COPIES)  # one tensor that is equal on all ranks
     return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else index))
 
 
 def wanted(name: str, index: int, y: Tensor) -> Tensor:
-    """A linear loss of a rank's output. Where all ranks go on with the same tensor, so they do with the same loss."""
+    """A linear loss of a rank's output. If all ranks get equal outputs, they also get equal losses."""
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(100 if name.startswith(ALIKE) else 100 + index))
 
 
@@ -101,7 +101,7 @@ def connected(place: str, rank: int) -> Axis:
 
 @cache
 def results(place: str) -> list[dict[str, Any]]:
-    """Every collective on one set of forked ranks."""
+    """The results of every collective, on one set of forked ranks."""
 
     def work(rank: int) -> dict[str, Any]:
         axis = connected(place, rank)
@@ -206,7 +206,7 @@ def test_counts_add_up_by_axis_and_start_anew() -> None:
 
 
 def test_two_meshes_of_one_process_count_apart() -> None:
-    """Parts of an axis and axes with a label count with their mesh; the axis over everyone, made before a mesh, with none."""
+    """Split axes and labelled axes count in their mesh; the world axis made before a mesh counts in none."""
 
     def work(rank: int) -> list[Any]:
         world = World(rank, 2)

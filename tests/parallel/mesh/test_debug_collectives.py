@@ -27,7 +27,7 @@ LAYER = "layers.3"
 
 
 def wrong_split(axis: Axis, rank: int) -> None:
-    """Rank 1 thinks that it gets 2 rows of rank 0, which sends 3: gloo would answer with wrong numbers."""
+    """Rank 1 expects 2 rows from rank 0, which sends 3: without the check, gloo would return wrong numbers."""
     all_to_all(torch.ones(4, 5), axis, send=[[1, 3], [2, 2]][rank], receive=[[1, 2], [2, 2]][rank])
 
 
@@ -173,7 +173,7 @@ def test_what_agrees_goes_on_with_the_same_numbers(monkeypatch: pytest.MonkeyPat
 
 
 class Store(dict[str, bytes]):
-    """A store in one process: the other rank says whatever this one does."""
+    """A store within one process, in which the other rank always gives the same answer as this one."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()

@@ -19,7 +19,7 @@ WIDTH, BINS = 3, 2
 
 
 def tables(world: int) -> list[Tensor]:
-    """Rows from rank (line) to bin (column, BINS a rank): random ones, none at all, all to one, one rank without."""
+    """Tables of row counts from rank (line) to bin (column, BINS per rank): random, all zero, all to one bin, and one rank without rows."""
     generator = torch.Generator().manual_seed(world)
     found = [torch.randint(0, 5, (world, world * BINS), generator=generator) for _ in range(4)]
     found.append(torch.zeros(world, world * BINS, dtype=torch.int64))

@@ -141,7 +141,7 @@ WHOLE = (0, 0)
 
 
 def one_dim(dp: int, sp: int, tp: int) -> dict[str, Kind]:
-    """Megatron-LM: every tp rank sees the tokens of its (dp, sp); with its sequence parallelism, norms see a part of them each."""
+    """Megatron-LM: every tp rank sees the tokens of its (dp, sp); with its sequence parallelism, each rank's norms see a part of them."""
     ranks = [(d, s, t) for d in range(dp) for s in range(sp) for t in range(tp)]
     alike = [frozenset({(d, s, t) for t in range(tp)}) for d, s, _ in ranks]
     apart = [frozenset({rank}) for rank in ranks]

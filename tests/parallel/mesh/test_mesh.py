@@ -47,7 +47,7 @@ def test_groups_of_every_axis_cover_the_world_once(d: Degrees) -> None:
 def test_a_group_is_the_ranks_that_differ_on_its_axis_alone(d: Degrees) -> None:
     places = [d.coordinates(rank) for rank in range(d.world)]
     for view in VIEWS:
-        assert len({tuple(place[a] for a in view) for place in places}) == d.world  # a place belongs to one rank
+        assert len({tuple(place[a] for a in view) for place in places}) == d.world  # each coordinate belongs to one rank
         for axis in view:
             for group in d.groups(axis):
                 assert [places[rank][axis] for rank in group] == list(range(d.size(axis)))  # in order of the place on it
@@ -195,7 +195,7 @@ def test_degrees_must_multiply_to_the_processes_and_the_fix_helps(d: Degrees, pr
 
 
 def asked(d: Degrees, rank: int) -> tuple[Mesh, list[tuple[tuple[int, ...], int]]]:
-    """A rank's connected mesh, joint axes and parts of a pipeline asked for; each group it took part in making, with how many it had."""
+    """A rank's connected mesh with joint axes and parts of a pipeline; and each group that it helped to make, with its number."""
     made: list[tuple[tuple[int, ...], int]] = []
 
     def new_group(ranks: tuple[int, ...]) -> str:
@@ -245,7 +245,7 @@ def test_a_rank_of_131072_knows_its_place_in_under_a_second() -> None:
 
 
 def _sums(rank: int) -> list[list[float]]:
-    """What each axis of a mesh on 8 ranks adds up, where groups came and went in between that some ranks are not in."""
+    """The sum over each axis of a mesh on 8 ranks, after groups without some of the ranks were made and destroyed."""
     import torch
 
     from parallel.mesh.collectives import sum_over

@@ -41,7 +41,7 @@ def single_process() -> Result:
 
 @cache
 def norms(kind: str, world: int) -> list[dict[str, Any]]:
-    """Each layout's norm, clean and with one spoiled gradient, on one set of ranks."""
+    """Norms of each layout, without and with one spoiled gradient, on one set of ranks."""
     if kind.startswith("zero"):
         load_deepspeed()
 

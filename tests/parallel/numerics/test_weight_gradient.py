@@ -92,7 +92,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def small(model: nn.Module) -> set[str]:
-    """What may have its gradient in I."""
+    """Names of the parameters that may get their gradient in I."""
     return {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Norm) or path.endswith("attention.bias")}
 
 
@@ -277,7 +277,7 @@ def test_so_do_experts_whose_rows_travel_in_runs(tiles: int) -> None:
 
 
 def alive_between(network: Callable[[Tensor], Tensor], weights: nn.Module, rows: int) -> tuple[int, int]:
-    """Bytes that somebody holds after I, and after W, besides weights, what was handed in and what came out."""
+    """Bytes alive after I, and after W, without weights, inputs and outputs."""
     x = random(rows, D, seed=1).requires_grad_()
     y_gradient = random(rows, D, seed=2)
     with Alive() as alive:
@@ -294,7 +294,7 @@ def alive_between(network: Callable[[Tensor], Tensor], weights: nn.Module, rows:
 
 @pytest.mark.parametrize("rows", [6, 50])
 def test_inputs_and_output_gradients_are_kept_and_nothing_after(rows: int) -> None:
-    """x and dy were there before; between: the hidden units and their gradient."""
+    """x and dy existed before; between I and W, the hidden units and their gradient are kept."""
     network = FeedForward(D, HIDDEN, "relu", recast=True)
     for p in network.parameters():
         nn.init.normal_(p)
@@ -303,7 +303,7 @@ def test_inputs_and_output_gradients_are_kept_and_nothing_after(rows: int) -> No
 
 @pytest.mark.parametrize(("ffn", "matrices"), [("relu", 2), ("gelu", 2), ("swiglu", 3)])
 def test_so_it_is_with_experts(ffn: str, matrices: int) -> None:
-    """And 8 bytes a row for whose it is. The pre-activation is gone where the activation is another tensor."""
+    """Experts also keep 8 bytes per row for its expert. The pre-activation is freed if the activation is another tensor."""
     experts = experts_of("cpu", ffn=ffn)
     kept = alive_between(lambda x: experts(x, counts=[5, 5, 5, 5]), experts, 20)  # type: ignore[arg-type,return-value]
     assert kept == (matrices * 20 * HIDDEN * 4 + 20 * 8, 0)
@@ -402,7 +402,7 @@ def test_hooks_on_a_weight_see_its_gradient_with_the_second_half() -> None:
 
 
 def test_a_weight_that_is_computed_has_its_gradient_at_once() -> None:
-    """Its own graph would have to live as long."""
+    """Deferring it would keep the graph that computes the weight alive."""
     weight, x = layer_of(4, 3)
     with defer_gradients() as pending:
         assert (

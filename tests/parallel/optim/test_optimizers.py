@@ -151,7 +151,7 @@ def test_adafactor(step_kind: str) -> None:
 
 
 def shared_out(rank: int, ranks: int, cut: bool) -> tuple[dict[str, Tensor], int]:
-    """Weights after three steps, whole, and the FLOPs of this rank's; `cut`: each holds parts, the last ones smaller, else copies."""
+    """(whole weights after three steps, FLOPs of this rank). `cut`: ranks hold parts, smaller ones at the end; otherwise copies."""
     mesh = process.connect(Degrees(dp=ranks), World(rank, ranks))
     axis = mesh.axis("dp")
     held: dict[str, nn.Parameter] = {}

@@ -104,7 +104,7 @@ def start(schedule: Schedule, rank: int, mesh: Mesh | None = None) -> tuple[Runt
 
 
 def carried_out(schedules: list[Schedule]) -> list[list[tuple[dict[int, float], dict[int, Tensor]]]]:
-    """By schedule and rank: losses and gradients."""
+    """For each schedule and rank: (losses, gradients)."""
 
     def work(rank: int) -> list[tuple[dict[int, float], dict[int, Tensor]]]:
         found, mesh = [], process.connect(Degrees(pp=schedules[0].num_ranks), World(rank, schedules[0].num_ranks))
@@ -132,7 +132,7 @@ def assert_same(schedule: Schedule, ranks: list[tuple[dict[int, float], dict[int
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 7)])
 def test_every_schedule_gives_the_gradients_of_one_process(ranks: int, microbatches: int) -> None:
-    """Those that update while they run get no update here, so theirs are the same too."""
+    """Schedules that update during a run make no update here, so their gradients are equal too."""
     schedules = []
     for name, kind in SCHEDULES.items():
         m = microbatches - microbatches % ranks if name == "chimera" else microbatches
@@ -222,7 +222,7 @@ def test_bytes_sent_are_those_of_the_messages() -> None:
 
 
 def test_ranks_with_different_orders_are_told_so() -> None:
-    """Before anything is sent, on every rank; and again with the right one the same group works."""
+    """Every rank is told before anything is sent, and afterwards the same group works with equal orders."""
 
     def work(rank: int) -> str:
         schedules = [make_schedule(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b")]
@@ -248,7 +248,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
 
 
 class _Noted(Watcher):
-    """The Watcher that writes down what it is told."""
+    """A Watcher that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -263,7 +263,7 @@ def printed_by_torch(kind: type, p: int, m: int) -> list[list[str]]:
 
 
 def run_by_torch(kind: type, p: int, m: int) -> list[list[str]]:
-    """What a single-stage schedule's loop really calls on its stage, which is written down here instead of computed."""
+    """The calls that a single-stage schedule of torch makes on its stage, recorded instead of computed."""
     orders = []
     for rank in range(p):
         calls: list[str] = []

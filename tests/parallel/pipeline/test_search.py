@@ -23,7 +23,7 @@ ON = {"line": ["1f1b", "gpipe", "naive", "zb_h1", "zb_h2"], "loop": ["interleave
 
 
 def took(schedule: Schedule, F: Sequence[int], B: Sequence[int], share: float, transfer: float) -> float:
-    """By the simulator's plain twin."""
+    """Time of the schedule by the plain simulator."""
     spans, _ = plain_simulate(schedule, costs(F, B, weight_share=share), lambda message: transfer, overlap=True)
     return max(span.end for row in spans for span in row)
 

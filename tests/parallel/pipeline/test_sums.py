@@ -67,7 +67,7 @@ def test_of_several_stages_a_rank_waits_for_one_alone(chunks: int) -> None:
 
 
 class Late:
-    """The same sums, all of them begun after the rank's last action."""
+    """Sums that all begin after the rank's last action."""
 
     def __init__(self, start: Callable[[Sequence[str]], None], actions: int) -> None:
         self.start, self.actions, self.kept = start, actions, list[Sequence[str]]()

@@ -23,7 +23,7 @@ from parallel.process.fork import each_on_ranks, run_on_ranks
 
 @pytest.fixture(autouse=True)
 def nothing_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither processes nor files, however it ended."""
+    """Fail if a process or file remains after the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     processes = set(psutil.Process().children(recursive=True))
     yield
@@ -32,7 +32,7 @@ def nothing_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def failure(function: Callable[..., Any], world_size: int, *, timeout_s: float = 30.0) -> tuple[str, float]:
-    """The error of a set that must fail, and the seconds it took."""
+    """(the error of a set of ranks that must fail, seconds)."""
     started = time.monotonic()
     with pytest.raises(RuntimeError) as failed:
         run_on_ranks(function, world_size, timeout_s=timeout_s)
@@ -181,7 +181,7 @@ def test_the_parent_is_untouched() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
 def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
-    """A signal that nobody catches, as of `kill` or a scheduler: no rank computes on for nobody."""
+    """The signal is SIGKILL, as from a scheduler: ranks must not continue without their parent."""
     words = f"import sys, time; sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r}); "
     words += "from parallel.process.fork import run_on_ranks; "
     words += "run_on_ranks(lambda rank: (print(flush=True), time.sleep(60)), 2)"

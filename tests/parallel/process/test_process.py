@@ -53,7 +53,7 @@ def test_a_rank_that_is_no_number_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("environment", [{"RANK": "", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": ""}], ids=str)
 def test_half_of_a_place_is_refused_in_one_line(environment: dict[str, str]) -> None:
-    """Else each of them would train alone, as rank 0, in one folder."""
+    """Otherwise each process would train alone as rank 0, all in one folder."""
     with pytest.raises(BadInput, match="on rank") as refused:
         read_environment(environment)
     assert "; fix: start with moe train --nproc N" in str(refused.value) and "\n" not in str(refused.value)
@@ -75,7 +75,7 @@ def test_a_master_without_an_address_is_one_line(capfd: pytest.CaptureFixture[st
 
 
 def test_rank_0_stays_until_the_others_have_read_its_problem() -> None:
-    """It holds the store: one that comes seconds later would wait for minutes at an address where nobody listens any more."""
+    """Rank 0 holds the store: without it, a rank that comes seconds later would wait for minutes at an address without a listener."""
     said: list[str] = []
     port = free_port()
 

@@ -154,7 +154,7 @@ def test_tokens_are_those_of_the_places_and_so_is_a_part_of_them(kind: str) -> N
 
 @pytest.mark.parametrize("name", ["ring zigzag", "ring striped", "balanced"])
 def test_without_a_bias_and_documents_nobody_asks_for_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of long sequences they would be built in every layer."""
+    """For long sequences, positions would be built in every layer."""
     monkeypatch.setattr(Tokens, "place_L", property(lambda tokens: pytest.fail("places are built")))
     q, k, v = (given(2)[name].clone().requires_grad_() for name in "qkv")
     out = METHODS[name](Axis("alone"), 2 * EACH, None)(q, k, v)
@@ -173,7 +173,7 @@ def test_a_method_has_both_its_passes() -> None:
 
 @pytest.mark.parametrize("kind", ["lightseq", "ring"])
 def test_a_pass_that_is_computed_again_attends_once_where_its_output_is_kept(kind: str) -> None:
-    """The recompute point: nothing travels a second time, and the result is the first pass's."""
+    """At the recompute point nothing is sent again, and the result is the first pass's."""
 
     def passes(rank: int) -> list[tuple[int, Tensor]]:
         axis, g = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), given(3)

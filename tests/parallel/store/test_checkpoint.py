@@ -57,7 +57,7 @@ def tensor(name: str, kind: str, salt: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def held(mesh: Mesh, salt: int) -> Iterator[tuple[str, Piece]]:
-    """What one rank owns of the tensors of LAYOUTS; `salt` tells one checkpoint from another."""
+    """The pieces that one rank owns of the tensors of LAYOUTS. `salt` makes the values of two checkpoints differ."""
     for name, layout in LAYOUTS.items():
         for kind in KINDS:
             if layout.is_owner(mesh):
@@ -70,7 +70,7 @@ def put(folder: Path, step: int, *, keep: int = 9) -> Path:
 
 
 def is_whole(path: Path, step: int) -> bool:
-    """It verifies, and every number is the one that was saved."""
+    """True if the checkpoint verifies and every number equals the saved one."""
     verify(path)
     reader = Reader(path)
     mesh = Mesh.of(Degrees())
@@ -121,7 +121,7 @@ def test_any_box_of_any_tensor_is_read(tmp_path_factory: pytest.TempPathFactory,
 
 
 def test_files_are_read_and_not_mapped(tmp_path: Path) -> None:
-    """What is mapped counts as the process's memory, and all of it under a limit on data."""
+    """Mapped pages count as the process's memory, and the whole mapping counts under a limit on data."""
     reader = Reader(put(tmp_path, 1))
     kept = reader.region("embedding", "weight", (slice(2, 30), slice(0, 12)))
     assert kept.shape == (28, 12) and ".safetensors" not in Path("/proc/self/maps").read_text()
@@ -324,7 +324,7 @@ sys.addaudithook(_hear)
 
 
 def killed(origin: Path, copies: Path, keep: int) -> Iterator[tuple[int, Path, int]]:
-    """A process that dies at a boundary leaves the folder as it is then: (boundary, a copy, 77), if it differs from the last."""
+    """For each boundary with a changed folder: (boundary, copy of the folder as a dead process leaves it, 77)."""
     last: dict[str, bytes | None] = {}
 
     def copy(at: int, writes: bool) -> None:
@@ -341,7 +341,7 @@ def killed(origin: Path, copies: Path, keep: int) -> Iterator[tuple[int, Path, i
 
 
 def failing(origin: Path, copies: Path, keep: int, *, ever: bool) -> Iterator[tuple[int, Path, int]]:
-    """The call at a boundary fails for want of space, or it and all later writes: (boundary, folder, result of the save)."""
+    """For each boundary: the call fails for want of space, with `ever` all later writes too: (boundary, folder, result of the save)."""
     for stop in range(1, 1000):
 
         def fail(at: int, writes: bool, stop: int = stop) -> None:
@@ -460,13 +460,13 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewritten(path: Path, manifest: str) -> None:
-    """Another manifest, and its right digest: what only somebody who means it writes."""
+    """Write another manifest with its correct digest, as only an intentional change does."""
     (path / "manifest.json").write_text(manifest)
     (path / "manifest.sha256").write_text(f"{hashlib.sha256(manifest.encode()).hexdigest()}  manifest.json\n")
 
 
 def mutants() -> dict[str, tuple[str, Callable[[Path], object]]]:
-    """By name: the file that must be told, and what happens to the folder step-2."""
+    """Name -> (file that the error must name, function that damages the folder step-2)."""
     chance = random.Random(7)
     found: dict[str, tuple[str, Callable[[Path], object]]] = {}
 
@@ -535,7 +535,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut_short(path: Path) -> None:
-    """With the right size and hash of what is left."""
+    """Cut a file, and write the size and hash of the rest into the manifest."""
     shard = path / SHARDS[0]
     shard.write_bytes(shard.read_bytes()[:-1])
     files = json.loads((path / "manifest.json").read_text())["files"]
@@ -598,7 +598,7 @@ def test_every_rank_takes_the_same_one_and_the_first_says_why(two_steps: Path, t
     ("starts", "whole"), [([(0, 0), (2, 0), (2, 3)], True), ([(0, 0), (0, 0), (2, 3)], False), ([(0, 0), (1, 2), (2, 3)], False)]
 )
 def test_pieces_make_up_the_whole_each_element_once(tmp_path: Path, starts: list[tuple[int, int]], whole: bool) -> None:
-    """As many elements as the tensor has do not suffice: two pieces in one place leave a part that nobody has."""
+    """Counting elements is not enough: two pieces in one place leave another part of the tensor without any."""
     sizes = [(2, 5), (2, 3), (2, 2)]
     pieces = [("weight", Piece("w", (4, 5), start, torch.ones(size))) for start, size in zip([(0, 0), (2, 0), (2, 3)], sizes, strict=True)]
     path = save(tmp_path, 1, pieces, state={}, world=ALONE, keep=1)
@@ -739,7 +739,7 @@ def test_one_that_is_not_finite_is_passed_over_in_a_line(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("way", ["../outside", "../../x/outside", "{}/outside", "sub/../../outside", "..", "/", ""])
 def test_a_manifest_cannot_name_files_outside(tmp_path: Path, way: str) -> None:
-    """Their hashes are right and they hold the tensors: they are not looked at all the same."""
+    """Their hashes are right and they hold the tensors, but files outside the folder are not read."""
     folder = tmp_path / "x"
     path = put(folder, 1)
     shard = path / SHARDS[0]

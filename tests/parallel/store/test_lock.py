@@ -39,7 +39,7 @@ def ended(pid: int) -> int:
 
 
 def holder(folder: Path) -> int:
-    """A process that holds the folder, once it does, until it is killed."""
+    """Start a process that holds the folder until it is killed. Return its id once it holds the folder."""
     up, told = os.pipe()
 
     def hold() -> int:
@@ -70,7 +70,7 @@ def test_of_starts_at_once_in_a_new_folder_one_holds_it_and_the_others_name_it(t
     out, alone = tmp_path / "runs" / "new", tmp_path / "alone"
 
     def begin(draw: random.Random) -> bool:
-        """Whether it held the folder; else another process, whose name it was told, did."""
+        """True if this process held the folder; otherwise it was told the process that did."""
         time.sleep(draw.uniform(0, 0.004))
         try:
             with alone_in(out):

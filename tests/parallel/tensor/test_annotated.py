@@ -81,7 +81,7 @@ def weights_of_outputs(graph: Graph) -> Tensor:
 
 
 def alone(graph: Graph) -> dict[str, Tensor]:
-    """Every output, gradient, and weight after a step."""
+    """Every output, gradient, and weight after a step, by name, on one process."""
     leaves = {name: value.requires_grad_() for name, value in values(graph).items()}
     held = dict(leaves)
     for op in graph.operators:

@@ -67,7 +67,7 @@ def drawn(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def weight(shape: tuple[int, ...], name: str) -> Tensor:
-    """Small enough that what a layer gives is of the size of what it gets."""
+    """Weights so small that a layer's outputs are of the size of its inputs."""
     return 0.3 * drawn(shape, without_tiles(name))
 
 
@@ -76,7 +76,7 @@ def context() -> Context:
 
 
 def of_rank(whole: Tensor, mesh: Mesh, *, sliced: bool) -> Tensor:
-    """This rank's slice of the sequences, or all of them."""
+    """This rank's slice of the sequences; all sequences if not `sliced`."""
     return (whole.chunk(mesh.axis("tp").size, 1)[mesh.axis("tp").index] if sliced else whole).clone()
 
 
@@ -92,7 +92,7 @@ def held(model: nn.Module, mesh: Mesh, *, sliced: bool) -> dict[str, Layout]:
 
 
 def both_ways(forward: Callable[[Tensor], Tensor], mesh: Mesh, *, sliced: bool) -> tuple[Tensor, Tensor]:
-    """Output and gradient of the input."""
+    """(output, gradient of the input)."""
     x = of_rank(drawn((B, L, D), "x"), mesh, sliced=sliced).requires_grad_()
     y = forward(x)
     (y * of_rank(drawn((B, L, D), "weights of outputs"), mesh, sliced=sliced)).sum().backward()
@@ -101,7 +101,7 @@ def both_ways(forward: Callable[[Tensor], Tensor], mesh: Mesh, *, sliced: bool) 
 
 
 def computed(kind: str, mesh: Mesh, *, sliced: bool) -> tuple[Tensor, Tensor, dict[str, tuple[Layout, Tensor]]]:
-    """... and of each parameter, with its layout."""
+    """(output, gradient of the input, each parameter's layout and gradient)."""
     with torch.device("meta"):
         model = nn.ModuleDict({"layer": LAYERS[kind]()})
     layouts, layer = held(model, mesh, sliced=sliced), model.get_submodule("layer")
@@ -110,7 +110,7 @@ def computed(kind: str, mesh: Mesh, *, sliced: bool) -> tuple[Tensor, Tensor, di
 
 
 def joined(grads: dict[str, tuple[Layout, Tensor]]) -> dict[str, Tensor]:
-    """Of one process's: tiles as the whole that they are parts of."""
+    """Whole gradients of one process: tiles are joined into the parameters that they are parts of."""
     whole: dict[str, Tensor] = {}
     for name, (layout, grad) in grads.items():
         whole.setdefault(without_tiles(name), torch.zeros(layout.shape, dtype=grad.dtype))[layout.region(ALONE)] = grad

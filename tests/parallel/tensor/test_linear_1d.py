@@ -66,7 +66,7 @@ def drawn(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def weight(shape: tuple[int, ...], name: str) -> Tensor:
-    """Small enough that what a layer gives is of the size of what it gets."""
+    """Weights so small that a layer's outputs are of the size of its inputs."""
     return 0.3 * drawn(shape, name)
 
 
@@ -84,7 +84,7 @@ def held(make: Callable[[], nn.Module], mesh: Mesh) -> tuple[nn.Module, dict[str
 
 
 def computed(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of the input; those of parameters are left on them."""
+    """(output, gradient of the input). Gradients of parameters stay on the parameters."""
     x = drawn((B, L, D), "x").requires_grad_()
     layer = model.layer
     assert isinstance(layer, nn.Module)

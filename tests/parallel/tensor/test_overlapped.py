@@ -72,7 +72,7 @@ def columns_both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bo
 
 @pytest.mark.parametrize("sliced", [False, True])
 def test_columns_in_runs_are_products_of_what_entered_at_once(sliced: bool) -> None:
-    """As below: outputs, the input's gradient and the three weights'."""
+    """Outputs and gradients of the input and of the three weights, as in the test below."""
 
     def work(rank: int) -> list[Any]:
         mesh = process.connect(Degrees(tp=2), World(rank, 2))

@@ -68,7 +68,7 @@ def write(folder: Path, entries: Callable[[int], list[Entry]], *, without: tuple
 
 
 def step(rank: int, upto: dict[str, tuple[int, int]]) -> list[Entry]:
-    """Of each group: (done, entered) collectives, so the last ones may wait."""
+    """A dump in which each group has (finished, entered) collectives; entered but unfinished ones may be waiting."""
     kinds = {"tp": "_all_gather_base", "ep": "all_to_all", "dp": "all_reduce"}
     return [
         entry(rank, kind, number, kinds[kind], done=number <= done, shape=(64 + (7 * rank if kind == "ep" else 0), 12))

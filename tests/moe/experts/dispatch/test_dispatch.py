@@ -45,7 +45,7 @@ PLACEMENT = (5, 0, 7, 2, 6, 1, 3, 4)
 
 
 def opened(mesh: Mesh, placement: tuple[int, ...] | None = None, label: str = "", **settings: Any) -> Exchange:
-    """The exchange of one layer."""
+    """The dispatcher's exchange object for one layer."""
     return open_exchange(sections.Dispatch(**settings), mesh, Sizes(D, E, 2, choose("auto"))).layer(label, placement)
 
 
@@ -54,7 +54,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def routing_of(kind: str, rank: int, k: int) -> Routing:
-    """A decision for 5 + 3 * rank tokens (none on the first rank, if the kind says so); gates take gradients."""
+    """A routing of 5 + 3 * rank tokens (of none on the first rank for one kind); its gates require gradients."""
     tokens = 0 if kind == "a rank without tokens" and rank == 0 else 5 + 3 * rank
     k += rank if kind == "another number of choices on each rank" else 0  # as expert choice makes them
     scores_TE = random(tokens, E, seed=rank)
@@ -77,14 +77,14 @@ def weights() -> dict[str, Tensor]:
 
 
 def close(got: Tensor, want: Tensor, what: str, dtype: torch.dtype) -> None:
-    """Within some roundings of the largest value: bf16 keeps 8 bits, and its sums may be taken in another order."""
+    """Assert that the difference is a few roundings of the largest value: bf16 keeps 8 bits, and sums may have another order."""
     assert got.shape == want.shape and got.dtype == want.dtype, what
     limit = (2**-6 if dtype == torch.bfloat16 else 2e-6) * float(want.abs().max()) if want.numel() else 0.0
     assert not want.numel() or float((got.float() - want.float()).abs().max()) <= limit, what
 
 
 def experts_of(mesh: Mesh, placement: tuple[int, ...] | None) -> Experts:
-    """The part that this rank holds."""
+    """The experts that this rank holds, or its parts of them."""
     ep, etp = mesh.axis("ep"), mesh.axis("etp")
     experts = Experts(E, d_model=D, d_ff=F, ffn="swiglu")
     each, units = E // ep.size, F // etp.size
@@ -114,7 +114,7 @@ def run_once(dispatcher: Exchange, experts: Experts, rank: int, kind: str, k: in
 
 @cache
 def wanted(world: int, dtype: torch.dtype, dropout: bool) -> dict[tuple[str, int], tuple[list[list[Tensor]], list[Tensor]]]:
-    """On one process, with every expert: (each rank's output and gradients of input and gates; gradients of weights, summed)."""
+    """The expected values on one process: (output, gradients of input and gates of each rank; summed gradients of weights)."""
     found = {}
     mesh = Mesh.of(Degrees())
     for kind, k in CASES:
@@ -178,7 +178,7 @@ def test_in_bf16_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_with_experts_placed_anywhere_and_dropout_inside_them(name: str) -> None:
-    """Masks are the token's and the hidden unit's own, wherever its row goes and however the unit's matrix is cut."""
+    """A dropout mask depends on the token and the hidden unit only, not on the rank or the split of the expert's matrices."""
     compare(name, {"dp": 2, "ep": 2}, placement=PLACEMENT, dropout=True)
 
 
@@ -194,9 +194,8 @@ def _bits_on_rank(rank: int) -> list[list[Tensor]]:
 
 
 def test_rows_reach_an_expert_in_the_same_order_by_every_way() -> None:
-    """By source rank, then token: so the experts' numbers and gradients are the same to the bit.
-
-    Chunks bring rows in that order too, but their experts are multiplied in other blocks (kernels/grouped.py), which round otherwise.
+    """Rows arrive by source rank, then token, so experts' outputs and gradients are bitwise equal. Chunks use the same order, but multiply
+    experts in other blocks (kernels/grouped.py), which round differently.
     """
     for first, *others in run_on_ranks(_bits_on_rank, 4, timeout_s=60):
         for other in others:
@@ -235,7 +234,7 @@ def test_blocks_are_the_capacity_and_empty_slots_are_no_rows_of_a_product() -> N
 
 
 class Told:
-    """What happens, in order: who starts an exchange, waits for one, or computes."""
+    """Records events in order: the start of an exchange, a wait for one, or a computation."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
@@ -258,7 +257,7 @@ class Told:
 
 
 def in_flight(events: list[str], what: str) -> Iterator[int]:
-    """How many exchanges are on their way at each computation."""
+    """Yield the number of exchanges in flight at each computation."""
     flying = 0
     for event in events:
         flying += (event == "start") - (event == "wait")
@@ -294,7 +293,7 @@ def _gradients_on_rank(rank: int) -> list[Any]:
 
 
 def test_the_gradients_of_all_runs_meet_in_one_tensor() -> None:
-    """One node of the graph hands out all runs, and takes all their gradients: no run makes a whole one."""
+    """One autograd node returns all runs and receives all their gradients, so that no run allocates a whole gradient."""
     assert run_on_ranks(_gradients_on_rank, 2, timeout_s=60) == [[1, True]] * 2
 
 

@@ -51,7 +51,7 @@ def case_of(model: str, kind: str, world: int) -> Case:
 
 
 def trained(tiny: Tiny, first: int = 0) -> Trained:
-    """Losses, norms, and weights by the names of checkpoints, as far as they are held here."""
+    """Train some steps. Return losses, norms, and this rank's parts of weights by the names in checkpoints."""
     losses, norms = [], []
     for step in range(first, first + STEPS):
         losses.append(tiny.accumulate(step).loss)
@@ -76,7 +76,7 @@ def alone(model: str) -> Trained:
 
 
 def check(got: list[Any], want: Trained) -> None:
-    """Every rank's numbers, and every piece of every parameter and moment, each somewhere and once."""
+    """Assert that every rank's numbers are equal, and that every piece of each parameter and moment is on some rank and is equal."""
     whole = {name.split("@")[0]: tensor for name, tensor in want[2].items()}
     seen = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     for losses, norms, parts in got:
@@ -108,7 +108,7 @@ def test_every_way_trains_as_one_process_does(kind: str, model: str) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("etp", "padded"), ("padded", "etp alone")])
 def test_a_checkpoint_of_one_way_goes_on_in_another(tmp_path: Path, before: str, after: str) -> None:
-    """Saved after three steps and resumed: the next three are those of one process that never stopped."""
+    """Saved after three steps and resumed: the next three steps equal one process that never stopped."""
 
     def work(rank: int) -> Any:
         one = start(case_of("switch", "ddp", 4), rank, **WAYS[before])

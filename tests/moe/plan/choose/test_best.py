@@ -60,7 +60,7 @@ def test_nothing_that_fits_is_faster_than_the_first(seed: int) -> None:
 
 
 def test_the_recipes_own_plan_is_ranked_among_the_others() -> None:
-    """Here with a micro-batch of 64 sequences; and with its layers computed again, which is no candidate of a plan that fits without."""
+    """Once with a micro-batch of 64 sequences, once with recomputed layers, which the planner does not try if a plan fits without."""
     model = {"num_layers": 1, "d_model": 128, "num_heads": 2, "d_ff": 256, "max_length": 64, "vocab_size": 512}
     values = {"model": model, "train": {"global_batch": 256, "eval_sequences": 256}, "precision": {"compute": "bf16"}}
     for recompute in ("none", "full"):
@@ -89,7 +89,7 @@ def test_speeds_are_of_the_models_flops_and_the_last_tenth_of_the_memory_is_tigh
 
 
 def test_a_larger_micro_batch_holds_no_less() -> None:
-    """Unless it is the step's only one: therefore a plan is not asked with larger ones once it does not fit."""
+    """Except for the step's only micro-batch. Therefore larger micro-batches are not tried once a plan does not fit."""
     groups: dict[Plan, list[float]] = {}
     for seed in range(3):
         run = drawn(random.Random(seed)).run.resolve(4)

@@ -42,7 +42,7 @@ def size_of(name: str, draw: random.Random) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", SIMULATED)
 def test_no_simulation_is_below_the_bound(name: str) -> None:
-    """Stages, backward passes and links at random; where a rank has several stages, each has times of its own."""
+    """Random stages, backward times and links. If a rank has several stages, each stage has its own times."""
     draw = random.Random(name)
     for _ in range(12):
         p, m, chunks = size_of(name, draw)
@@ -97,7 +97,7 @@ def test_with_a_bound_the_same_plans_are_ranked(seed: int) -> None:
 
 
 def test_the_fullest_rank_is_that_of_all() -> None:
-    """`peak` leaves out ranks that an earlier one stands for, which may have more layers, of one kind or of two."""
+    """`peak` skips ranks that an earlier rank represents; here some skipped ranks have more layers, of one kind or of two."""
     draw = random.Random(1)
     for _ in range(60):
         layers, pp = draw.randint(17, 40), draw.choice([2, 4, 6])
@@ -117,7 +117,7 @@ def test_the_fullest_rank_is_that_of_all() -> None:
 
 
 def test_what_plans_share_does_not_change_their_bytes_or_seconds() -> None:
-    """Layers and orders are computed once for plans that differ elsewhere; alone, with all caches empty, each plan has the same numbers."""
+    """Layers and orders are cached for plans that differ elsewhere. Without caches, each plan has the same numbers."""
     draw, cluster = random.Random(2), CLUSTER.holding(16)
     experts = Experts(count=4, choices=2, hidden=512)
     network = Network(layers=12, width=256, heads=8, hidden=1024, vocab=5000, length=128, experts=experts, sparse_layers=(1, 2, 5, 7, 11))
@@ -141,7 +141,7 @@ def test_what_plans_share_does_not_change_their_bytes_or_seconds() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_way_to_recompute_is_the_first_that_fits(seed: int) -> None:
-    """The planner asks few of them; the plain twin asks all. Bytes are those of plans, and the limit lies among them."""
+    """The planner tries a few kinds of recompute, the plain search all of them. The memory limit is drawn from the plans' bytes."""
     draw = random.Random(seed)
     network = Network(layers=8, width=512, heads=8, hidden=2048, vocab=3000, length=1024)
     plans = list(candidates(network, world=8, global_batch=16, base=Plan(), space=Space(tensors=("1d",), sequences=("ring",))))

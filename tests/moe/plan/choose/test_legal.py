@@ -71,7 +71,7 @@ def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool, halves
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "chimera"])
 def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
-    """Six layers thrown into stages at random, in every fourth list one too many: what leaves a rank without weights runs with neither."""
+    """Six layers drawn into stages, in every fourth list one too many: a list that leaves a rank without weights is refused by both."""
     run, draw, accepted = run_of(sparse=False), random.Random(3), 0
     count = 8 if schedule in ("interleaved", "zb_v") else 4
     for _ in range(40):
@@ -89,7 +89,7 @@ def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
 
 
 def test_a_list_for_an_order_in_a_file_goes_by_the_places_of_the_file(tmp_path: Path) -> None:
-    """On a V every rank has a layer of this list; on a line, the third would have none."""
+    """On a V-shaped placement every rank has a layer of this list; with one stage per rank, the third would have none."""
     values = {"schedule": "zb_v", "microbatches": 8, "layers": [0, 2, 0, 2, 0, 2, 0, 0]}
     run = build_run({**run_of(sparse=False).model_dump(), "pipeline": values, "degrees": {"pp": 4, "dp": 1}})
     write_order(schedule_of(run), tmp_path / "v.csv")
@@ -100,7 +100,7 @@ def test_a_list_for_an_order_in_a_file_goes_by_the_places_of_the_file(tmp_path: 
 
 
 def test_offload_with_stages_is_refused_by_both_but_for_the_optimizer_of_zero1_on_the_host() -> None:
-    """Nothing on a disk here: whether one is there is no matter of a plan."""
+    """No disk is used here, because a plan does not know whether there is one."""
     run, works = run_of(sparse=False), []
     for stage, optimizer, parameters in ((s, o, p) for s in (1, 2, 3) for o in ("none", "cpu") for p in ("none", "cpu")):
         sharding = {"kind": "zero", "stage": stage, "allow_slow": True, "offload": {"optimizer": optimizer, "parameters": parameters}}
@@ -138,7 +138,7 @@ def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], kind: st
 
 
 def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
-    """Two rounds find what trying everything finds, and that is the least of the predictions taken one by one."""
+    """Two rounds find the same plan as a search of all, which is also the minimum of predictions made one by one."""
     world, run, cluster = 4, run_of(sparse=True), load_cluster("a100-80-8")
     cluster = replace(cluster, devices_per_node=world)
     found = planned(run, cluster, checked=check_run, top=1, space=SPACE)
@@ -154,7 +154,7 @@ def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
 
 
 def test_plans_that_the_checks_refuse_are_passed_over() -> None:
-    """However many they are: here all with replicas. A reason is listed once."""
+    """Here all plans with replicas are refused. Each reason is listed once."""
     run, cluster = run_of(sparse=False), replace(load_cluster("a100-80-8"), devices_per_node=4)
 
     def checked(run: Run, world: int) -> Run:
@@ -168,7 +168,7 @@ def test_plans_that_the_checks_refuse_are_passed_over() -> None:
 
 
 def test_a_head_that_is_dear_gets_a_stage_and_the_recipe_trains_what_was_priced() -> None:
-    """The list of a plan is that of its recipe; what the recipe leaves to the trainer's cut is priced as that."""
+    """The plan's list of layers is also the recipe's. If the recipe leaves the cut to the trainer, the trainer's cut is priced."""
     run = run_of(sparse=False)
     run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 6000})})
     cluster = replace(load_cluster("a100-80-8"), devices_per_node=4)
@@ -218,7 +218,7 @@ def test_a_depth_of_one_is_a_square_for_both() -> None:
 
 
 def test_ranks_that_hold_copies_compute_everything() -> None:
-    """A layer's products take as long on each of two such ranks as on one alone, and as in 1D on half of the units."""
+    """On two ranks with copies, a layer's products take as long as on one rank; in 1D half of the units take half."""
     network, cluster = replace(network_of(run_of(sparse=False)), width=2048, hidden=8192, length=1024), load_cluster("h100-8")
     program = own_program(cluster)
     alone, copied, cut = (

@@ -25,7 +25,7 @@ ALL = ("attention", "dense", "experts")
 
 
 def thirty() -> Run:
-    """Qwen3-30B-A3B's sizes."""
+    """A recipe with the sizes of Qwen3-30B-A3B."""
     model = {"num_layers": 48, "d_model": 2048, "num_heads": 32, "num_kv_heads": 4, "head_size": 128, "d_ff": 6144, "ffn": "swiglu"}
     model |= {"max_length": 4096, "tied_embeddings": False, "qk_norm": "heads", "moe_every": 1, "vocab_size": 151936}
     experts: dict[str, Any] = {"experts": {"num_experts": 128, "d_ff": 768}, "router": {"preset": "mixtral", "num_choices": 8}}
@@ -69,7 +69,7 @@ def test_elements_are_those_of_the_model(targets: tuple[str, ...], sparse: bool)
 
 @pytest.mark.parametrize("case", ["lora", "lora ep 2"])
 def test_predicted_bytes_are_those_that_are_alive(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth; a W' of each layer that recomputation does not free would be more."""
+    """Within a tenth. If recomputation did not free each layer's merged weight W', the error would be larger."""
     small = {"num_layers": 2, "d_model": 96, "d_ff": 384, "vocab_size": 512, "max_length": 96}
     monkeypatch.setattr(planner_runs, "MODEL", planner_runs.MODEL | small)
     rows = run_on_ranks(planner_runs.measure, 2, 2, case, "fp32", timeout_s=90)
@@ -78,7 +78,7 @@ def test_predicted_bytes_are_those_that_are_alive(case: str, monkeypatch: pytest
 
 @pytest.mark.parametrize(("share", "helps"), [(1.5, True), (0.5, False)])
 def test_a_fix_of_adapters_that_do_not_fit_works(share: float, helps: bool) -> None:
-    """On devices with a share of the frozen weights' bytes. Shorter sequences are proposed only if they are enough."""
+    """Devices have this share of the frozen weights' bytes. Shorter sequences are proposed only if they are enough."""
     run = thirty()
     run = with_values(run, {"train.global_batch": 8, "recompute.kind": "none"})
     place = Place("cuda", share * 57 * GIB)

@@ -74,7 +74,7 @@ def test_seconds_follow_from_what_is_printed() -> None:
 
 @by_name
 def test_predictions_of_the_published_layouts_stay_where_they_were(of: Published) -> None:
-    """Nothing is fitted to these runs; a change of the planner that moves one by more than this is worth a look at the page."""
+    """No constant is fitted to these runs. If a change of the planner moves a prediction by more, check the page of published runs."""
     row = row_of(of)
     assert row["passed"] and row["held_gib"] > 0
     if row["error"] is not None:

@@ -25,7 +25,7 @@ def every_list(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def slowest(network: Network, sizes: tuple[int, ...]) -> float:
-    """Multiplications of the stage that has most, the head on the last."""
+    """Multiplications of the stage with most of them; the last stage also has the head."""
     at, found = 0, []
     for size in sizes:
         found.append(sum(operations(network, index) for index in range(at, at + size)))
@@ -36,7 +36,7 @@ def slowest(network: Network, sizes: tuple[int, ...]) -> float:
 
 
 def fullest(network: Network, plan: Plan, sizes: tuple[int, ...]) -> float:
-    """Parameters of the stage that has most, with the matrices of the vocabulary, the norm and what predicts further tokens."""
+    """Parameters of the fullest stage, including vocabulary matrices, final norm and further-token blocks."""
     at, found = 0, []
     for size in sizes:
         found.append(sum(counts.layer(network, plan, index).total for index in range(at, at + size)))

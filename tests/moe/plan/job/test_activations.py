@@ -57,7 +57,7 @@ def run_of(case: str, compute: str) -> Run:
 
 
 def planned(run: Run) -> tuple[Network, Plan]:
-    """The recipe as the planner sees it, with micro-batches of B sequences."""
+    """The planner's network and plan of this recipe, with micro-batches of B sequences."""
     run = run.resolve(1)
     return network_of(run), plan_of(run).but(microbatch=B)
 
@@ -118,7 +118,7 @@ ROUTERS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", ROUTERS)
 def test_a_routers_options_keep_what_the_formula_says(case: str, compute: str) -> None:
-    """More than a plain router, but for an index and a gate of each choice."""
+    """A router with options keeps more than a plain one, except an index and a gate of each choice."""
     values = {f"model.{key}": str(value) for key, value in SMALL.items()} | {"precision.compute": compute, "experts.num_experts": "6"}
     runs = [recipe.load("switch_tiny", values | {"router.jitter": "0.0"} | own)[0] for own in ({}, ROUTERS[case])]
     plain, own = (router_kept(network_of(run), OURS_ON_CPU, compute_bytes(run)) for run in runs)
@@ -147,7 +147,7 @@ def kept_by_router(run: Run) -> int:
 
 @pytest.mark.parametrize("case", ["relu", "swiglu"])
 def test_stages_keep_no_cast_weights(case: str) -> None:
-    """A stage's products cast their weights again in the backward pass: of a dense layer nothing is kept but what its tokens need."""
+    """Products of a stage cast their weights again in the backward pass, so a dense layer keeps only activations."""
     run = run_of(case, "bf16")
     network, plan = planned(run)
     said = of_layer(run, 0)

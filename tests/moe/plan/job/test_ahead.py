@@ -94,7 +94,7 @@ def test_seconds_grow_as_operations_do() -> None:
 
 @pytest.mark.parametrize(("layers", "ahead"), [(5, 1), (5, 2), (6, 1)])
 def test_the_layers_that_are_computed_again_are_the_trainers(layers: int, ahead: int) -> None:
-    """By number, and those of further tokens are counted on: in seconds as in bytes."""
+    """By number, and further-token blocks count on from the last layer: in seconds as in bytes."""
     cluster = load_cluster("h100-8").holding(1)
     model = {"num_layers": layers, "d_model": 4096, "num_heads": 32, "d_ff": 16384, "max_length": 2048}
 
@@ -108,7 +108,7 @@ def test_the_layers_that_are_computed_again_are_the_trainers(layers: int, ahead:
 
 
 def test_each_stage_has_the_elements_of_the_model_that_it_holds() -> None:
-    """The last one an embedding, too, which only the tokens ahead ask for."""
+    """The last stage also holds an embedding, which only further tokens need."""
     run = run_of(2, model={"num_layers": 3}, train={"global_batch": B}, pipeline={"schedule": "1f1b", "microbatches": B})
     run = build_run(run.model_dump(mode="json") | {"degrees": {"dp": 1, "pp": 2}}).resolve(2)
     schedule, counted = schedule_of(run), []

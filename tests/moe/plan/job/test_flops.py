@@ -92,7 +92,7 @@ def test_total_is_what_the_model_holds(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("biases", [False, True])
 @EVERY
 def test_the_planners_count_is_what_the_model_holds(values: dict[str, Any], biases: bool) -> None:
-    """But of a pyramid, whose layers count by their mean."""
+    """Except for a pyramid, whose layers count by their mean."""
     if "latent" not in values["model"]:
         values = values | {"model": values["model"] | {"qkv_bias": biases, "out_bias": biases, "norm": "layernorm"}}
     model, experts, router = sections_of(values)
@@ -117,7 +117,7 @@ def test_active_is_total_without_the_experts_that_a_token_does_not_choose(values
 
 
 def products(model: Transformer, tokens: torch.Tensor, *, backward: bool) -> int:
-    """FLOPs of all matrix products with weights that torch really ran."""
+    """FLOPs of all matrix products with weights that torch ran in one pass."""
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens).logits_BLV.sum()
         if backward:
@@ -187,7 +187,7 @@ def test_flops_of_both_halves_are_the_products_that_run(tied: bool, moe: tuple[i
 
 
 def test_a_depth_ahead_is_counted_as_a_layer_the_head_and_a_product() -> None:
-    """As speeds are published: with whole squares of attention."""
+    """As published speeds count: with whole squares of attention."""
     tiny = {"d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "vocab_size": V, "moe_every": 0}
     ahead, deeper = (
         recipe.build_run({"model": tiny | more, "data": {"tokenizer": "ids", "vocab_size": V}})
@@ -252,7 +252,7 @@ def glam(row: Row) -> Size:
 
 @pytest.mark.parametrize("row", GLAM, ids=lambda row: row.name)
 def test_glams_table(row: Row) -> None:
-    """Within 1 % of print, total and active; where not, the deviation is the one that stands in the row."""
+    """Total and active parameters within 1 % of the printed numbers; other deviations are stated in the row."""
     found = glam(row)
     for count, printed, off in ((found.total, row.total, row.total_off), (found.active, row.active, row.active_off)):
         assert count / printed - 1 == pytest.approx(off, abs=0.01 if off == 0 else 0.0006)

@@ -55,7 +55,7 @@ def _events(out: Path) -> list[dict[str, Any]]:
 
 
 def test_an_audited_run_is_the_run_without(home: Path) -> None:
-    """Losses and checkpoint bit by bit, with a fault in the passes of an audited step too, which is recorded with its layer."""
+    """Losses and checkpoint are bitwise equal, also with a fault in the passes of an audited step, which is recorded with its layer."""
     trained.train(trained.recipe(home), home / "plain")
     trained.train(trained.recipe(home, train={"audit_every": 2}), home / "audited")
     run, calls = Single.run, [0]

@@ -51,7 +51,7 @@ def warm() -> None:
 
 
 def lengthened(lengths: list[int]) -> Tensor:
-    """The batch of step 0 with padding after so many tokens."""
+    """The batch of step 0, with padding after the given number of tokens in each sequence."""
     tokens = batch(0)[: len(lengths)].clone()
     for row, n in zip(tokens, lengths, strict=True):
         row[n:] = PADDING
@@ -59,7 +59,7 @@ def lengthened(lengths: list[int]) -> Tensor:
 
 
 def computed(layout: Layout, *, tokens: Tensor | None = None, **sections: dict[str, Any]) -> Found:
-    """Loss, each layer's numbers, and every gradient by its global name, put together from the ranks that own it."""
+    """(loss, each layer's numbers, every whole gradient by its global name, assembled from the ranks that own it)."""
     case = Case("gshard", layout.kind, layout.world, layout.world, layout.microbatches, "fp32")
 
     def work(rank: int) -> tuple[float, list[dict[str, Any]], dict[str, Tensor]]:
@@ -138,7 +138,7 @@ def test_one_pass_over_the_batch_is_its_own_whole_step() -> None:
 
 @pytest.mark.parametrize("scope", ["sequence", "global_batch"])
 def test_padding_changes_nothing_whoever_holds_it(scope: str) -> None:
-    """Half a batch of padding alone: the loss, losses, loads and gradients are those of the other half, on any layout."""
+    """Half of the batch is only padding: the loss, router losses, loads and gradients equal the other half's, on any layout."""
     router = ONE_OF_ALL | {"balance_scope": scope}
     lengths = [LENGTH + 1, 4, 11, 1, 0, 7]
     want = computed(PLAIN, tokens=lengthened(lengths), router=router)
@@ -148,7 +148,7 @@ def test_padding_changes_nothing_whoever_holds_it(scope: str) -> None:
 
 
 def test_tails_of_padding_are_as_if_they_were_not_there() -> None:
-    """Sequences one by one, each cut to its own length: cross-entropy over all predicted tokens, router's losses over all routed ones."""
+    """The reference cuts each sequence to its own length: cross-entropy over all predicted tokens, router losses over all routed tokens."""
     quiet = {
         "router": {"capacity_factor": None, "second": "always", "z_weight": 0.02},
         "experts": {"dropout": 0.0},

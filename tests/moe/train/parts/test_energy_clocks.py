@@ -148,7 +148,7 @@ def test_an_order_that_cannot_end_and_plans_that_nothing_can_use_are_refused(hom
 
 
 def changes(plan: EnergyPlan, rank: int, *, steps: int = 1) -> list[str]:
-    """What NVML should be told: a clock where it is another than before, and free at an update."""
+    """The expected calls of NVML: a lock where the clock differs from the action before, and an unlock at an update."""
     told: list[str] = []
     for action, clock in list(zip(plan.schedule.orders[rank], plan.clocks[rank], strict=True)) * steps:
         word = "free" if action.op is Op.U else f"{clock.mhz:g}" if clock.mhz else ""
@@ -158,7 +158,7 @@ def changes(plan: EnergyPlan, rank: int, *, steps: int = 1) -> list[str]:
 
 
 class Told(FakeNvml):
-    """One GPU, whose every lock and release are lines of a file: of another process, even one that failed."""
+    """One GPU that writes every lock and unlock as a line of a file, so that another process can read them, even after a failure."""
 
     def __init__(self, file: Path, **settings: Any) -> None:
         super().__init__(**settings)

@@ -134,7 +134,7 @@ class Moment(NamedTuple):
 
 
 def test_a_backward_pass_in_a_thread_of_its_own_is_found() -> None:
-    """As autograd's is on a GPU."""
+    """On a GPU, autograd runs the backward pass in its own thread."""
     step = Moment(PREFIX + STEP, 0, 100)
     route = Moment(PREFIX + "route", 1, 10, step)
     node = Moment("autograd::engine::evaluate_function: MulBackward0", 50, 60, sequence_nr=7)

@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[Path]:
-    """A new folder in which another process trains, as far as its lock."""
+    """A new folder whose lock another process holds."""
     out = tmp_path / "run"
     up, told = os.pipe()
     if not (pid := os.fork()):
@@ -53,7 +53,7 @@ def everything(folder: Path) -> dict[str, tuple[str, int]]:
 def test_a_refused_start_changes_nothing_and_the_next_is_refused_too(
     ranks: int, home: Path, held: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of its own, and ranks that another launcher started: each tells its user."""
+    """Once in its own process, once on ranks that another launcher started: each prints the line."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(home / "extensions"))  # a start sets it for its process, here for later tests too
     run, before = trained.recipe(home), everything(held)
     (home / "tiny.yaml").write_text(resolved_yaml(run, {}))

@@ -33,7 +33,7 @@ BPE: dict[str, Any] = {"data": {"tokenizer": "bpe", "vocab_size": 300}}
 
 
 def other(home: Path, **sections: Any) -> Any:
-    """The same model for one step of another text that it hardly learns from."""
+    """The same model on another text, for one step at a rate that changes almost nothing."""
     text = home / "other.txt"
     if not text.exists():
         text.write_text("zebra quartz vortex jigsaw " * 400)

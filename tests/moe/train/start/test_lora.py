@@ -56,7 +56,7 @@ class Adapted(Case):
 
 
 def farthest(ran: Any, twin: Case) -> float:
-    """Of all numbers but a step's update: a matrix that begins at 0 is all update after a step."""
+    """The largest error of all numbers except a step's update: a matrix that begins at 0 is all update after a step."""
     assert not isinstance(ran, str), ran
     return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
 
@@ -216,7 +216,7 @@ def test_another_alpha_is_another_function() -> None:
 
 
 def test_a_frozen_weight_costs_no_gradient() -> None:
-    """FLOPs of the backward pass where products are no torch's own: that of x alone, which is the same to the bit."""
+    """FLOPs of the backward pass for products that are not torch's own: only the gradient of x is computed, and it is bitwise equal."""
     rows_RD, gate, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((9, 6), (9,), (11, 6)))
     w1, w2, w3 = (torch.randn(3, *shape, generator=torch.Generator().manual_seed(2)) for shape in ((6, 10), (10, 6), (6, 10)))
     targets = torch.arange(9).unsqueeze(0)

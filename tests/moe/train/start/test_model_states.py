@@ -25,7 +25,7 @@ KINDS: list[tuple[str, dict[str, Any], int, Storage]] = [
 def test_states_of_a_rank_are_what_the_formula_says(
     kind: str, sharding: dict[str, Any], stage: int, storage: Storage, home: Path, tmp_path: Path
 ) -> None:
-    """Step counters and what makes parts equal are over. Stage 1 sums whole gradients, of which a rank then keeps its part."""
+    """Step counters and padding to equal parts come in addition. Stage 1 sums whole gradients, of which a rank keeps its part."""
     if sharding["kind"] == "zero":
         trained.warm_zero()
     run = trained.recipe(home, model=MODEL, experts={}, router={"preset": "switch"}, sharding=sharding, train={"steps": 2})

@@ -97,7 +97,7 @@ print((held() - before) / 2**28)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tells glibc's allocator, which other systems have not")
 @pytest.mark.parametrize(("choice", "share"), [("give_freed_memory_back", 1 / 64), ("keep_freed_memory", 1.0)])
 def test_freed_memory_is_given_back_or_kept(choice: str, share: float) -> None:
-    """Of 64 tensors of 4 MiB the last is still there: the process holds that one, or as much as all."""
+    """After 64 tensors of 4 MiB, only the last one lives: the process holds about its memory, or the memory of all."""
     found = subprocess.run([sys.executable, "-c", _FREED % choice], capture_output=True, text=True, timeout=60, check=True)
     assert float(found.stdout) == pytest.approx(share, abs=0.01)
 

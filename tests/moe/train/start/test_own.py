@@ -75,7 +75,7 @@ def test_every_moment_is_told_once_with_what_the_records_have(mode: str, home: P
 
 
 class Stops(Callback):
-    """On one rank asks to stop after a step, or an evaluation."""
+    """Asks to stop, on one rank, after a given step or evaluation."""
 
     def __init__(self, rank: int, event: str, step: int) -> None:
         self.rank, self.event, self.step = rank, event, step
@@ -367,7 +367,7 @@ def test_a_run_with_an_own_optimizer_goes_on_to_the_bit_and_only_with_it(home: P
 
 
 class ByNorm(torch.optim.Optimizer):
-    """Steps of a tensor's whole length: of a part of it they are others."""
+    """An optimizer that normalises by a tensor's norm, so that steps of a part of a tensor differ from steps of the whole."""
 
     def __init__(self, groups: Any, *, by_expert: bool = True) -> None:
         super().__init__(groups, {"lr": 0.1})
@@ -390,7 +390,7 @@ def test_an_optimizer_of_whole_matrices_is_taken_where_ranks_hold_them_whole(hom
 
 
 class Counts(ByNorm):
-    """What it goes on with is in no state."""
+    """An optimizer that counts its steps in its parameter groups. They are not part of its state, so it cannot be resumed."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -400,7 +400,7 @@ class Counts(ByNorm):
 
 
 class OfAll(torch.optim.SGD):
-    """Steps by the length of all gradients together: where ranks hold different parameters, each has another."""
+    """An optimizer that normalises by the norm of all its gradients: ranks with different parameters have different norms."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         held = [weight for group in self.param_groups for weight in group["params"]]

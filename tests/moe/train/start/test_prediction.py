@@ -70,7 +70,7 @@ def test_an_evaluation_that_no_memory_holds_is_refused_before_the_first_step(
 
 
 def test_the_smallest_rank_decides_for_all(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 see different memory: both refuse, in the same words, or neither could leave."""
+    """Ranks 0 and 1 see different memory: both refuse with one line. If only one did, the other would wait for it."""
     limits = {0: 2.0**40, 1: 2.0**10}
     known = prediction.here
     monkeypatch.setattr(prediction, "here", lambda world: replace(known(world), limit_bytes=limits[world.rank]))
@@ -121,7 +121,7 @@ def test_time_is_predicted_where_this_machine_was_measured(home: Path, tmp_path:
 
 @pytest.mark.parametrize("case", ["fsdp", "pp 2"])
 def test_predicted_bytes_are_those_that_are_alive(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth, on the smallest sizes at which tensors outweigh what is counted by the layer."""
+    """Within a tenth, at the smallest sizes at which tensors outweigh the parts that are counted by layers."""
     monkeypatch.setattr(planner_runs, "MODEL", planner_runs.MODEL | {"num_layers": 2, "d_model": 96, "d_ff": 384, "vocab_size": 512})
     rows = run_on_ranks(planner_runs.measure, 2, 2, case, "fp32", timeout_s=90)
     assert all(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) < planner_runs.WITHIN for row in rows)

@@ -67,7 +67,7 @@ def test_logits_of_tokens_read_in_runs_are_those_of_all_read_at_once(name: str) 
 
 @pytest.mark.parametrize("name", ["glam, key-value heads", "documents", "longer than trained"])
 def test_the_experts_of_a_text_written_token_by_token_are_those_of_the_whole_read_at_once(name: str) -> None:
-    """But for the last token, which nobody has read."""
+    """Except for the last token, which has not been read."""
     model = made(name)
     for_continuing(model)
     written, whole = RoutingRecord(2, LENGTH - 1), RoutingRecord(2, LENGTH - 1)

@@ -29,7 +29,7 @@ LENGTH = trained.VALUES["model"]["max_length"]
 
 @pytest.fixture(scope="module")
 def out(home: Path) -> Path:
-    """A run on two ranks with its experts on both."""
+    """The folder of a run on two ranks, with experts on both."""
     run = trained.recipe(home, degrees={"ep": 2}, train={"steps": 20, "save_every": 0}, router={"group": 2})
     trained.train(run, home / "run", ranks=2)
     return home / "run"

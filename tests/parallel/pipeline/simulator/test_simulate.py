@@ -31,7 +31,7 @@ def run(name: str, p: int, m: int, F: int = 1, B: int = 2, **size: int) -> Timel
 
 
 def idle(timeline: Timeline, ideal: int) -> Fraction:
-    """Idle time of every rank, which must be the same for all, over `ideal`."""
+    """Idle time of a rank, which must be equal for all ranks, over `ideal`."""
     found = {timeline.idle(rank) for rank in range(timeline.schedule.num_ranks)}
     assert len(found) == 1
     return Fraction(found.pop()) / ideal
@@ -299,7 +299,7 @@ def test_measured_stage_times_give_the_measured_step_time(row: str) -> None:
 
 
 def test_a_message_arrives_a_transfer_after_it_was_made() -> None:
-    """p = 2, m = 1: F, over, F B, over, B."""
+    """p = 2, m = 1: F, transfer, F B, transfer, B."""
     for overlap in (True, False):
         assert simulate(make_schedule("1f1b", ranks=2, microbatches=1), transfer_time=5, overlap=overlap).makespan == 1 + 5 + 1 + 2 + 5 + 2
 
