@@ -68,5 +68,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker for every core that this process may use. Ranks of different tests share cores."""
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    """`-n auto`: one worker more than the cores that this process may use, because tests wait for processes, files and signals."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)) + 1)
