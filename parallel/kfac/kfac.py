@@ -72,7 +72,7 @@ class Linear:
         return {"A": inputs, "G": outputs}
 
     def layout_of(self, factor: str) -> Layout:
-        """Return the layout of a factor on the mesh: split over experts as the stack is, otherwise whole."""
+        """Return the layout of a factor: sharded over ranks as the stacked weights of the experts are, otherwise whole on every rank."""
         width = self.sizes[factor]
         stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)

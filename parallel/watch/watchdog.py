@@ -368,7 +368,7 @@ def ended_by(error: BaseException) -> Ended | None:
 
 
 def prints_line() -> bool | None:
-    """Return whether this rank prints the line that ended the run; None if no line did, or there is one rank only."""
+    """Return whether this rank prints the watchdog's diagnosis. None if the watchdog did not end the run, or on a single rank."""
     return None if _of_process is None or _of_process.line is None else _of_process.prints
 
 

@@ -3,7 +3,7 @@
     one rank, the launcher (ranks die with it), or all at once: at a random moment of a random step, including the start
     inside a save: one rank, when it opens, renames or removes a checkpoint's file; each of those calls is equally likely
 
-A try is held if the second start ends well, and every loss, weight and moment is bitwise equal to the undisturbed run. Further rows are
+A try passes if the second start ends well, and every loss, weight and moment is bitwise equal to the undisturbed run. Further rows are
 pairs of layouts: a checkpoint saved on one layout is loaded on another and saved again; the hashes of all tensors must be equal.
 """
 

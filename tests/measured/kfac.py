@@ -261,7 +261,7 @@ def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[
 
 
 def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The row of a schedule: seconds until each way reaches AdamW's final loss."""
+    """Return a pipeline schedule's row: seconds until each optimizer reaches AdamW's final loss."""
     ends = {lr: smoothed(losses_of(timed_values("adamw", 0, lr, steps, ranks))[0])[-1] for lr in RATES["adamw"]}
     say("adamw, loss in one process: " + ", ".join(f"{end:.3f} at lr {lr:g}" for lr, end in ends.items()))
     rates = {("adamw", 0): min(ends, key=lambda lr: ends[lr])}

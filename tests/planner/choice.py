@@ -105,7 +105,7 @@ def _by_gpu(one: Predicted, kind: str) -> float:
 
 
 def identity(rows: Sequence[Row]) -> list[float]:
-    """Relative errors of the closed form, for rows whose notes give the microseconds of each stage's passes."""
+    """Relative errors of a pipeline's step time by formula, for rows whose notes give the microseconds of each stage's passes."""
     off = []
     for row in rows:
         found = re.search(r"fwd us per stage ([\d ]+); bwd us per stage ([\d ]+)", row.cells["notes"])

@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Sizes and dtype of a layer, and its routing. balanced: equal loads; skewed: one expert gets half of the rows, or every token."""
+    """Sizes and dtype of a layer, and its routing. balanced: equal loads; skewed: all tokens choose one expert too."""
 
     shape: Shape
     dtype: torch.dtype

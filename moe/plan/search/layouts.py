@@ -44,7 +44,7 @@ class _Candidate:
 
 
 def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the best layout that the trainer can run. `free_seconds`: of the best legal layout. Raises BadInput if none fits."""
+    """Find the fastest layout that the trainer runs. `free_seconds`: step time of the fastest of all. Raises BadInput if none fits."""
     free, where = inf, ""
     for mesh in meshes(machine):
         rates = _rates(machine, mesh)

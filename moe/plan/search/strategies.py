@@ -222,7 +222,7 @@ def read_together(graph: Graph) -> Graph:
 
 
 def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Strategies of an operator made by `read_together`: one for each state, at no cost."""
+    """Strategies of an operator added by `read_together`: one for each sharding of its tensor, with no cost."""
     found = []
     ways = [WHOLE, LATER] if settings.backward else [WHOLE]
     for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
@@ -233,7 +233,7 @@ def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple
 
 
 def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[Strategy, ...]]:
-    """Strategies of every operator of a graph made by `read_together`."""
+    """Strategies of every operator of a graph that `read_together` returned, by name."""
     return {op.name: (reading if op.whole == "read" else strategies)(op, graph, mesh, settings) for op in graph.operators}
 
 

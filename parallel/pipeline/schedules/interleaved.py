@@ -71,7 +71,7 @@ def _held(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
     sizes, base = groups(ranks, microbatches), microbatches + 1
     passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
     forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))
-    backward = list(accumulate((base**chunk for chunk in passes), initial=0))  # chunks in reverse order
+    backward = list(accumulate((base**chunk for chunk in passes), initial=0))  # starts of backward passes, from the last chunk to the first
     found = []
     for rank in range(ranks):
         ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * sizes[0] + 1, len(passes))

@@ -144,7 +144,7 @@ def test_groups_that_do_not_divide_the_tokens_are_refused() -> None:
         kept_choices(expert_TK, expert_TK == 0, num_groups=3, num_experts=2, slots_each=4, kernels=cpu)
 
 
-# --- other orders -------------------------------------------------------------------------------------------------------
+# --- other orders in which tokens fill a capacity -----------------------------------------------------------------------------------------
 
 QUEUES = pytest.mark.parametrize("queue", ["choices_first", "tokens_first"])
 

@@ -1,4 +1,4 @@
-"""The rows of `--kinds hybrid`: every pair that may be is in one, the same each time. Arithmetic alone; no rank runs."""
+"""The rows of `--kinds hybrid`: every legal pair of features is in one of them, and each call lists the same rows. No rank runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that keeps keys and values says what one says that reads everything again; and what sampling may choose.
+"""Decoding with a cache of keys and values gives the logits of reading the whole context again; and what sampling may choose.
 
 The twin reads each context whole in one plain pass. It alone would notice a wrong place, mask or document of a token read by itself.
 """
