@@ -114,9 +114,8 @@ def copied(folder: Path, to: Path) -> Path:
 # --- layouts ------------------------------------------------------------------------------------------------------------
 
 
-# Each layout is a source and a target at least once, and neighbours differ in one thing if possible. A checkpoint holds the same tensors
-# with
-# the same names for every layout (tests/parallel/data/test_engines.py), so not all pairs are needed.
+# Each layout is a source and a target at least once, and neighbours differ in one thing if possible. A checkpoint holds the same tensors,
+# with the same names, for every layout (tests/parallel/data/test_engines.py), so not all pairs are needed.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
