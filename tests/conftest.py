@@ -60,11 +60,15 @@ def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def signals_as_they_were() -> Iterator[None]:
-    """A run that ends in this process ignores signals from then on, and so would every process that later tests start."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+def process_as_it_was() -> Iterator[None]:
+    """Environment and signal handlers are restored after each test: a run in this process changes both for all later processes."""
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     yield
-    for number, handler in before.items():
+    for name in [n for n in os.environ if n not in environment and n != "PYTEST_CURRENT_TEST"]:
+        del os.environ[name]
+    os.environ.update(environment)
+    for number, handler in handlers.items():
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 

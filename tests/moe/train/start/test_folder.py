@@ -51,10 +51,9 @@ def everything(folder: Path) -> dict[str, tuple[str, int]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_refused_start_changes_nothing_and_the_next_is_refused_too(
-    ranks: int, home: Path, held: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ranks: int, home: Path, held: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Once in its own process, once on ranks that another launcher started: each prints the line."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(home / "extensions"))  # a start sets it for its process, here for later tests too
     run, before = trained.recipe(home), everything(held)
     (home / "tiny.yaml").write_text(resolved_yaml(run, {}))
     for _ in range(2):
