@@ -147,9 +147,7 @@ class Trained:
         self.engine, self.model, self.scale = self.executor.engine, model, LossScale()
         self.shard: TokenShard = shard_of(self.run, self.mesh, self.run.train.global_batch)
         self.events: list[dict[str, Any]] = []
-        self.auditor = Auditor(
-            self.engine, self.mesh, every=1, record=self.events.append, note=lambda _: None, checkpoints=Path("/nowhere")
-        )
+        self.auditor = Auditor(self.engine, self.mesh, every=1, record=self.events.append, note=lambda _: None, folder=Path("/nowhere"))
         self.steps = steps
         for step in range(steps):
             self.step(step)

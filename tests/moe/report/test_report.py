@@ -335,7 +335,7 @@ def test_comparison_draws_mean_range_and_difference_of_equal_seeds(tmp_path: Pat
     out = compare(runs, tmp_path / "new" / "curves.png", baseline="dense", title="Equal FLOPs")
     assert out.read_bytes().startswith(b"\x89PNG")
     with drawn_in(LIGHT):
-        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, LIGHT, "dense", "validation_loss", None)
+        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, LIGHT, "dense", None)
     top, below = fig.axes
     np.testing.assert_allclose(np.asarray(top.lines[0].get_ydata()), evaluations("x", seeds(0.2))[1][0])  # the mean over seeds
     band = np.asarray(top.collections[0].get_paths()[0].vertices)

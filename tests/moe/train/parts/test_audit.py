@@ -115,7 +115,7 @@ def _audited(rank: int, spoilt: tuple[int, ...], folder: Path, dp: int) -> tuple
     mesh = process.connect(Degrees(dp=dp, pp=2), World(rank, ranks, rank, ranks))
     held = [Held("embedding", "weight", torch.arange(5.0), ("dp",) if dp > 1 else (), (0, 1))]
     engine: Any = SimpleNamespace(copy_again=lambda: False)
-    auditor = audit.Auditor(engine, mesh, every=1, record=events.append, note=lambda _: None, checkpoints=folder)
+    auditor = audit.Auditor(engine, mesh, every=1, record=events.append, note=lambda _: None, folder=folder)
     auditor._held = lambda: held  # type: ignore[method-assign]
     before, end = fingerprints(held), ""
     if rank in spoilt:

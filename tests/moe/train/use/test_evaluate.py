@@ -90,7 +90,7 @@ def test_other_sources_are_read_whole_in_the_place_of_the_runs_path(home: Path, 
     assert row["tokens"] == sum(one["tokens"] for one in alone) and "all of" in capsys.readouterr().out
     assert figures(out, overrides={"data.sources": "[]"}, sequences=4)["sequences"] == 4
     assert "the validation part of" in capsys.readouterr().out
-    with pytest.raises(BadInput, match="--data.path: got it and data.sources as well, needed one of the two"):
+    with pytest.raises(BadInput, match="--data.path: got data.sources as well, needed one of the two"):
         figures(out, overrides={"data.sources": sources, "data.path": str(home / "one.txt")})
 
 
