@@ -73,6 +73,14 @@ def process_as_it_was() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_visit() -> Iterator[None]:
+    """Exclude all objects that a module's tests leave from later garbage collections and from `gc.get_objects`, which visit each."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -82,6 +90,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end: collections of garbage in tests, and in ranks that are forked from here, need not visit it."""
+    """Exclude what exists after collection from garbage collections in tests, and in ranks that are forked from here."""
     gc.collect()
     gc.freeze()
