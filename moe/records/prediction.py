@@ -35,7 +35,7 @@ def warning(found: Prediction) -> str | None:
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error, with a fix, for a run predicted not to fit. run: with "auto" values. checked: resolves and checks a run."""
+    """Return the error, with a fix, for a run predicted not to fit. run: with "auto" values unresolved. checked: resolves and checks it."""
     bound = found.tightest
     assert bound is not None
     change = change_that_fits(
