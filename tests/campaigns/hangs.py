@@ -243,7 +243,7 @@ def _cost() -> Row:
 
 
 def _judged(case: Case, folder: Path, running: list[int], took: float, slack_s: float) -> str:
-    """Return the problem with the ranks' ends; "" if none. running: ranks that have not ended. took: seconds from fault to end."""
+    """Return "" if the ranks ended as they should, else the problem. running: ranks that still run. took: seconds from fault to end."""
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
     if running:
         return f"still running: ranks {running}; {output[-300:]!r}"

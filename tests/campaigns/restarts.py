@@ -116,7 +116,7 @@ def _train(home: Path, out: Path, *, steps: int, every: int) -> subprocess.Popen
 
 
 def _step(out: Path) -> int:
-    """Return the newest step recorded since the last start; 0 before its first step."""
+    """Return the newest step recorded since the last start of the run; 0 if that has recorded none."""
     path = out / METRICS
     if not path.exists():
         return 0

@@ -78,7 +78,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
     return folder, Page((folder / "report.html").read_text())
 
 
-# --- the page -----------------------------------------------------------------------------------------------------------
+# --- the HTML page ------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_has_every_plot_twice_in_one_page_that_needs_nothing_else(finished: tuple[Path, Page]) -> None:

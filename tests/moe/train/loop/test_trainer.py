@@ -91,7 +91,7 @@ def by_hand(run: Run, steps: int) -> list[float]:
     return losses
 
 
-# --- the loss -----------------------------------------------------------------------------------------------------------
+# --- losses equal those of a plain loop ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -122,7 +122,7 @@ def test_it_learns(home: Path, tmp_path: Path) -> None:
     (summary,) = trained.train(trained.recipe(home, train={"steps": 60, "save_every": 0}), tmp_path / "run")
     uniform = math.log(256)
     assert summary["validation_loss"] < trained.lines(tmp_path / "run")[0]["loss"] - 1 < uniform
-    assert summary["bits_per_byte"] == pytest.approx(summary["validation_loss"] / math.log(2))  # a token is a byte
+    assert summary["bits_per_byte"] == pytest.approx(summary["validation_loss"] / math.log(2))  # with the byte tokenizer, a token is a byte
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_evaluation_is_dropless_deterministic_and_the_mean_over_the_held_out_tok
     assert first == pytest.approx(mean, rel=1e-6)
 
 
-# --- the step -----------------------------------------------------------------------------------------------------------
+# --- weight decay, gradient norm, learning rate -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("norm", "positions"), [("rmsnorm", "rotary"), ("layernorm", "t5")])
@@ -445,7 +445,7 @@ def test_a_text_shorter_than_one_sequence_is_refused(characters: int, home: Path
     assert not (tmp_path / "run/metrics.jsonl").exists() and not (tmp_path / "run/checkpoints").exists()
 
 
-# --- as a library -------------------------------------------------------------------------------------------------------
+# --- `train` called from a program --------------------------------------------------------------------------------------
 
 
 def test_a_thread_can_train_and_leaves_the_signal_handlers_alone(home: Path, tmp_path: Path) -> None:

@@ -257,7 +257,6 @@ def test_adapters_save_the_flops_of_frozen_weights_gradients(recompute: Any) -> 
     matrices = layers * (4 * width**2 + 3 * width * hidden) + vocabulary * width
     made, narrow = 2 * rank * width**2, 4 * tokens * 2 * rank * width  # FLOPs for one matrix: W' = W + s B A; gradients of B and A
     passes = 3 if recompute == "full" else 2  # forward passes and backward pass, each of which computes W'
-    saved = (
-        2 * tokens * (matrices + 3 * width**2) - 4 * layers * (passes * made + narrow) + 3 * made
-    )  # the first layer's three W' need no gradient of x
+    # + 3 * made: the first layer's three W' need no gradient of x
+    saved = 2 * tokens * (matrices + 3 * width**2) - 4 * layers * (passes * made + narrow) + 3 * made
     assert flops(Lora(rank=0)) - flops(Lora(rank=rank, targets=("attention",))) == saved

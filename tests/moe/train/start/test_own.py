@@ -167,7 +167,7 @@ def test_callbacks_on_one_rank_alone_are_refused_on_all(home: Path, tmp_path: Pa
     assert all("needed the same on every rank" in line for line in lines)
 
 
-# --- data -----------------------------------------------------------------------------------------------------------------
+# --- samples given by a program -------------------------------------------------------------------------------------------
 
 
 def windows(run: Run) -> dict[str, list[list[int]]]:
@@ -329,7 +329,7 @@ def test_of_any_share_something_is_held_out_and_something_trained_on(count: int,
     assert found.train.num_windows + found.validation.windows.num_windows == count  # type: ignore[union-attr]
 
 
-# --- the optimizer --------------------------------------------------------------------------------------------------------
+# --- an optimizer given by a program --------------------------------------------------------------------------------------
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
