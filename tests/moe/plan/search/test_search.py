@@ -165,7 +165,7 @@ def stage_of(some: Runnable, plan: Plan, first: int, end: int, later: int) -> tu
     layers = [some.whole.layers[0]] * (first == 0) + some.blocks[first:end] + [some.whole.layers[-1]] * (end == len(some.blocks))
     mine = [costs[some.folded.of[layer]] for layer in layers]
     in_flight = min(later + 1, some.settings.microbatches)
-    return sum(c.seconds for c in mine), sum(c.state_bytes + c.kept_bytes * in_flight for c in mine)
+    return sum(c.seconds for c in mine), sum(c.state_bytes + c.output_bytes * in_flight for c in mine)
 
 
 def cuts(layers: int, devices: int, sizes: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
