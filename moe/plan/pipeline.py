@@ -106,13 +106,13 @@ def _from_file(run: Run) -> Schedule:
     p = run.pipeline
     schedule = read_order(user_path(p.schedule, what="pipeline.schedule"))
     both = (("degrees.pp", run.degrees.pp, schedule.num_ranks), ("pipeline.microbatches", p.microbatches, schedule.microbatches))
-    for what, got, needed in both:
-        if got != needed:
-            raise BadInput(what, got=got, needed=f"{needed}, as in {p.schedule}", fix=Set(what, needed) | "take another order")
+    for what, given, number in both:
+        if given != number:
+            raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order")
     if schedule.num_updates > 1:
-        got, needs = f"{p.schedule} with {schedule.num_updates} updates", "one: a file is the order of one step"
+        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one: a file is the order of one step"
         fix = "remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
-        raise BadInput("pipeline.schedule", got=got, needed=needs, fix=fix)
+        raise BadInput("pipeline.schedule", got=got, needed=needed, fix=fix)
     return schedule
 
 
@@ -133,8 +133,8 @@ def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None)
 
 
 def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: Fix) -> None:
-    """Raise BadInput for a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights.
-    otherwise: the fix to propose if no list fits these stages."""
+    """Raise BadInput for a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights. otherwise: the fix to
+    propose if no list fits these stages."""
     layers, stages, near = run.model.num_layers, schedule.num_stages, _some_list(run, schedule.num_stages)
     if len(given) != stages or sum(given) != layers or min(given) < 0:
         needed = f"{stages} numbers from 0, one a stage, that add up to model.num_layers={layers}"
@@ -178,11 +178,9 @@ def splits_backward(schedule: Schedule) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """Cost of one micro-batch on one stage. parameters: their number. forward, backward: FLOPs of the passes, with recomputation.
-
-    weights: FLOPs of `backward` for the gradients of weights (action W). held: bytes of activations kept until the backward pass. crossing:
-    bytes of the output, which is sent to the next stage; its gradient comes back in as many.
-    """
+    """Cost of one micro-batch on one stage. parameters: their number. forward, backward: FLOPs of the passes, with recomputation. weights:
+    FLOPs of `backward` for the gradients of weights (action W). held: bytes of activations kept until the backward pass. crossing: bytes of
+    the output, which is sent to the next stage; its gradient comes back in as many."""
 
     layers: range
     parameters: int

@@ -27,8 +27,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbours along the last axis are closest.
-    flops: operations a second of a device. moved: bandwidth of its memory, in bytes a second. memory_bytes: size of its memory."""
+    """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbours along the last axis are closest. flops:
+    operations a second of a device. moved: bandwidth of its memory, in bytes a second. memory_bytes: size of its memory."""
 
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
@@ -76,11 +76,9 @@ class Machine:
         return self.nodes * self.node_size
 
     def link(self, count: int, stride: int) -> Link:
-        """Return the link of a mesh axis with `count` ranks, each `stride` devices from the next.
-
-        An axis over several nodes uses hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m
-        nodes: (n-1)/n beta = (w-1)/w beta_inside + (m-1)/m beta_between / w. In an all-to-all, bytes for other nodes cross the network.
-        """
+        """Return the link of a mesh axis with `count` ranks, each `stride` devices from the next. An axis over several nodes uses
+        hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m nodes: (n-1)/n beta = (w-1)/w
+        beta_inside + (m-1)/m beta_between / w. In an all-to-all, bytes for other nodes cross the network."""
         near = min(count, max(1, self.node_size // stride))
         if count == 1 or near == count:
             return self.inside

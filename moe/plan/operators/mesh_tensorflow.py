@@ -145,9 +145,7 @@ def best_layout(
     graph: Graph, mesh: Sizes, machine: Machine, *, objective: Objective = "seconds", of_weight: float = 16, most_bytes: float = inf
 ) -> Best:
     """Find the legal layout with the fewest seconds (then bytes), or bytes (then seconds), that takes at most `most_bytes` a rank.
-
-    of_weight: bytes of a weight with its states, as in Program.bytes. Raises BadInput if no layout takes at most `most_bytes`.
-    """
+    of_weight: bytes of a weight with its states, as in Program.bytes. Raises BadInput if no layout takes at most `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
     if search.best is None:

@@ -28,10 +28,8 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """Return the operators of a forward pass of `sequences` sequences, all replicas together.
-
-    Raises BadInput for latent attention, multi-token prediction and an encoder.
-    """
+    """Return the operators of a forward pass of `sequences` sequences, all replicas together. Raises BadInput for latent attention,
+    multi-token prediction and an encoder."""
     if run.model.latent.key_rank is not None:
         needed = "null: an operator of latent attention has no rule here"
         fix = "take another recipe; moe plan without --search prices this one"

@@ -47,11 +47,9 @@ def total(times: Sequence[float], microbatches: int) -> float:
 
 
 def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, gap: float = 1e-9) -> Stages:
-    """Find the stages with the least time that use all devices. Raises BadInput if nothing fits into memory.
-
-    time: (first, end, devices, number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices
-    that a stage may have. gap: of two values of t_max that differ by less than this fraction, only the smaller is tried.
-    """
+    """Find the stages with the least time that use all devices. Raises BadInput if nothing fits into memory. time: (first, end, devices,
+    number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may have. gap: of
+    two values of t_max that differ by less than this fraction, only the smaller is tried."""
     most = min(layers, devices)
     # t[later][submesh][first, end]: seconds; inf if the stage does not fit, or end <= first
     t = np.full((most, len(submeshes), layers + 1, layers + 1), inf)

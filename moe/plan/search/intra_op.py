@@ -202,10 +202,8 @@ class _Program:
 
 
 def live(graph: Graph, *, backward: bool) -> list[frozenset[str]]:
-    """Return the sets of operators whose outputs are in memory at the same time, without sets that another set contains.
-
-    When a backward pass begins, all outputs are in memory. Without a backward pass, each output is freed after its last reader has run.
-    """
+    """Return the sets of operators whose outputs are in memory at the same time, without sets that another set contains. When a backward
+    pass begins, all outputs are in memory. Without a backward pass, each output is freed after its last reader has run."""
     if backward:
         return [frozenset(graph.named)]
     order = {op.name: i for i, op in enumerate(graph.operators)}

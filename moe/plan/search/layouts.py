@@ -44,8 +44,8 @@ class _Candidate:
 
 
 def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the fastest layout that the trainer can run. Raises BadInput if none fits.
-    Its `free_seconds` is the step time of the fastest legal layout, even if the trainer cannot run it."""
+    """Find the fastest layout that the trainer can run. Raises BadInput if none fits. Its `free_seconds` is the step time of the fastest
+    legal layout, even if the trainer cannot run it."""
     free, where = inf, ""
     for mesh in meshes(machine):
         rates = _rates(machine, mesh)
@@ -115,12 +115,9 @@ def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
 
 
 def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) -> dict[str, str]:
-    """Return tensor -> text of the annotations of one of SETS, its `kind`.
-
-    All sets annotate the embedded tokens, a matrix of each attention and network, the vocabulary and the experts. `batch and slices` also
-    cuts the length of tensors between layers; `weights over the batch` also cuts every dense weight over rows. experts: the mesh axes of
-    `experts` and `expert_hidden`, if they are cut.
-    """
+    """Return tensor -> text of the annotations of one of SETS, its `kind`. All sets annotate the embedded tokens, a matrix of each
+    attention and network, the vocabulary and the experts. `batch and slices` also cuts the length of tensors between layers; `weights over
+    the batch` also cuts every dense weight over rows. experts: the mesh axes of `experts` and `expert_hidden`, if they are cut."""
     rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
     stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
     between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]

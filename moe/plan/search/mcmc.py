@@ -45,10 +45,8 @@ def data_parallel(graph: Graph, devices: int) -> dict[str, Placed]:
 
 
 def legal(op: Operator, graph: Graph, devices: int, *, spread: Literal["any", "all"] = "any") -> tuple[Placed, ...]:
-    """Return all placements of an operator, on neighbouring or evenly spaced devices. spread: "all": only placements on all devices.
-
-    The number of its parts divides `devices`. At most two cuts, each of a dim or into copies, make the parts.
-    """
+    """Return all placements of an operator, on neighbouring or evenly spaced devices. spread: "all": only placements on all devices. The
+    number of its parts divides `devices`. At most two cuts, each of a dim or into copies, make the parts."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for parts in divisors(devices) if spread == "any" else [devices]:
@@ -79,10 +77,8 @@ def mcmc(
     simulation: Literal["delta", "full"] = "delta",
     watch: Callable[[dict[str, Placed], Ran], None] | None = None,
 ) -> Walk:
-    """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones.
-
-    alpha: the larger, the fewer slower placements are accepted. watch: is called with every proposed placement and its simulation.
-    """
+    """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones. alpha:
+    the larger, the fewer slower placements are accepted. watch: is called with every proposed placement and its simulation."""
     graph, draw, began = simulator.graph, random.Random(seed), clock.monotonic()
     devices = simulator.machine.devices
     options = options or {op.name: legal(op, graph, devices) for op in graph.operators}

@@ -206,8 +206,8 @@ class Runnable:
             engines = ("ddp", "zero1", "fsdp") if pp == 1 else ("ddp", "zero1")
             for engine, tensor, recompute in product(engines, tensors, RECOMPUTED):
                 plan = Plan(dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, engine=engine, tensor=tensor, recompute=recompute, stage_layers=stage_layers)
-                sizes = {"microbatch": sequences // dp, "microbatches": self.settings.microbatches, "compute_bytes": self.whole.itemsize}
-                yield replace(plan, storage=self.settings.storage, **sizes)
+                plan = replace(plan, microbatch=sequences // dp, microbatches=self.settings.microbatches)
+                yield replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
 
     def _degrees(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tp, sp, ep) for a stage of `ranks` ranks. dp = ranks / (tp sp) divides the sequences; ep divides ranks and experts."""

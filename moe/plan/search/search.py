@@ -35,10 +35,8 @@ from parallel.errors import BadInput
 @dataclass(frozen=True)
 class SearchResult:
     """Result of a search. seconds: of a step with `plan`. free_seconds: of a step with the optimum, even if the trainer cannot run it.
-
     assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`.
-    nearest: True if the trainer cannot run the optimum, so that `plan` is another plan. said: a line about this, for the user.
-    """
+    nearest: True if the trainer cannot run the optimum, so that `plan` is another plan. said: a line about this, for the user."""
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
     plan: Plan
@@ -65,8 +63,8 @@ GAP = 1e-3  # times count as equal if they differ by less than this fraction
 
 
 def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find stages and strategies with the least time (Alpa). Raises BadInput if nothing fits into memory.
-    allowed: returns whether the recipe can be trained with a plan."""
+    """Find stages and strategies with the least time (Alpa). Raises BadInput if nothing fits into memory. allowed: returns whether the
+    recipe can be trained with a plan."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     whole = tuple(2**i * machine.node_size for i in range(machine.nodes.bit_length()))
@@ -103,11 +101,9 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """Return the solutions for a submesh with `devices` devices. Each is there twice: without and with recomputation.
-
-    First the best strategies without a memory limit. If they do not fit, the best within the memory for equal stages. If these do not fit
-    either, the best within the memory with recomputation. The strategies of all plans are added: no plan is faster than the result.
-    """
+    """Return the solutions for a submesh with `devices` devices. Each is there twice: without and with recomputation. First the best
+    strategies without a memory limit. If they do not fit, the best within the memory for equal stages. If these do not fit either, the best
+    within the memory with recomputation. The strategies of all plans are added: no plan is faster than the result."""
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}

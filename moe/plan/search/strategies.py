@@ -33,11 +33,9 @@ Sharded = Literal[0, 1, 3]  # ZeRO stage
 
 @dataclass(frozen=True)
 class Strategy:
-    """Strategy of one operator on a mesh, with its costs. cut: letter of the dim that each mesh axis cuts, "" for none.
-
-    scatter: for each axis the letter of the dim over which partial sums are reduce-scattered; "": they are all-reduced. sharded: ZeRO stage
-    of the parameters' states. reads: state of each input. gives: state of the output.
-    """
+    """Strategy of one operator on a mesh, with its costs. cut: letter of the dim that each mesh axis cuts, "" for none. scatter: for each
+    axis the letter of the dim over which partial sums are reduce-scattered; "": they are all-reduced. sharded: ZeRO stage of the
+    parameters' states. reads: state of each input. gives: state of the output."""
 
     cut: tuple[str, ...]
     scatter: tuple[str, ...]
@@ -166,11 +164,9 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
 
 @lru_cache(maxsize=1 << 18)
 def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
-    """Return the seconds to bring a tensor of `size_bytes` (on all ranks together) to another state, and its gradient back.
-
-    Collective for the tensor / for its gradient, axis by axis: WHOLE to cut: none / all-gather. Cut to WHOLE: all-gather / none. Cut to
-    LATER: all-gather / reduce-scatter. WHOLE to LATER: none / all-reduce. Another cut dim: all-to-all / all-to-all. LATER to others: inf.
-    """
+    """Return the seconds to bring a tensor of `size_bytes` (on all ranks together) to another state, and its gradient back. Collective for
+    the tensor / for its gradient, axis by axis: WHOLE to cut: none / all-gather. Cut to WHOLE: all-gather / none. Cut to LATER: all-gather
+    / reduce-scatter. WHOLE to LATER: none / all-reduce. Another cut dim: all-to-all / all-to-all. LATER to others: inf."""
     seconds, now = 0.0, list(gives)
     for axis, (a, b) in enumerate(zip(gives, reads, strict=True)):
         others = prod(n for i, n in enumerate(mesh.sizes) if i != axis and now[i] >= 0)

@@ -266,7 +266,7 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
             "config.json: rope_type: got longrope, needed default, .* dynamic",
         ),
         ({"num_hidden_layers": 3}, {}, "no tensor for layers.2.attention_norm.weight, needed model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 1}, {}, "tensor model.layers.1.input_layernorm.weight and 8 more: got it in the files"),
+        ({"num_hidden_layers": 1}, {}, "tensor model.layers.1.input_layernorm.weight and 8 more: got a tensor that nothing reads"),
         ({"intermediate_size": 41}, {}, r"tensor model.layers.0.mlp.gate_proj.weight: got shape \[40, 24\], needed \[41, 24\]"),
         ({}, {up: None}, f"needed {up}"),
         ({}, {gain: torch.full((24,), torch.nan)}, f"tensor {gain}: got values that are not finite"),

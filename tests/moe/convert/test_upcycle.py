@@ -18,8 +18,7 @@ from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.convert import upcycle
 from moe.convert.checks import Settings, check_convertible, gate_sum, settings_of
-from moe.convert.convert import convert, find, loads, main
-from moe.convert.report import compared
+from moe.convert.convert import compared, convert, find, loads, main
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
@@ -379,7 +378,7 @@ def test_a_check_counts_the_tokens_that_have_logits(halves: bool, counted: int, 
     sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_ff": 8, "max_length": 8, "moe_every": 0}
     run = build_run({"model": sizes | kind, "data": {"objective": "span_corruption" if halves else "next_token"}})
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
-    monkeypatch.setattr("moe.convert.report.restore", lambda _: model)
+    monkeypatch.setattr("moe.convert.convert.restore", lambda _: model)
     assert compared(Path(), model).said().startswith(f"checked on {counted} random tokens: logits differ by at most 0.00e+00")
 
 
@@ -408,7 +407,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model": {"ffn": "geglu"}}, {}, "model.ffn: got geglu, needed the source's swiglu"),
     ({"experts": {"ffn": "relu"}}, {}, "experts.ffn: got relu, needed the source's swiglu"),
     ({"experts": {"d_ff": 12}}, {}, "experts.d_ff: got 12, needed the source's d_ff 24; fix: --experts.d_ff 24, or --method granular"),
-    ({"experts": {"d_ff": 24}}, {"method": "granular"}, "experts.d_ff: got 24, needed a part of the source's d_ff 24"),
+    ({"experts": {"d_ff": 24}}, {"method": "granular"}, "experts.d_ff: got 24, needed a proper divisor of the source's d_ff 24"),
     ({"experts": {"d_ff": 8}}, {"method": "granular"}, "experts.num_experts: got 4, needed a multiple of the 3 shards"),
     ({"experts": {"d_ff": 6}}, {"method": "granular"}, "router.num_choices: got 2, needed a multiple of the 4 shards"),
     ({"experts": {"d_ff": 12}, "router": {"noise": "gumbel"}}, {"method": "granular"}, "router.noise: got gumbel with --method granular"),

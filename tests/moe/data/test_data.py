@@ -833,7 +833,7 @@ def test_default_data_end_to_end(tmp_path: Path) -> None:
     assert np.array_equal(np.concatenate([data.train.batch(5, part(8, 256, rank, 2)) for rank in (0, 1)]), whole)
     assert whole.shape == (8, 257) and whole.dtype == np.int64 and whole.max() < 256
     found = corpus.find_corpus(Data())
-    library = "\0".join(text for _, text, _ in corpus.read_documents(found) if text)
+    library = "\0".join(text for name in found.names for _, text, _ in corpus.read_file(found, name) if text)
     middle = data.tokenizer.decode(whole[3][8:-8]).strip("\ufffd").split("\0")[0]
     assert middle in library
     assert data.validation.held(TokenShard.whole(64, 256)).bytes_per_token == 1.0

@@ -177,7 +177,7 @@ def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Pat
     saved.mkdir(parents=True)
     (saved / "dataset_info.json").write_text("{}")
     (saved / "cache-1.arrow").write_bytes(b"of an earlier step")
-    with pytest.raises(BadInput, match="which holds saved datasets, needed one; fix: add --data.path .*train"):
+    with pytest.raises(BadInput, match="which holds saved datasets, needed the folder of one dataset; fix: add --data.path .*train"):
         (saved / "state.json").write_text("{}")
         read(tmp_path / "saved")
     with pytest.raises(BadInput, match="without a list of files in it"):
@@ -316,7 +316,7 @@ def _other_place(path: Path) -> str:
 
 def _no_ids(path: Path) -> str:
     path.unlink()
-    return "no a.bin beside it"
+    return "no a.bin next to it"
 
 
 def _odd(path: Path) -> str:
