@@ -108,9 +108,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput("router.bias_rate", got="null", needed=needed, fix="--router.bias_rate 0")
     grown, shrunk = layers_that("grow", before, run), layers_that("shrink", before, run)
     if not grown and not shrunk:
-        raise BadInput(
-            "--to", got="a model with the source's layers", needed="a model with other experts", fix="train the source on: moe train RECIPE"
-        )
+        raise BadInput("--to", got="a model with the source's layers", needed="other experts", fix="train the source on: moe train RECIPE")
     if grown and shrunk:
         got = f"more experts in layers {grown}, fewer in {shrunk}"
         raise BadInput("--to", got=got, needed="more experts or fewer", fix="convert twice, with a recipe each")
@@ -213,7 +211,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
         return
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        raise BadInput("--to", got=got, needed="no such network, whose weight depends on the token", fix="keep the experts")
+        raise BadInput("--to", got=got, needed="experts alone: the weight of this network depends on the token", fix="keep the experts")
     learned = before.router.expert_scale == "learned"  # gates are multiplied by trained scales, so they do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"

@@ -61,9 +61,7 @@ def find(source: Path) -> Path:
         return source
     path = checkpoint.newest(source / "checkpoints", world=Mesh.of(Degrees()).axis("world"), log=print)
     if path is None:
-        raise BadInput(
-            "FROM_RUN", got=source, needed="a run with a checkpoint, or a checkpoint's folder", fix="train first: moe train dense_tiny"
-        )
+        raise BadInput("FROM_RUN", got=source, needed="a run with a checkpoint, or a checkpoint", fix="train first: moe train dense_tiny")
     return path
 
 
@@ -86,9 +84,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
         count = before.experts.of_layer(nth)
         if len(found.get(layer, [])) != count:
             got = counted(len(found[layer]), "number") if layer in found else "nothing"
-            raise BadInput(
-                "--load", got=f"{got} for layer {layer} in {source}", needed=f"{count} numbers, one an expert", fix="--load FILE"
-            )
+            raise BadInput("--load", got=f"{got} for layer {layer} in {source}", needed=f"{count}, one an expert", fix="--load FILE")
     return found
 
 

@@ -69,7 +69,7 @@ class Conversion:
         return {name: self.read(f"{stem}.{name}") for name in (("w1", "w2", "w3") if f"{stem}.w3" in self.source else ("w1", "w2"))}
 
     def grown(self, layer: int) -> Values:
-        """Return the tensors of a dense layer converted to experts. Its new shared or residual networks do not change the output yet."""
+        """Return the tensors of a dense layer converted to experts. New shared and residual networks do not change the output at first."""
         s, x, network = self.settings, self.run.experts, self.dense(f"layers.{layer}.ffn")
         count, g = experts_of(self.run, layer), parts(self.before, self.run)
         key, seed = f"layers.{layer}.experts", self.run.train.seed
@@ -85,11 +85,11 @@ class Conversion:
             for name in self._router_rows(layer, count):
                 values[name] = upcycle.shared_rows(self.first(name), parts=g)
         if x.residual:
-            # experts and residual network both compute f, and their coefficients sum to 1: the output stays f
+            # experts and residual network both give the dense output, and their coefficients sum to 1
             values |= _dense(f"layers.{layer}.residual", network)
         if x.shared:
             name = f"layers.{layer}.shared.w2.weight"
-            values[name] = torch.zeros_like(self.first(name))  # with w2 = 0 the output is 0
+            values[name] = torch.zeros_like(self.first(name))  # w2 = 0: at first the shared network gives 0
         return values
 
     def grown_moments(self, layer: int, kind: str) -> Values:
@@ -124,7 +124,7 @@ class Conversion:
         return _dense(f"layers.{layer}.ffn", upcycle.joined(made))
 
     def _groups(self, layer: int) -> tuple[list[list[int]], list[float]]:
-        """Return (groups of the source's experts, each of which becomes one expert; weight of every expert in its group's mean)."""
+        """Return (groups of the source's experts, weight of every expert in its group's mean). Each group becomes one expert."""
         count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
         weights = self.load[layer] if self.settings.needs_load else [1.0] * count
         prune = self.settings.method == "prune"

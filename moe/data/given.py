@@ -218,12 +218,8 @@ def _columns(sample: Any, what: str) -> dict[str, Any]:
         return {_IDS: sample}
     names = list(sample.keys())
     if _IDS not in names:
-        raise BadInput(
-            what,
-            got=f"a row of {', '.join(map(str, names))}",
-            needed="ids, or a row with input_ids",
-            fix="name the column of ids input_ids",
-        )
+        fix = "name the column with the ids input_ids"
+        raise BadInput(what, got=f"a row of {', '.join(map(str, names))}", needed="ids, or a row with input_ids", fix=fix)
     unread = [str(name) for name in names if name not in _COLUMNS]
     if unread:
         needed = f"{', '.join(_COLUMNS)} and no column that is not read"

@@ -141,7 +141,7 @@ def _range(streams: list[Stream]) -> tuple[int, int]:
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
-    """Return (train, validation). Validation has the last share of the ids, about: it begins after a document if one ends nearby."""
+    """Return (train, validation). Validation is about the last share of the ids: it begins after a document if a document ends nearby."""
     at = round(len(found.train) * (1 - validation_share))
     reach = int(len(found.train) * min(validation_share, 1 - validation_share) / 2)
     near = np.zeros(0, np.int64) if found.ends is None else found.ends[np.abs(found.ends - at) <= reach]

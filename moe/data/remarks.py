@@ -79,8 +79,8 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """Return the index of token files with the name and the left out files of the folder in use: the index may have been written when the
-    same text was in another folder, next to other files."""
+    """Return the index of token files with `label` and `left_out` of the folder in use. The index may be from a time when the same text was
+    in another folder, next to other files."""
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
 

@@ -124,12 +124,12 @@ class TokenShard:
 
 
 def order_of(mesh: Mesh, kind: str, length: int) -> Order:
-    """Return the order `kind` of positions: it gives each sp rank its positions in sequences of `length` tokens. Raises BadInput."""
+    """Return the Order of this `kind`, which gives each sp rank its positions in sequences of `length` tokens. Raises BadInput."""
     return Order(kind, mesh.axis("sp_ring").size, length, inner=mesh.axis("sp_heads").size)
 
 
 def _run(size: int, axis: Axis, *, what: str, fix: str) -> range:
-    """Return this rank's share of 0 .. size - 1, equal along `axis`. Raises BadInput if the axis does not divide `size`."""
+    """Return this rank's range of 0 .. size - 1, which is cut into equal ranges along `axis`. Raises BadInput if it does not divide."""
     if size < 1 or size % axis.size:
         raise BadInput(what, got=size, needed=f"a multiple of {axis.name}={axis.size}", fix=fix)
     each = size // axis.size

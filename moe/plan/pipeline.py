@@ -180,7 +180,7 @@ def splits_backward(schedule: Schedule) -> bool:
 class Stage:
     """Cost of one micro-batch on one stage. parameters: their number. forward, backward: FLOPs of the passes, with recomputation. weights:
     FLOPs of `backward` for the gradients of weights (action W). held: bytes of activations kept until the backward pass. crossing: bytes of
-    the output, which is sent to the next stage; its gradient comes back in as many."""
+    the output, which is sent to the next stage; its gradient has as many."""
 
     layers: range
     parameters: int

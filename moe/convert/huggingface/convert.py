@@ -159,9 +159,7 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
     `values`: section -> key -> value. `path`: a temporary file, whose name is the origin of the `values`."""
     fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
     if fixed:
-        raise BadInput(
-            f"--{fixed[0]}", got="a key that config.json decides", needed="keys that do not change the model", fix=f"remove --{fixed[0]}"
-        )
+        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="keys of training", fix=f"remove --{fixed[0]}")
     build_run(values)
     path.write_text(yaml.safe_dump(values))
     run, origins = load(str(path), dict(overrides))

@@ -35,7 +35,7 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 @dataclass(frozen=True)
 class Location:
-    """Where a parameter is in the files: `key` of the tensor that holds it, and its index `expert` if the tensor is a stack of experts.
+    """Location of a parameter in the files: `key` of the tensor that holds it, and its index `expert` if the tensor is a stack of experts.
     `row`: whether the parameter is transposed there, and whether it is one half of the tensor."""
 
     row: Row

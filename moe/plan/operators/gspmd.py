@@ -213,9 +213,11 @@ def _extends(more: tuple[Axes, ...], dims: tuple[Axes, ...]) -> bool:
 
 
 def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Program:
-    """Propagate annotations, then choose how each operator's work is cut. Raises BadInput as `propagate` does. Every axis that cuts one of
-    the operator's tensors also cuts its work along a dim, if possible. Of several choices, the one that sends the fewest bytes is taken,
-    and the next best is recorded as a conflict."""
+    """Propagate annotations, then choose how each operator's work is cut. Raises BadInput for unknown tensors and wrong annotations.
+
+    Every axis that cuts one of the operator's tensors also cuts its work along a dim, if possible. Of several choices, the one that sends
+    the fewest bytes is taken, and the next best is recorded as a conflict.
+    """
     found = propagate(graph, mesh, annotations)
     conflicts, work, constant = [*found.conflicts], [], indices(graph)
     for op in graph.operators:

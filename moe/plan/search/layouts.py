@@ -44,8 +44,8 @@ class _Candidate:
 
 
 def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the fastest layout that the trainer can run. Raises BadInput if none fits. Its `free_seconds` is the step time of the fastest
-    legal layout, even if the trainer cannot run it."""
+    """Find the fastest layout that the trainer can run. Raises BadInput if none fits. `free_seconds` of the result is the step time of the
+    fastest legal layout, even if the trainer cannot run it."""
     free, where = inf, ""
     for mesh in meshes(machine):
         rates = _rates(machine, mesh)
@@ -81,7 +81,7 @@ def _rates(machine: Machine, mesh: Sizes) -> Rates:
 
 
 def _layouts(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
-    """Yield layouts with the batch over rows; heads, hidden units and vocabulary over columns; experts in each of the ways of EXPERTS."""
+    """Yield layouts with the batch over rows; heads, hidden units and vocabulary over columns; experts as in each of EXPERTS."""
     names = {dim.name for dim in mesh_tensorflow.renamed(graph).dims.values()}
     for mesh in meshes(machine):
         dense = [f"{name}:columns" for name in BY_TENSOR if name in names and "columns" in mesh]

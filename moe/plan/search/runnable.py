@@ -30,7 +30,7 @@ from parallel.mesh.mesh import divisors
 
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 _CUT_1D = ("vocab", "heads", "hidden")
-_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # ZeRO stage of the strategies by the stage of a plan: strategies have no stage 2
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # index: ZeRO stage of a plan; value: ZeRO stage of its strategies, which have no 2
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """Return two arrays [first, end]: the least seconds of layers first to end - 1 of a solution that fits, and its index."""
+    """Return two arrays [first, end]: the least seconds of layers first to end - 1 in a solution that fits, and the index of this solution."""
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
     seconds, states, kept = sums[:, :, None, :] - sums[:, :, :, None]
     times = np.where(states + kept * in_flight <= memory_bytes, seconds, inf)
@@ -169,7 +169,7 @@ def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, .
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Return the fastest plan that the trainer can run and that is allowed. layers: a further cut to try, by layers of each stage."""
+    """Return the fastest plan that the trainer can run and that is allowed. layers: numbers of layers of a further cut to try."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
