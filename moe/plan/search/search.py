@@ -93,7 +93,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """Return two arrays [first, end]: the least seconds of layers first to end - 1 in a solution that fits, and the index of this solution."""
+    """Return two arrays [first, end]: the least seconds of layers first to end - 1 in a solution that fits; index of this solution."""
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
     seconds, states, kept = sums[:, :, None, :] - sums[:, :, :, None]
     times = np.where(states + kept * in_flight <= memory_bytes, seconds, inf)
