@@ -59,7 +59,8 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """One document. A hash of its `key` decides its side. `text` is None if a file is not text or a line is empty; `why` is the reason."""
+    """One document. A hash of its `key` makes it train or validation. `text` is None if a file is not text or a line is empty; `why` is the
+    reason."""
 
     key: str
     text: str | None
@@ -67,8 +68,8 @@ class Document(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Counts over a whole corpus: documents with text and without (`skipped`), kinds of files, and remarks on files. `split`: whole files,
-    lines or documents (files, lines and rows) are train or validation; position: every document is cut into both."""
+    """Counts over a whole corpus: documents with text and without (`skipped`), kinds of files, and remarks on files. `split`: what is train
+    or validation as a whole (document: file, line or row); position: every document is cut into both."""
 
     split: Literal["file", "line", "document", "position"]
     documents: int
@@ -204,7 +205,7 @@ def side_of(key: str, validation_share: float) -> Side:
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if none of them is text, or too few."""
+    """Read all documents once, count them and choose the split. Raises BadInput if none is text, or if more bytes are skipped than read."""
     sides: Counter[Side] = Counter()
     skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:

@@ -173,7 +173,7 @@ class Given(_OfLibrary):
         self.separator = separator
 
     def beginning(self, prompt: str) -> list[int]:
-        """Return the ids to continue from, after the tokenizer's prefix (BOS), unless the prompt spells it."""
+        """Return the prompt's ids, after the tokenizer's prefix (BOS) if the prompt does not spell it."""
         ids: list[int] = self.encode(prompt).tolist()
         before = self._before_a_text()
         return ids if before and ids[: len(before)] == before else [*before, *ids] or [self.separator]
@@ -198,7 +198,7 @@ def _library(model: dict[str, Any]) -> Any:
         library.no_truncation()  # the JSON may set truncation, which would lose text, and padding, which would add ids
         library.no_padding()
         return library
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # BaseException, because a panic in Rust is no Exception
         if not _from_library(error):
             raise
         raise _bad_description(error) from None

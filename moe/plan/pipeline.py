@@ -47,8 +47,8 @@ from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks,
 from parallel.pipeline.simulator.simulate import Cost, costs, simulate
 from parallel.store.files import user_path
 
-STATE_BYTES = 16  # of a parameter, on every rank that holds it: fp32 weight and gradient, and AdamW's two moments
-WEIGHT_BYTES = 4  # of a parameter, for each older version of the weights that is kept
+STATE_BYTES = 16  # bytes of a parameter on every rank that holds it: fp32 weight and gradient, and AdamW's two moments
+WEIGHT_BYTES = 4  # bytes of a parameter in each older version of the weights that is kept
 
 
 def continuous(run: Run) -> bool:
@@ -171,9 +171,6 @@ def described(run: Run) -> str:
 def splits_backward(schedule: Schedule) -> bool:
     """Return whether the schedule computes the gradients of inputs and of weights in different actions."""
     return any(action.op is Op.I for order in schedule.orders for action in order)
-
-
-# --- costs of stages ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

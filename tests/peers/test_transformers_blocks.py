@@ -92,7 +92,8 @@ def pair(name: str) -> tuple[Any, MoELayer]:
 
 
 def weights(ours: MoELayer, theirs: Any, *, grad: bool = False) -> list[tuple[Any, Tensor]]:
-    """Return pairs (a parameter of `ours`, the same of `theirs` as [E, in, out], gate and up apart); their gradients for `grad`."""
+    """Return pairs (a parameter of `ours`, the same of `theirs` as [E, in, out], gate and up projections separate). `grad`: gradients
+    instead."""
     of: Callable[[Any], Any] = lambda p: p.grad if grad else p  # noqa: E731
     gate, up = (p.transpose(1, 2) for p in of(theirs.experts.gate_up_proj).detach().chunk(2, dim=1))
     down = of(theirs.experts.down_proj).detach().transpose(1, 2)

@@ -25,7 +25,8 @@ from tests.support.ranks import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
-# B sequences, L length, D model, F hidden (transformers' grouped product needs a multiple of 8), E experts, V vocabulary, H and K heads
+# B sequences, L length, D model, F hidden (transformers' grouped product needs a multiple of 8), E experts, V vocabulary,
+# H query heads, K key-value heads
 B, L, D, F, E, V, H, K = 2, 5, 32, 24, 4, 264, 4, 2
 VALUES: dict[str, dict[str, Any]] = {
     "model": {

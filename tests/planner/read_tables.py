@@ -188,9 +188,6 @@ def _memory(cells: Cells) -> tuple[Kind, float | None]:
     return kind, None if value is None else value * (2**30 if binary else 1e9)
 
 
-# --- seconds ----------------------------------------------------------------------------------------------------------
-
-
 def seconds_of(cells: Cells, network: Network, plan: Plan) -> float | None:
     """Return the seconds of one step, as stated or converted from another speed; None if the row has no speed."""
     tokens = plan.global_batch * network.length

@@ -71,9 +71,6 @@ class Cells:
         return value if stated is None else stated
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
-
-
 def network_of(cells: Cells) -> Network:
     """Return the network of a row. Raises NotUsable if a size is neither stated nor given by a rule."""
     name, sparse = cells.text("model").lower(), bool(cells.count("experts"))
@@ -166,9 +163,6 @@ def _sparse_every(cells: Cells) -> int:
     return 2 if "every other" in cells.text("notes").lower() else 1
 
 
-# --- the software -----------------------------------------------------------------------------------------------------
-
-
 def software_of(cells: Cells) -> Stack:
     """Return the memory model of the software that the row's text names. With selective recomputation it keeps no part that the text
     names."""
@@ -214,8 +208,6 @@ def storage_of(cells: Cells, stack: Stack) -> Storage:
         return MIXED if re.search(r"note 02-2[0-7]", said) else MIXED_BOTH_GRADIENTS
     return MIXED if "fp16 grads" in said or precision.startswith("fp16") else MIXED_FP32_GRADIENTS
 
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
 
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "gpipe": "gpipe", "zb": "zb_h1", "zbv": "zb_v", "dualpipe": "dualpipe_v"}
 WITH_SEQUENCE_PARALLEL = ("megatron", "torchtitan", "nanotron")  # software with sequence parallelism whenever it uses tp
@@ -339,9 +331,6 @@ def _share(said: str) -> float:
     found = re.search(r"([\d.]+)\s*(%?)", said)
     value = float(found[1]) / (100 if found[2] else 1) if found and found[1].strip(".") else 0.0
     return value if 0 <= value <= 1 else 0.0
-
-
-# --- the cluster ------------------------------------------------------------------------------------------------------
 
 
 def peak_tflops(gpu: str) -> float | None:

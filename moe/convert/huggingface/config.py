@@ -155,7 +155,8 @@ _SLIDES = {True: "sliding_attention", False: "full_attention"}
 
 
 def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's keys for the sliding window and the layers that have one, by layer_types, or without it by the family's rule."""
+    """Return the recipe's keys for the sliding window and the layers that have one, by layer_types, or by the family's rule if there are
+    none."""
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:

@@ -222,7 +222,7 @@ def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, a
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
     config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
-    of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None  # for runs of versions without dtypes.json
+    of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None  # earlier versions wrote no dtypes.json
     most = said.get("most") or of_config
     default = {name: most if kinds[name] == "weight" else None for name in own}
     by_name = default | (said.get("others") or {})

@@ -168,8 +168,8 @@ def _without(key: str) -> _Must:
 @dataclass(frozen=True)
 class Windows:
     """The sliding windows of a family. `asked`: layers have windows only if use_sliding_window is true. `absent`: the window if config.json
-    has no sliding_window. `layers` with a window: `every` layer. Or, if config.json has no layer_types: layers `from` max_window_layers on;
-    or every `other` layer (0, 2, ...), which with `asked` must be below max_window_layers."""
+    has no sliding_window. `layers` with a window: `every` layer; layers `from` max_window_layers on; or every `other` layer (0, 2, ...),
+    with `asked` below max_window_layers. If config.json has layer_types, these replace the rules `from` and `other`."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096

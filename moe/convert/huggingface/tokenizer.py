@@ -18,7 +18,7 @@ from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
-    """Return (description, lines to print): of the model's tokenizer, or of plain bytes if the model's cannot be used."""
+    """Return (description of the model's tokenizer, or of plain bytes if it cannot be used; lines to print)."""
     room = run.vocab_size - run.num_sentinels
     held = f"a vocabulary of {run.vocab_size}{f' with {run.num_sentinels} sentinels' if run.num_sentinels else ''}"
     try:

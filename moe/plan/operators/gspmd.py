@@ -209,9 +209,6 @@ def _extends(more: tuple[Axes, ...], dims: tuple[Axes, ...]) -> bool:
     return more != dims and all(a[: len(b)] == b for a, b in zip(more, dims, strict=True))
 
 
-# --- how each operator's work is cut over axes ----------------------------------------------------------------------
-
-
 def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Program:
     """Propagate annotations, then choose how each operator's work is cut. Raises BadInput for unknown tensors and wrong annotations.
 
@@ -234,7 +231,7 @@ def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Progra
 
 
 def _possible(graph: Graph, mesh: Sizes, letters_of: Mapping[str, Sequence[str]]) -> Iterator[Cuts]:
-    """Yield all cuts of an operator's work. Each mesh axis cuts one of its letters, or none; axes of one letter come in every order."""
+    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. Axes of one letter come in every order."""
     seen: set[str] = set()
     for chosen in product(*[(*letters, "") for letters in letters_of.values()]):
         of = {a: tuple(axis for axis, letter in zip(letters_of, chosen, strict=True) if letter == a) for a in set(chosen) - {""}}

@@ -129,9 +129,6 @@ def cuts(layout: Cuts, op: Operator) -> Cuts:
     return {letter: layout[letter] for letter in op.factors if letter in layout and letter not in op.whole}
 
 
-# --- the best layout ----------------------------------------------------------------------------------------------------
-
-
 class Best(NamedTuple):
     """A layout, with the seconds of a step and the bytes of a rank. tried: number of layouts examined, partial ones included."""
 

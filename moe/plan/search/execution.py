@@ -258,7 +258,8 @@ class Simulator:
         return made
 
     def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task of edge number i: the reader's parts fetch the tensor from the writer's parts, which fetch its gradient."""
+        """Return key -> task of edge number i: the reader's parts fetch the tensor from the writer's parts, and these fetch its
+        gradient."""
         edge = self.graph.edges[i]
         writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
         size = self.graph.size(writer.output) * self.graph.itemsize

@@ -117,7 +117,7 @@ def _proposal(
     options: Mapping[str, tuple[Placed, ...]],
     sets: Mapping[str, frozenset[Placed]],
 ) -> dict[str, Placed]:
-    """Return `now` with a new cut of one operator, perhaps also of neighbours for which it is legal. options, sets: possible placements."""
+    """Return `now` with a new placement of an operator, and perhaps of neighbours. options, sets: operator -> its possible placements."""
     there, name = dict(now), draw.choice(list(options))
     there[name] = draw.choice(options[name])
     go = draw.random() < NEIGHBOURS

@@ -151,7 +151,7 @@ def _texts(chosen: Mapping[str, Strategy], sizes: tuple[int, ...]) -> dict[str, 
 
 
 def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
-    """Return logical grids (far, near) of a submesh. Ranks along `near` are in the same node. Without such a grid: one with one axis."""
+    """Return logical grids (far, near) of a submesh. Ranks along `near` are in the same node. If there is none: a grid with one axis."""
     near = [n for n in range(1, devices + 1) if devices % n == 0 and n <= node_size and n & (n - 1) == 0]
     return [(devices // n, n) for n in near if n > 1 or devices == 1] or [(1, devices)]
 

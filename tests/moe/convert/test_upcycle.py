@@ -309,7 +309,7 @@ def test_all_that_a_router_learned_goes_along_with_its_experts(home: Path, tmp_p
         assert held.keys() == {"weight", "logit_bias", "noise_weight", "expert_scale", "input_norm.weight"}
         for name, weight in was.router.named_parameters():
             assert torch.equal(held[name], weight if name == "input_norm.weight" else weight[kept]), name
-            assert weight.std() > 0, name  # not all equal: it was trained
+            assert weight.std() > 0, name  # not the equal numbers with which it began
     with pytest.raises(BadInput, match="router.bias_rate: got null, needed a number: the source's routers have a selection bias"):
         without = recipe(home, model=SPARSE, router=GLAM | ALL_OF_A_ROUTER, experts={"num_experts": 2})
         converted(without, tmp_path / "run", tmp_path / "no", **settings)
