@@ -82,7 +82,7 @@ def test_a_sequence_hides_other_spans_each_time_it_is_read() -> None:
 
 
 def test_where_spans_begin_is_spread_evenly() -> None:
-    """Each position of a text is hidden in about 15 % of 400 rows; the first position never is, the last one always."""
+    """Each inner position of a text is hidden in about 15 % of 400 rows. The first position is never hidden, the last always."""
     made = objective(128)
     s = made.spans
     rows = made.rows(np.tile(np.arange(8, 8 + s.text), (400, 1)), np.arange(400))
