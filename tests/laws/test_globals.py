@@ -68,7 +68,7 @@ CACHED = {
     "moe/plan/job/network.py: _getter": "of names alone",
     "moe/plan/job/network.py: _plan_with": "a plan of the settings that are its arguments",
     "moe/plan/time/layer_time.py: _layer": "seconds follow from the sizes that are its arguments",
-    "moe/plan/search/strategies.py: _change": "the cheapest change between two cuts, of both, the bytes and the mesh",
+    "moe/plan/search/strategies.py: change": "the cheapest change between two cuts, of both, the bytes and the mesh",
     "moe/plan/time/layer_time.py: head_time": "likewise",
     "moe/plan/time/layer_time.py: join_time": "likewise",
     "parallel/annotations/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
