@@ -183,8 +183,6 @@ def test_validation_is_the_same_on_any_number_of_ranks_and_spread_evenly() -> No
     assert np.bincount(more_than_there_are).tolist() == [3] * 20
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
-
 TEXT = (Path(corpus.__file__).read_text() + UNICODE + CRLF) * 2
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": Bytes(), "bpe": train_bpe([TEXT], vocab_size=400)}
 

@@ -187,8 +187,6 @@ def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Pat
     assert tokens(read(saved)) == tokens(read(tmp_path / "a.jsonl"))
 
 
-# --- ids -------------------------------------------------------------------------------------------------------------
-
 DOCUMENTS = [[300 + n, 7, *range(n % 4 + 1)] for n in range(30)]
 FLAT = [i for document in DOCUMENTS for i in document]
 
