@@ -229,10 +229,7 @@ def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
         ({"num_experts": [4, 8]}, "experts.num_experts: got 2 numbers, needed one for each of the 3 layers with experts (1, 3, 5)"),
         ({"num_experts": [4, 0, 8]}, "experts.num_experts: got [4, 0, 8], needed a number above 0"),
         ({"num_experts": [4, True, 8]}, "experts.num_experts: got [4, True, 8], needed a number or a name"),
-        (
-            {"num_experts": [4, 3, 8]},
-            "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to 1",
-        ),
+        ({"num_experts": [4, 3, 8]}, "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to 1"),
         ({"num_experts": [2, 2, 1]}, "experts.num_experts: got [2, 2, 1], needed"),
         ({"shared_gate": True}, "experts.shared_gate: got true with experts.shared=0"),
         ({"shared_d_ff": 7}, "experts.shared_d_ff: got 7 with experts.shared=0"),

@@ -53,13 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "load of a sequence": {
-        "router": {
-            "preset": "mixtral",
-            "noise": "noisy_top_k",
-            "load_weight": 0.2,
-            "balance_weight": 0.0,
-            "balance_scope": "sequence",
-        }
+        "router": {"preset": "mixtral", "noise": "noisy_top_k", "load_weight": 0.2, "balance_weight": 0.0, "balance_scope": "sequence"}
     },
     "mixer": {
         "model": {"norm_eps": 0.2},  # the router's norm adds it too
@@ -75,9 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "balance_counts": "unbiased",
         },
     },
-    "best group": {
-        "router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"},
-    },
+    "best group": {"router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"}},
 }
 
 

@@ -191,13 +191,7 @@ def test_biases_and_bounds_equal_the_reference(ffn: str, kind: str) -> None:
         return network_of(ffn, *t[1:4], b1=t[4], b3=t[5], swiglu=swiglu)
 
     inputs = [*weights(ffn), *biases]
-    both(
-        lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, experts(t)),
-        random(T, D),
-        *inputs,
-        random(T, 2, seed=6),
-        tolerance=3e-6,
-    )
+    both(lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, experts(t)), random(T, D), *inputs, random(T, 2, seed=6), tolerance=3e-6)
     counts = plan.counts_E.tolist()
     both(lambda kernels, t: kernels.grouped_ffn(t[0], experts(t), counts=counts), random(sum(counts), D), *inputs, tolerance=3e-6)
     halves = [t.bfloat16() for t in (random(T, D), *inputs)]

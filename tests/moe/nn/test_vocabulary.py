@@ -148,8 +148,7 @@ def test_logits_exist_for_one_chunk_and_one_tile_at_a_time(chunks: int, tiles: i
     """
     vocabulary, length = 120, 60
     model = Transformer(
-        sections.Model(num_layers=1, d_model=4, num_heads=2, d_ff=6, max_length=length, tied_embeddings=False),
-        vocab_size=vocabulary,
+        sections.Model(num_layers=1, d_model=4, num_heads=2, d_ff=6, max_length=length, tied_embeddings=False), vocab_size=vocabulary
     )
     save_memory(model, recompute=sections.Recompute(loss_chunks=chunks), tiling=sections.Tiling(head=tiles))
     tokens = torch.randint(vocabulary, (B, length + 1), generator=torch.Generator().manual_seed(0))

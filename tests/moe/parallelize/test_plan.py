@@ -13,8 +13,8 @@ import torch
 from moe.experts.dispatch.steps import Steps
 from moe.model.transformer import Transformer, embedding_as_module
 from moe.parallelize.build import build, save_memory
+from moe.parallelize.engines import read_in_fp32, units_of
 from moe.parallelize.plan import FAMILIES, lay_out, plan_of
-from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run

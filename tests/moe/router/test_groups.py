@@ -68,7 +68,7 @@ def test_shards_of_sequences_are_routed_like_whole_sequences(kind: str) -> None:
     def routed(router: Router, places: list[int]) -> tuple[Routing, torch.Tensor]:
         context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], positions=places, length=L)
         routing = router(x_BLD[:, places].reshape(-1, D), sequence_tokens=len(places), context=context)
-        whole = routing if router.slices is None else router.slices.each_whole(routing)
+        whole = routing if router.slices is None else router.slices.mapped(routing, router.slices.whole)
         router.zero_grad()
         (whole.probs_TE * weight_BLE.reshape(-1, E)).sum().backward()
         assert router.weight.grad is not None

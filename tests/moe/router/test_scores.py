@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
 from moe.router.losses import balance_loss
-from moe.router.noise import gumbel, normal
-from moe.router.scores import chosen_gates, probabilities, scores_of
+from moe.router.scores import chosen_gates, gumbel, normal, probabilities, scores_of
 from parallel.numerics.random import key_of, uniform
 from tests.support.routed import B, D, E, L, context, from_logits, layer_of, random, route, router_of
 
