@@ -43,7 +43,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
     tokens, choices = expert_TK.shape
     group_T = torch.arange(tokens, device=expert_TK.device) // (tokens // num_groups)
     key_TK = torch.where(active_TK, group_T.unsqueeze(1) * num_experts + expert_TK, num_groups * num_experts)
-    key_N = key_TK.t().reshape(-1)  # first choices of all tokens come first
+    key_N = key_TK.t().reshape(-1)  # the first choices of all tokens come before second ones
     order_N = torch.argsort(key_N, stable=True)
     counts = torch.bincount(key_N, minlength=num_groups * num_experts + 1)
     slot_N = torch.empty_like(key_N)

@@ -23,7 +23,7 @@ class Products:
 
     name: ClassVar[str]
     fused: ClassVar[bool] = False  # True: kernels compute these products inside fused operations, and keep less for the backward pass
-    rounds: ClassVar[bool] = True  # True: operands are rounded to fewer bits than the compute dtype, so layouts differ by more than 1e-5
+    rounds: ClassVar[bool] = True  # True: operands are rounded to fewer bits than the compute dtype, so layouts can differ by 1e-5
     kind: ClassVar[str | None] = None  # dtype whose FLOP rate the planner takes, such as fp8; None: the compute dtype
     whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 

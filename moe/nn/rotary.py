@@ -102,13 +102,13 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Return each pair's share of its rate in the mixture: 1 from `high` rotations in trained_length on, 0 up to `low`, linear between."""
+    """Return the weight of each pair's own rate: 1 from `high` rotations in trained_length on, 0 up to `low`, linear between."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return each pair's share of its rate in the mixture: 1 up to the pair with `high` rotations in trained_length, 0 from `low` on."""
+    """Return the weight of each pair's own rate: 1 up to the pair with `high` rotations in trained_length, 0 from `low` on."""
 
     def pair_with(rotations: float) -> float:  # a pair's index, as a real number
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)

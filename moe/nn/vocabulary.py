@@ -205,8 +205,9 @@ def summed_loss(
     whole: CrossEntropy = cross_entropy,
 ) -> Tensor:
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
-    With one chunk, no tiles and no other ranks this is `whole` of all logits. `recast` as in `project`, and only then: otherwise the
-    matrix's gradient needs logits that are freed, and cannot be deferred.
+
+    With one chunk, no tiles and no other ranks this is `whole` of all logits, and `recast` works as in `project`. Otherwise the matrix's
+    gradient needs logits that are freed, and cannot be deferred.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None:

@@ -100,8 +100,9 @@ def normal(uniform_TE: Tensor) -> Tensor:
 
 
 def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
-    """Return the probability [T, E], with gradient, that each expert is among a token's k if only its own noise is drawn again (eq. 8, 9).
-    It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e). k must be less than the number of experts.
+    """Return each expert's probability [T, E], with gradient, of being among a token's k if only its own noise is drawn again.
+
+    It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e) (Shazeer et al., eq. 8, 9). k must be less than E.
     """
     best_TK = noisy_TE.topk(k + 1).values
     chosen_TE = noisy_TE > best_TK[:, k:]

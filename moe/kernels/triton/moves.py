@@ -3,6 +3,8 @@
 Counting sort, stable:   count   number of choices of each expert in each block of choices
                          (host)  cumulative sums over blocks: the first position of each expert's choices in each block
                          rank    first position + number of earlier choices of the same expert in the block
+
+Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
 """
 
 from __future__ import annotations
