@@ -39,9 +39,8 @@ class Further(Case):
 @pytest.mark.parametrize(
     "case",
     [
-        Further(
-            "gshard", "ddp", 1, 1, 3, "fp32", padded=True
-        ),  # tied embedding, T5 positions, dropout, micro-batches with unequal numbers of tokens
+        # tied embedding, T5 positions, dropout, micro-batches with unequal numbers of tokens
+        Further("gshard", "ddp", 1, 1, 3, "fp32", padded=True),
         Further("dense", "ddp", 1, 1, 1, "fp32", ahead=1, tiles=5, head_tiles=3, chunks=7, recompute="full"),
     ],
     ids=["tied", "tiles"],

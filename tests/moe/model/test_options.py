@@ -29,13 +29,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "none": {"base": 400.0},
     "linear": {"scaling": "linear", "factor": 3.0, "fraction": 0.45, "pairs": "neighbours"},  # of 6 channels, 2.7 are rounded down to 2
     "ntk": {"scaling": "ntk", "factor": 3.0, "fraction": 2 / 3},
-    "dynamic": {
-        "base": 300.0,
-        "scaling": "dynamic",
-        "factor": 2.5,
-        "trained_length": 7,
-        "pairs": "neighbours",
-    },  # below the sequences' 10 tokens
+    # trained_length is below the sequences' 10 tokens
+    "dynamic": {"base": 300.0, "scaling": "dynamic", "factor": 2.5, "trained_length": 7, "pairs": "neighbours"},
     "llama3": {"fraction": 2 / 3, "base": 300.0, "scaling": "llama3", "factor": 4.0, "trained_length": 9, "low": 0.25, "high": 0.75},
     "yarn": {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "low": 1.0, "high": 3.0},
 }
@@ -148,9 +143,8 @@ def test_rotated_channels_are_those_of_transformers() -> None:
     x_BHLC = torch.randn(2, 3, 7, 24, generator=torch.Generator().manual_seed(2))
     place_L = torch.tensor([0, 1, 5, 6, 7, 30, 31])
     kinds = (("Glm", "glm", "neighbours"), ("GPTNeoX", "gpt_neox", "halves"))
-    for (kind, name, pairs), (fraction, count) in product(
-        kinds, ((0.25, 6), (0.45, 10))
-    ):  # 0.45 of 24 channels: 10.8 are rounded down to 10
+    # 0.45 of 24 channels: 10.8 are rounded down to 10
+    for (kind, name, pairs), (fraction, count) in product(kinds, ((0.25, 6), (0.45, 10))):
         check_run(build_run({"model": {"head_size": 24, "rope": {"fraction": fraction}}}), 1)
         module = getattr(transformers.models, name)
         module = getattr(module, f"modeling_{name}")

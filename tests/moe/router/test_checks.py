@@ -87,9 +87,8 @@ READ = {
     name: (options, idle if name.startswith("sparsemixer") else idle | {"mixer_margin"}, refused)
     for name, (options, idle, refused) in READ.items()
 }
-READ = {
-    name: (options, idle, refused | {"load_weight"}) for name, (options, idle, refused) in READ.items()
-}  # load_weight needs noise noisy_top_k
+# load_weight needs noise noisy_top_k
+READ = {name: (options, idle, refused | {"load_weight"}) for name, (options, idle, refused) in READ.items()}
 
 
 def computed(options: dict[str, Any]) -> list[Tensor]:
@@ -112,10 +111,8 @@ def cases() -> list[tuple[str, str]]:
 
 
 def test_the_table_has_every_field() -> None:
-    assert set(OTHER) == set(RouterSpec.model_fields) - {
-        "select",
-        "hash_table",
-    }  # hash_table needs a file: tests/moe/recipe/test_hash_table.py
+    # hash_table needs a file: tests/moe/recipe/test_hash_table.py
+    assert set(OTHER) == set(RouterSpec.model_fields) - {"select", "hash_table"}
     select: Any = Router.model_fields["select"].annotation
     names = next(get_args(choice) for choice in get_args(select) if get_origin(choice) is Literal and "top_k" in get_args(choice))
     assert {name.split(",")[0] for name in READ} == set(names) - {"preset"}

@@ -55,9 +55,8 @@ def test_sparsemixer_equals_transformers(training: bool) -> None:
     want_TK, expert_TK = phimoe.sparsemixer(logits_TE, jitter_eps=MARGIN, training=training)
 
     def made(choice: int) -> torch.Tensor:
-        return torch.full((400, E), 0.5).scatter(
-            1, expert_TK[:, choice : choice + 1], 1.0
-        )  # a uniform number of 1 makes a Gumbel number of 17, so that expert wins
+        # a uniform number of 1 makes a Gumbel number of 17, so that expert wins
+        return torch.full((400, E), 0.5).scatter(1, expert_TK[:, choice : choice + 1], 1.0)
 
     chosen_TK, best_TK, open_TKE = one_by_one(logits_TE.detach(), 2, margin=MARGIN, uniform=made if training else None)
     assert torch.equal(chosen_TK, expert_TK)
