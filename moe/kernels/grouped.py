@@ -283,7 +283,7 @@ def _pad(values_R: Tensor | None, rows: Rows) -> Tensor | None:
 
 
 def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
-    """Copy the block's rows from their source rows. Padding rows are zero."""
+    """Return the block's padded rows, copied from their source rows. Padding rows are zero."""
     taken = source_ND.index_select(0, rows.source_Q[b.padded])
     if rows.real_Q is not None and b.padding:
         taken.mul_(rows.real_Q[b.padded].to(taken.dtype).unsqueeze(1))

@@ -42,7 +42,7 @@ class Plan:
 
 
 def gather(source: Tensor, index_R: Tensor, choices: int = 1) -> Tensor:
-    """Return source[index // choices]: the rows of tokens, given flat choices."""
+    """Return source[index // choices]: with `choices` K, the token's row for each flat choice t * K + k in the index."""
     return source.index_select(0, index_R if choices == 1 else index_R // choices)
 
 

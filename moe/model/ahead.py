@@ -24,7 +24,7 @@ from moe.recipe import sections
 
 
 class PredictionDepth(nn.Module):
-    """One depth: combines the output of the depth before it with the embedding of the token that was predicted there."""
+    """One depth: joins the last depth's hidden states with the embeddings of the tokens predicted there, and applies a block."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype:
 
 
 def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
-    """Return x W'^T in x's dtype, for a frozen W [out, in]."""
+    """Return x (W + s left right)^T in x's dtype, for a frozen W [out, in]."""
     y: Tensor = _Product.apply(x, weight, left, right, scale)
     return y
 

@@ -32,7 +32,7 @@ class RoutingRecord:
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
         self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
-        self._largest: dict[str, int] = {}  # largest expert index by the router's name, kept because reading it waits for the GPU
+        self._largest: dict[str, int] = {}  # largest expert index by the router's name, cached because reading it waits for the GPU
 
     @staticmethod
     def of(*parts: Experts) -> RoutingRecord:

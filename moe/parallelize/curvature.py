@@ -57,7 +57,7 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
 
 def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -> None:
-    """Sum over the ranks that have other tokens, then over pipeline ranks with the same stage, in the same order on every rank."""
+    """All-reduce `sums` over the ranks that have other tokens, then over pipeline ranks with the same stage, in the same order on each."""
     sum_gradients(sums, layouts, mesh)
     sum_over_holders(sums, layouts, mesh)
 
@@ -77,7 +77,7 @@ def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Ten
 
 
 class Seen(ByProduct):
-    """Kernels that compute expert networks product by product in passes that are recorded, and report each product to K-FAC."""
+    """Kernels that, in passes which K-FAC records, compute expert networks product by product and report each product to it."""
 
     def __init__(self, experts: Experts, kfac: Kfac, path: str) -> None:
         def times(name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
@@ -90,7 +90,7 @@ class Seen(ByProduct):
 
     @property
     def _looks(self) -> bool:
-        """Whether K-FAC records this forward pass. A recomputed pass gets the same answer, because it must repeat the same operations."""
+        """Return whether K-FAC records this forward pass: the same for a recomputed pass, which must repeat the same operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:

@@ -67,7 +67,7 @@ def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, l
 
 
 def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedSums:
-    """Return the object that starts the data-parallel sums of a stage's own parameters as soon as their gradients are complete."""
+    """Return the object that starts data-parallel all-reduces of the gradients of a stage's own parameters as soon as they are complete."""
     assert isinstance(engine.module, Transformer)
     names = _names_of(engine.module, parts_of(run, runtime.schedule))
     alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
@@ -85,7 +85,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # in 16 bits, other products would keep a cast weight for each micro-batch in flight
+        splittable(model)  # in 16 bits, because other products keep a cast weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 

@@ -79,7 +79,7 @@ def _check_gates(s: RouterSpec) -> None:
         raise BadInput("router.softmax_over", got=f"chosen with score {s.score}", needed="score softmax", fix=fix)
     if chosen and s.gates == "before_drop":
         fix = Set("router.gates", "as_is")
-        raise BadInput("router.gates", got="before_drop with softmax_over chosen", needed="as_is: their sum is 1", fix=fix)
+        raise BadInput("router.gates", got="before_drop with softmax_over chosen", needed="as_is: those gates already sum to 1", fix=fix)
     if s.second == "random" and s.num_choices != 2:
         fix, needed = Set("router.preset", "gshard") | Set("router.second", "always"), "a top-2 preset or num_choices 2"
         raise BadInput("router.second", got=f"random with {s.num_choices} choices", needed=needed, fix=fix)

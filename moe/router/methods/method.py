@@ -76,7 +76,7 @@ class Method:
     tokens_choose: ClassVar[bool] = True  # False: experts choose tokens, so choices wait in no queue and none is dropped
     reads_scores: ClassVar[bool] = True  # False: the choice does not depend on the router's weight
     uses_bias: ClassVar[bool] = True  # True: the selection bias is added to the scores by which experts are selected
-    noises: ClassVar[tuple[str, ...]] = ("none", "gumbel", "noisy_top_k")  # values of router.noise that can be set with it
+    noises: ClassVar[tuple[str, ...]] = ("none", "gumbel", "noisy_top_k")  # values of router.noise that this method accepts
     is_top_k: ClassVar[bool] = False  # True: the choices are always the K highest preferred scores
     needs_whole_groups: ClassVar[bool] = False  # True: a token's experts depend on other tokens of its group
     looks_ahead: ClassVar[str | None] = None  # reason why a token's experts depend on later tokens; None: they do not

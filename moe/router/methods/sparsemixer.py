@@ -60,7 +60,7 @@ class SparseMixer(Method):
                 raise BadInput(f"router.{key}", got=f"{got} with select sparsemixer", needed=why, fix=fix)
 
     def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
-        return 5 * num_choices * num_experts  # open_TKE, and the logits of each choice in fp32
+        return 5 * num_choices * num_experts  # for each choice and expert, 1 byte of open_TKE and 4 bytes of a logit
 
     def choose(self, request: RoutingRequest) -> Mixed:
         k, margin = request.spec.num_choices, request.spec.mixer_margin
