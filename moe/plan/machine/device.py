@@ -16,16 +16,57 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from moe.plan.job.hashed import hashed_once
+from parallel.errors import harmless
 
 Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+RATED = ("bf16", "fp16", "tf32", "fp32")  # dtypes for which `peak_tflops` may have a rate, narrow dtypes first
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
+
+def _in_range(least: float) -> AfterValidator:
+    def checked(number: float) -> float:
+        if not least <= number <= MOST:
+            raise ValueError(f"a number from {least:.3g} to {MOST:.0e}")
+        return number
+
+    return AfterValidator(checked)
+
+
+def _harmless(text: str) -> str:
+    if not harmless(text):
+        raise ValueError("text without control characters")
+    return text
+
+
+def _rated(peaks: dict[str, float]) -> dict[str, float]:
+    if not set(peaks) & set(RATED):
+        raise ValueError(f"a rate for one of {', '.join(RATED)}")
+    return peaks
+
+
+# Types of the values in a cluster file. Formulas divide by a Positive, and overflow with smaller numbers or with numbers above MOST.
+MOST = 1e15
+Number = BeforeValidator(_no_bool)
+Positive = Annotated[float, Number, _in_range(1 / MOST)]
+NotNegative = Annotated[float, Number, _in_range(0)]
+Count = Annotated[int, Number, Field(ge=1, le=1_000_000)]
+Text = Annotated[str, AfterValidator(_harmless)]
+NotEmpty = Field(min_length=1)
+FILE = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 # Tiles of the output: (rows, columns, fraction of a processor's rate that they reach). Small tiles load more for each operation, so they
 # wait for memory. The first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of its rate.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
-RATED = ("bf16", "fp16", "tf32", "fp32")  # kinds of products for which a device may have a rate, narrow ones first
 RAMP = 96  # starting a tile and writing it out takes as long as this many further elements of k
 SPLITS = (1, 2, 4, 8)  # numbers of parts into which k may be cut if tiles leave processors idle; the parts are summed in fp32
 
@@ -43,19 +84,20 @@ class Device:
     two backward. (On a CPU core, a pair's softmax takes time in addition to its products.)
     """
 
-    name: str
-    memory_gib: float
-    memory_gb_s: float
-    units: int
-    peak_tflops: dict[str, float] = field(hash=False)
-    sustained: float
-    attention: tuple[float, float]
-    memory_share: float = 0.85
-    launch_us: float = 4.0
-    watts: float = 0.0
-    idle_watts: float = 0.0
-    rates: dict[str, dict[float, float]] = field(default_factory=dict, hash=False)
-    attention_times: dict[str, list[float]] = field(default_factory=dict, hash=False)
+    __pydantic_config__ = FILE
+    name: Text
+    memory_gib: Positive
+    memory_gb_s: Positive
+    units: Count
+    peak_tflops: Annotated[dict[Text, Positive], AfterValidator(_rated)] = field(hash=False)
+    sustained: Positive
+    attention: tuple[Positive, Positive]
+    memory_share: Positive = 0.85
+    launch_us: NotNegative = 4.0
+    watts: NotNegative = 0.0
+    idle_watts: NotNegative = 0.0
+    rates: dict[Text, Annotated[dict[Positive, Positive], NotEmpty]] = field(default_factory=dict, hash=False)
+    attention_times: dict[Text, Annotated[list[NotNegative], Field(min_length=4, max_length=4)]] = field(default_factory=dict, hash=False)
 
     def rate(self, kind: str = "bf16") -> float:
         """Sustained FLOP/s of large products. A kind that the device lacks has the rate of the nearest wider kind."""
