@@ -164,4 +164,4 @@ def test_the_way_to_recompute_is_the_first_that_fits(seed: int) -> None:
             for one in plans
             if one.but(recompute="none") in held and held[one.but(recompute="full")] > limit
         ]
-        assert found.nearest is None if not worst else found.nearest is not None and found.nearest[1] == min(worst) - limit
+        assert found.nearest is None if not worst else found.nearest is not None and found.nearest.over_bytes == min(worst) - limit

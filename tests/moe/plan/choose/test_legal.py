@@ -142,7 +142,7 @@ def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
     world, run, cluster = 4, run_of(sparse=True), load_cluster("a100-80-8")
     cluster = replace(cluster, devices_per_node=world)
     found = planned(run, cluster, checked=check_run, top=1, space=SPACE)
-    every = planned(run, cluster, checked=check_run, top=1, space=SPACE, ways=None)
+    every = planned(run, cluster, checked=check_run, top=1, space=SPACE, num_degrees=None)
     assert found.found.ranked[0].seconds == every.found.ranked[0].seconds
     network, times = network_of(run), []
     for plan in candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(world)), space=SPACE):
@@ -173,7 +173,7 @@ def test_a_head_that_is_dear_gets_a_stage_and_the_recipe_trains_what_was_priced(
     run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 6000})})
     cluster = replace(load_cluster("a100-80-8"), devices_per_node=4)
     space = Space(schedules=(("1f1b", 1), ("zb_v", 2)), engines=("ddp",), largest_tp=1, largest_sp=1, largest_microbatch=2)
-    every = planned(run, cluster, checked=check_run, top=40, space=space, ways=None)
+    every = planned(run, cluster, checked=check_run, top=40, space=space, num_degrees=None)
     own = [(one.plan, made) for one, made in zip(every.found.ranked, every.runs, strict=True) if one.plan.pp == 4]
     alone = [plan for plan, _ in own if plan.stage_layers == (2, 2, 2, 0)]
     assert alone and "1f1b, a stage for the head alone, " in described(alone[0])
@@ -200,7 +200,7 @@ def test_a_smaller_limit_never_makes_a_plan_faster_and_reasons_are_counted() -> 
         assert found.tried == len(plans) == found.fitting + sum(one.count for one in found.refused)
         assert all(one.held_bytes <= limit for one in found.ranked)
         if not found.ranked:
-            assert limit < sizes[0] and found.nearest is not None and found.nearest[1] == pytest.approx(sizes[0] - limit)
+            assert limit < sizes[0] and found.nearest is not None and found.nearest.over_bytes == pytest.approx(sizes[0] - limit)
             continue
         assert found.ranked[0].seconds >= before
         before = found.ranked[0].seconds

@@ -9,7 +9,8 @@ import pytest
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.lora import adapt, freeze
-from moe.plan.choose.predicted import Place, predict, with_values
+from moe.plan.choose.predicted import Place, predict
+from moe.plan.choose.recipe_of import with_values
 from moe.plan.job import counts
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
