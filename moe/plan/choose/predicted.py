@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def least_bytes(self) -> float:
-        """Lower bound of `needed_bytes`: tensors of the rank that needs most; on a CPU, whose memory ranks share, the mean over all ranks."""
+        """Lower bound of `needed_bytes`: tensors of the rank that needs most; on a CPU the mean of all ranks."""
         return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Makes a frozen dataclass compute its hash once: the planner's caches look up the same few values hundreds of thousands of times."""
+"""A decorator with which a frozen dataclass computes its hash once. The planner looks up the same values in caches very often."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 def hashed_once(kind: type[_T]) -> type[_T]:
-    """Decorate a frozen dataclass. The stored hash is left out of pickles, because another process hashes strings differently."""
+    """Store the hash of each instance of a frozen dataclass, but not in pickles: other processes hash strings differently."""
     full: Callable[[Any], int] = vars(kind)["__hash__"]
 
     def of(self: Any) -> int:
