@@ -1,8 +1,8 @@
 """Description of a cluster for the planner: devices, nodes, and the links between them.
 
-    Cluster    Device (device.py)  x  devices_per_node  x  nodes
-    inside     links between the devices of a node: measured times of collectives by ranks and bytes, else latency + bytes / bandwidth
-    between    network of a node, all its adapters together; groups that use it at the same time share it
+    Cluster    `nodes` nodes of `devices_per_node` Devices (device.py)
+    inside     links within a node. A collective takes its measured time, if there is one, otherwise latency + bytes / bandwidth
+    between    all network adapters of a node together. Groups of ranks that send at the same time share them
     host, disk links from a device to its host's memory, and from a node to its disk
 
 Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is the file h100-8 with 4 nodes.
@@ -40,9 +40,9 @@ def _of_program(key: str) -> str:
 class Inside:
     """Links within a node.
 
-    bus_gb_s: number of ranks -> GB/s that each rank sends (and receives) in a ring collective. sum_bus_gb_s: the same for all-reduces, if
-    switches compute the sums, so that ranks send less. latency_us: of any collective. hop_us: latency from one device to the next.
-    pair_gb_s: GB/s between two devices. times: collective -> number of ranks -> bytes -> measured microseconds.
+    bus_gb_s: number of ranks -> bus bandwidth, GB/s that each rank sends in a ring collective. sum_bus_gb_s: bus bandwidth of all-reduces
+    that switches compute. latency_us: of any collective. hop_us: latency from one device to the next. pair_gb_s: GB/s from one device to
+    another. times: name of a collective -> measured times.
     """
 
     __pydantic_config__ = FILE
@@ -54,7 +54,7 @@ class Inside:
     times: dict[Text, Table] = field(default_factory=dict, hash=False)
 
     def bus(self, ranks: int, *, sums: bool = False) -> float:
-        """Bytes per second that each of `ranks` ranks sends in a ring collective. sums: True for an all-reduce."""
+        """Bus bandwidth in bytes per second: what each of `ranks` ranks sends in a ring collective. sums: it is an all-reduce."""
         table = self.sum_bus_gb_s if sums and self.sum_bus_gb_s else self.bus_gb_s
         known = min((n for n in table if n >= ranks), default=max(table))
         return table[known] * 1e9
@@ -64,8 +64,9 @@ class Inside:
 class Between:
     """Network of a node.
 
-    node_gb_s: GB/s of the node in each direction. device_gb_s: largest GB/s of one device. share: fraction of both that collectives reach.
-    exchange_share: fraction of this rate that an all-to-all reaches. latency_us, tree_us: latency of a step of a ring, and of a tree.
+    node_gb_s: GB/s of all adapters of the node in one direction. device_gb_s: GB/s that one device can send at most.
+    share: fraction of these rates that collectives reach. exchange_share: an all-to-all reaches this fraction of the fraction.
+    latency_us, tree_us: latency of one step of a ring collective, of a tree collective.
     """
 
     __pydantic_config__ = FILE
@@ -82,10 +83,10 @@ class Between:
 class Cluster:
     """A cluster in which every rank has one device, and nodes are filled with ranks in order.
 
-    host_gb_s: from a device to its host's memory. host_adam_per_s: parameters that a host updates by AdamW. disk_gb_s: of a node's disk.
-    cores: 0 for accelerators. Otherwise the devices are processes of a host, which share this number of cores and the device's memory.
-    threads: number of cores of a process -> its speed compared with one core. program: measured properties of the training program on
-    this cluster: field of Program (program.py) -> value. sources: where the numbers come from.
+    host_gb_s: GB/s from a device to its host's memory. host_adam_per_s: parameters that AdamW on a host updates per second.
+    disk_gb_s: GB/s of a node's disk. cores: 0 for accelerators. Otherwise each device is a process on a CPU host; the processes share this
+    number of cores and `device.memory_gib`. threads: number of cores of a process -> its speed / the speed of one core.
+    program: field of Program (program.py) -> value measured on this cluster. sources: texts that say where the numbers come from.
     """
 
     __pydantic_config__ = FILE
@@ -104,7 +105,7 @@ class Cluster:
     sources: tuple[Text, ...] = ()
 
     def crowd(self, world: int) -> float:
-        """Compute time of a rank if `world` ranks share the cores, divided by its time on one core. 1 for accelerators."""
+        """Compute time of one of `world` ranks that share the cores of a CPU host / its time on a core of its own; 1 for accelerators."""
         here = min(self.devices_per_node, world)
         if not self.cores:
             return 1.0
@@ -114,7 +115,7 @@ class Cluster:
         return 1 / max((speed for count, speed in self.threads.items() if count <= have), default=1.0)
 
     def memory_bytes(self, ranks: int | None = None) -> float:
-        """Memory of one rank in bytes. ranks: number of ranks that share a CPU host's memory (default: one for each device)."""
+        """Memory of one rank in bytes. On a CPU host, `ranks` ranks share the memory; default: devices_per_node."""
         whole = self.device.memory_gib * 2**30
         return whole / (ranks or self.devices_per_node) if self.cores else whole
 
@@ -123,11 +124,11 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
     def of(self, nodes: int) -> Cluster:
-        """This cluster with another number of nodes."""
+        """Return this cluster with `nodes` nodes."""
         return replace(self, nodes=nodes)
 
     def holding(self, ranks: int) -> Cluster:
-        """This cluster with as many nodes as `ranks` ranks need. A CPU host instead gets as many processes."""
+        """Return this cluster with as many nodes as `ranks` ranks need. A CPU host stays one node, with `ranks` processes."""
         if self.cores:
             return replace(self, devices_per_node=max(self.devices_per_node, ranks), nodes=1)
         return self.of(-(-ranks // self.devices_per_node))
@@ -138,21 +139,16 @@ def cluster_names() -> list[str]:
 
 
 def some_clusters() -> str:
-    """Some names of clusters, for a line of text."""
+    """Return names of shipped clusters for an error message, at most five."""
     return some(cluster_names(), rest="docs/parallel/planner_time.md")
 
 
 def load_cluster(name: str) -> Cluster:
-    """Load a shipped cluster by name (`NAMExN` for N nodes), or a cluster file. Raises BadInput for an unknown name, with known names."""
+    """Load a shipped cluster by name (`NAMExN` for N nodes), or a cluster file by path. Raises BadInput for an unknown name or bad file."""
     path = user_path(name, what="cluster")
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise BadInput(
-                "cluster",
-                got=name,
-                needed="a file that exists",
-                fix=f"give its path, or one of {some_clusters()}",
-            )
+            raise BadInput("cluster", got=name, needed="a file that exists", fix=f"give its path, or one of {some_clusters()}")
         return _read(path)
     known = cluster_names()
     if name in known:
@@ -164,7 +160,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """Return the fix for an unknown cluster name. For h100x8 or 8xh100, it proposes the shipped node with 8 of these devices."""
+    """Return the fix for an unknown cluster name. For h100x8 or 8xh100 it names the shipped cluster with 8 devices of this kind."""
     counted = re.fullmatch(r"(?:(?P<before>\d+)[x*-])?(?P<device>.+?)(?:[x*:_-](?P<after>\d+))?", name.lower())
     assert counted is not None
     device, count = counted["device"], int(counted["after"] or counted["before"] or 8)
@@ -216,7 +212,7 @@ def _explained(what: str, errors: list[ErrorDetails]) -> BadInput:
 
 
 def mapping_of(cluster: Cluster) -> dict[str, Any]:
-    """Mapping from which `cluster_of` makes this cluster again."""
+    """Return the cluster as the content of its file, which `cluster_of` reads."""
     mapping = asdict(cluster)
     mapping.pop("name")
     mapping["device"]["attention"] = list(cluster.device.attention)
@@ -230,8 +226,10 @@ def measured_file() -> Path:
 
 
 def measured_cluster(device: str) -> Cluster | None:
-    """Return the cluster that was measured on this machine. None if there is no file, or if it is another device's: several machines may
-    share a home folder."""
+    """Return the cluster that `moe plan --calibrate` measured on this machine; None without such a file or if it is for another device.
+
+    (Several machines may share a home folder.)
+    """
     path = measured_file()
     try:
         found = load_cluster(str(path)) if path.is_file() else None

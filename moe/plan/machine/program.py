@@ -1,7 +1,7 @@
-"""Properties of training programs on which the time of a step depends: kernels, launch times, and overlap of communication.
+"""Properties of a training program that decide how fast it runs a plan: kernels, launch times, overlap of communication.
 
-Two programs run the same plan at different speeds. Each field of a Program can be looked up or measured. This file has the project's own
-trainer; tests/planner/software.py has the programs of published measurements. memory/stack.py describes the memory that a program needs.
+This file has the properties of the project's own trainer; tests/planner/software.py has those of programs with published measurements.
+moe/plan/memory/stack.py describes the memory that a program needs.
 """
 
 from __future__ import annotations
@@ -11,42 +11,40 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # see Program.alone; fitted to vTrain's measured steps of small layers
+ALONE = 0.3  # default of Program.alone, fitted to vTrain's measured steps of small layers
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Program:
-    """One training program. `overlapped` work runs at the same time as other work, so it takes no additional time.
+    """One training program. `overlapped`: at the same time as computation, so that it takes no additional time.
 
-    attention      `fused`: one kernel, scores stay on the chip; `scores`: they are written, read and masked in memory
-    launch_us      host's time to launch a kernel of the forward pass; the backward pass, driven by C++, takes `backward_launch` times that
-    checkpoint_us  host's time to enter a recomputed layer: states of random numbers, a nested backward pass
-    step_ms        host's time once a step: data, gradient norm, loss scale, logging
-    pointwise      bytes that norms, activations and residual sums move, divided by the bytes of fully fused kernels
+    attention      `fused`: one kernel that keeps scores on the chip; `scores`: kernels that write, read and mask scores in memory
+    launch_us      host's time to launch a kernel in the forward pass; in the backward pass times `backward_launch`
+    checkpoint_us  host's time to begin a recomputed layer: random number states, a nested backward pass
+    step_ms        host's time once per step: data, gradient norm, loss scale, logging
+    pointwise      bytes that norms, activations and residual additions move / bytes that fully fused kernels would move
     streams        time of pointwise kernels depends on `bytes`, or on the number of `elements` (on a CPU, which computes in fp32)
-    gradients      gradient sums run `after` the backward pass, or `overlapped` with its last micro-batch
-    staged         gradient sums with pipeline stages: `as gradients` says, or `by stage`: each as soon as its stage has all gradients
-    gathers        gathers of sharded parameters run `overlapped` with the previous layer, only `partly` so, or are `waited` for
-    alone          host and device work at the same time, but not always: fraction of the faster one's time that is added to the
-                   slower one's (1: one core does both, one after the other)
-    shards         FSDP with pipeline stages gathers parameters and sums gradients in each `micro-batch`, or once a `step`
-    gather_gb_s    largest rate at which a rank receives gathered parameters (None: the rate of its links)
-    gather_us      host's time around one gather or sum of a layer's sharded parameters: copies in and out of buffers, waiting for ranks
-    experts_overlap  fraction of the exchanges with experts that the other direction's computation hides
+    gradients      gradient reductions run `after` the backward pass, or `overlapped` with its last micro-batch
+    staged         gradient reductions with pipeline stages: the same `as gradients`, or `by stage`, when a stage has all its gradients
+    gathers        all-gathers of sharded parameters: `overlapped` with the previous layer, `partly` overlapped, or `waited` for
+    alone          a pass takes the longer of the host's and the device's time, plus this fraction of the shorter (1: no overlap)
+    shards         FSDP with stages gathers parameters and reduces gradients in each `micro-batch`, or once per `step`
+    gather_gb_s    largest rate at which a rank receives gathered parameters; None: the rate of its links
+    gather_us      host's time for one all-gather or reduction of a layer's sharded parameters: copies to and from buffers, waiting
+    experts_overlap  fraction of the dispatch to experts that computation hides
     tensor_overlap   fraction of tensor parallelism's collectives that products hide
-    transfers      between stages: each rank of tp sends its part (`parts`), or all send the same (`whole`)
-    interleaved_transfers  `waited` for, or `overlapped` with the next chunk's work
-    dispatch       to experts: `all_to_all` sends each choice; `by_node` sends a token once to every rank that
-                   needs it, and once over the network to every node (DeepEP)
+    transfers      messages between stages: each tp rank sends its part of the tensor (`parts`), or all send the `whole` tensor
+    interleaved_transfers  messages between the chunks of interleaved stages are `waited` for, or `overlapped`
+    dispatch       to experts: `all_to_all` sends a row for each choice; `by_node` sends a token once to each rank and node (DeepEP)
     experts        products of a rank's experts: `grouped` in one kernel, or one kernel for `each`
-    engine         additional time of the engine around the layers, as a fraction of a micro-batch's time
-    sent_gradients dtype of sent gradients: as they are `stored`, or as activations are `computed`
-    accumulates    a micro-batch's gradients are added to the sum in a kernel `apart`, or in the product that makes them (`within`)
-    parameters     gathers of new parameters run `after` the optimizer, or `overlapped` with the next forward pass
-    selective      selective recompute repeats `core`: attention that writes scores; `second`: a layer's norm and network or experts;
-                   `half`: half of the forward pass
-    products       dtype of linear layers' products: `compute` (the plan's), or a narrower dtype to which operands are cast, as fp8
+    engine         additional time of the engine / time of a micro-batch
+    sent_gradients dtype of sent gradients: the `stored` gradients', or the `computed` activations'
+    accumulates    gradients of micro-batches are summed in a kernel of their own (`apart`), or by the product that makes them (`within`)
+    parameters     all-gathers of new parameters run `after` the optimizer, or `overlapped` with the next forward pass
+    selective      selective recompute repeats attention with written scores (`core`), the second half of a layer (`second`: norm and
+                   feed-forward network or experts), or `half` of the forward pass
+    products       dtype of linear layers' products: `compute`, the plan's, or a narrower dtype such as fp8, to which operands are cast
     """
 
     name: str
@@ -78,9 +76,9 @@ class Program:
     products: str = "compute"
 
 
-# torch's eager mode and fused attention; selective recompute repeats the second half of a layer
+# this project's trainer: eager torch with fused attention
 OWN = Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch")
-# on processes of a host without accelerators: a core computes and sends, one after the other
+# this project's trainer on a CPU host, where a core either computes or communicates
 OWN_ON_CPU = replace(
     OWN, name="moe-parallel-cpu", streams="elements", staged="as gradients", gradients="after", gathers="waited", alone=1.0
 )
