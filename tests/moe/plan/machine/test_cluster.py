@@ -1,4 +1,4 @@
-"""Clusters from files, and how long collectives and kernels take on them: against counted steps and bytes."""
+"""Cluster files, and predicted times of collectives and kernels, which are compared with counted bytes and operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.errors import BadInput
 
 
 def plain(nodes: int = 4) -> Cluster:
-    """Without measured times and without latencies, so that only bytes count."""
+    """Return a cluster without measured times and latencies, on which the time of a collective depends only on bytes."""
     cluster = load_cluster("h100-8").of(nodes)
     quick = replace(cluster.inside, times={}, latency_us=0, hop_us=0, bus_gb_s={2: 300, 8: 300}, sum_bus_gb_s=None)
     return replace(cluster, inside=quick, between=replace(cluster.between, latency_us=0, tree_us=0))
@@ -111,10 +111,10 @@ def test_rings_send_what_no_algorithm_undercuts_and_an_all_reduce_is_two_gathers
 
 def test_measured_times_are_returned_where_they_were_measured() -> None:
     cluster = load_cluster("a100-80-8")
-    assert all_reduce(cluster, Group(8, 1), 64 * 2**20) == pytest.approx(580e-6)  # vTrain's table: 579.9
-    assert all_reduce(cluster, Group(2, 1), 2**20) == pytest.approx(44e-6)  # 44.2
+    assert all_reduce(cluster, Group(8, 1), 64 * 2**20) == pytest.approx(580e-6)  # vTrain measured 579.9
+    assert all_reduce(cluster, Group(2, 1), 2**20) == pytest.approx(44e-6)  # vTrain measured 44.2
     between = all_reduce(cluster, Group(8, 1), 48 * 2**20)
-    assert 358e-6 < between < 580e-6  # 32 and 64 MiB
+    assert 358e-6 < between < 580e-6  # measured times of 32 and 64 MiB
 
 
 def test_groups_that_share_a_network_get_their_part_of_it() -> None:
@@ -155,7 +155,7 @@ def test_no_product_is_faster_than_its_operations_its_bytes_or_a_launch() -> Non
 def test_one_tile_more_than_the_processors_hold_is_a_wave_more() -> None:
     device = replace(load_cluster("a100-80-8").device, units=4, launch_us=0.0, memory_gb_s=1e9)
     full, over = device.product(512, 256, 4096), device.product(512 + 1, 256, 4096)
-    assert over > 1.4 * full  # four tiles of 256 x 128, or five and more of any size
+    assert over > 1.4 * full  # 512 x 256 is four tiles of 256 x 128 on four processors
 
 
 def test_sizes_that_loads_do_not_fit_are_slower() -> None:
