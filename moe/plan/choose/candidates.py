@@ -71,9 +71,7 @@ def candidates(
     network: Network, *, world: int, global_batch: int, base: Plan, space: Space, only: Collection[Degrees] | None = None
 ) -> Iterator[Plan]:
     """Yield plans for `world` ranks, also plans that cannot run. Settings that `space` does not have (precision, tiles) come from `base`.
-
-    only: if given, only plans with these degrees of parallelism.
-    """
+    only: if given, only plans with these degrees of parallelism."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp:
             continue

@@ -26,10 +26,8 @@ ROUNDED = 1 + 1e-9  # tolerance: the order of a sum changes its last digits
 
 @dataclass(frozen=True)
 class Ranked:
-    """A plan that can run and fits into memory. seconds: predicted time of a step. held_bytes: memory of the rank that needs most.
-
-    advice: reason why the plan is not recommended; None if it is.
-    """
+    """A plan that can run and fits into memory. seconds: predicted time of a step. held_bytes: memory of the rank that needs most. advice:
+    reason why the plan is not recommended; None if it is."""
 
     plan: Plan
     seconds: float
@@ -40,9 +38,7 @@ class Ranked:
 @dataclass(frozen=True)
 class Refused:
     """`count` plans that were refused for one reason. over_bytes: by how much `example` exceeds the memory limit, 0 for other reasons.
-
-    example: of plans that exceed the limit, the one that does so by least; for other reasons, the first plan.
-    """
+    example: of plans that exceed the limit, the one that does so by least; for other reasons, the first plan."""
 
     reason: str
     count: int
@@ -143,10 +139,8 @@ def choose(
 def _first_that_fits(
     plan: Plan, recompute: Sequence[Recomputed], held_bytes: Callable[[Plan], float], limit_bytes: float, *, doubtful: bool
 ) -> tuple[Plan | None, float]:
-    """Return (the plan with the first kind of recompute that fits, its bytes); if none fits: (None, bytes with the last kind).
-
-    doubtful: try the last kind first, because probably none fits, and the last needs the least memory.
-    """
+    """Return (the plan with the first kind of recompute that fits, its bytes); if none fits: (None, bytes with the last kind). doubtful:
+    try the last kind first, because probably none fits, and the last needs the least memory."""
     asked: dict[Recomputed, tuple[Plan, float]] = {}
 
     def held(kind: Recomputed) -> float:

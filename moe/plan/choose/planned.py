@@ -60,10 +60,8 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """Result of planning. found: ranked and refused plans. runs: recipes of the ranked plans, in the same order.
-
-    own: plan of the given recipe; None if the checks refuse that recipe on the cluster.
-    """
+    """Result of planning. found: ranked and refused plans. runs: recipes of the ranked plans, in the same order. own: plan of the given
+    recipe; None if the checks refuse that recipe on the cluster."""
 
     network: Network
     cluster: Cluster
@@ -93,10 +91,8 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. num_degrees: number of degrees that round 2 tries; None: all.
-
-    Raises BadInput if no plan fits into memory; its message has a change of the recipe or cluster with which one fits.
-    """
+    """Return the `top` best plans for all devices of the cluster. num_degrees: number of degrees that round 2 tries; None: all. Raises
+    BadInput if no plan fits into memory; its message has a change of the recipe or cluster with which one fits."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):
@@ -226,10 +222,8 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
 
 
 def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Iterator[Fix]:
-    """Yield a change of the recipe and a number of nodes, each only if a plan then fits.
-
-    least: memory of the smallest plan divided by the memory of a device.
-    """
+    """Yield a change of the recipe and a number of nodes, each only if a plan then fits. least: memory of the smallest plan divided by the
+    memory of a device."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]

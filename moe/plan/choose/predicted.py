@@ -142,10 +142,8 @@ def stack_on(cluster: Cluster) -> Stack:
 
 
 def held_bytes(network: Network, plan: Plan, cluster: Cluster) -> float:
-    """Bytes of the rank that needs most, for comparison with Cluster.memory_bytes.
-
-    On a GPU they include the allocator's reserve and CUDA's context, on a CPU the states offloaded to the host.
-    """
+    """Bytes of the rank that needs most, for comparison with Cluster.memory_bytes. On a GPU they include the allocator's reserve and CUDA's
+    context, on a CPU the states offloaded to the host."""
     fullest = peak(network, plan, stack_on(cluster))
     return fullest.allocated + sum(fullest.host.values()) if cluster.cores else fullest.used
 
@@ -170,10 +168,8 @@ class Change:
 def change_that_fits(
     run: Run, world: int, *, fits: Callable[[Run], bool], checked: Callable[[Run, int], Run], has_gpus: bool
 ) -> Change | None:
-    """Return the first change with which the run fits on `world` ranks; None if none works.
-
-    checked: makes the recipe's checks, which raise BadInput. has_gpus: also try to move model states to the host's memory.
-    """
+    """Return the first change with which the run fits on `world` ranks; None if none works. checked: makes the recipe's checks, which raise
+    BadInput. has_gpus: also try to move model states to the host's memory."""
     for values in _changes(run, has_gpus=has_gpus):
         try:
             changed = checked(with_values(run, values), world)

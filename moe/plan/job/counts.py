@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from moe.plan.job.hashed import Summed
 from moe.plan.job.network import Network, Plan, attention_shapes
 
 
 @dataclass(frozen=True)
-class Elements:
+class Elements(Summed):
     """Numbers of parameters. dense: outside of experts, with copies on all ranks of dp and sp. expert: in experts, with copies on the
     edp ranks (Plan.edp). frozen_dense, frozen_expert: parameters among these without gradients and optimizer states."""
 
@@ -41,17 +42,6 @@ class Elements:
     def as_frozen(self) -> Elements:
         """Return the same numbers of parameters, all frozen."""
         return Elements(self.dense, self.expert, self.dense, self.expert)
-
-    def __add__(self, other: Elements) -> Elements:
-        return Elements(
-            self.dense + other.dense,
-            self.expert + other.expert,
-            self.frozen_dense + other.frozen_dense,
-            self.frozen_expert + other.frozen_expert,
-        )
-
-    def times(self, count: int) -> Elements:
-        return Elements(count * self.dense, count * self.expert, count * self.frozen_dense, count * self.frozen_expert)
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
@@ -104,10 +94,8 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 
 
 def attention(network: Network, t: int, *, over: int) -> float:
-    """Parameters of one layer's attention on a rank, if `t` ranks divide its matrices and `over` its heads (on grids, over < t).
-
-    With fewer key-value heads than `over`, several ranks hold a copy of each.
-    """
+    """Parameters of one layer's attention on a rank, if `t` ranks divide its matrices and `over` its heads (on grids, over < t). With fewer
+    key-value heads than `over`, several ranks hold a copy of each."""
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
@@ -138,10 +126,8 @@ def embedding(network: Network, plan: Plan) -> float:
 
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
-    """Parameters outside of layers on a rank: embedding, head, positions, final norms, multi-token prediction.
-
-    first, last: whether the rank has the first, the last stage of the model.
-    """
+    """Parameters outside of layers on a rank: embedding, head, positions, final norms, multi-token prediction. first, last: whether the
+    rank has the first, the last stage of the model."""
     table = embedding(network, plan)
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
     tables += last and not first and network.ahead > 0 and not network.tied  # multi-token prediction needs the embedding on the last stage

@@ -43,10 +43,8 @@ def size(run: sections.Run) -> Size:
 
 
 def multi_token_size(run: sections.Run) -> tuple[int, float]:
-    """Return (number of parameters, forward FLOPs per token) of multi-token prediction.
-
-    Each further token has a block, a product that merges its two inputs, three norms, and the model's head.
-    """
+    """Return (number of parameters, forward FLOPs per token) of multi-token prediction. Each further token has a block, a product that
+    merges its two inputs, three norms, and the model's head."""
     model, block = run.model, block_size(run, layer=run.model.num_layers)
     join = 2 * model.d_model**2
     each = block.forward + 2.0 * join + head_forward(run)
@@ -87,10 +85,8 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
 
 
 def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
-    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of both halves.
-
-    own: FLOPs of the matrices that a token of this half passes, except for cross-attention.
-    """
+    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of both halves. own: FLOPs of the matrices that a token
+    of this half passes, except for cross-attention."""
     read, written = model.max_length, model.target_length
     width = 4.0 * model.num_heads * _head_size(model)
     if layer < model.decoder_begins:
@@ -101,10 +97,8 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
 
 
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
-    """Mean number of experts that compute a token: its choices, but not more than the experts' capacity or the number of experts.
-
-    If experts choose tokens, they fill their capacity. The minimum and the rounding of capacities are left out.
-    """
+    """Mean number of experts that compute a token: its choices, but not more than the experts' capacity or the number of experts. If
+    experts choose tokens, they fill their capacity. The minimum and the rounding of capacities are left out."""
     slots = slots_of_token(router)
     return min(min(router.num_choices, slots) if method_of(router).tokens_choose else slots, num_experts)
 

@@ -1,9 +1,10 @@
-"""A decorator with which a frozen dataclass computes its hash once. The planner looks up the same values in caches very often."""
+"""Dataclasses of the planner: one hash for each instance, which caches look up very often, and sums of instances field by field."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from operator import add
+from typing import Any, Self, TypeVar
 
 KEPT = "_hash"
 _T = TypeVar("_T")
@@ -25,3 +26,13 @@ def hashed_once(kind: type[_T]) -> type[_T]:
     setattr(kind, "__hash__", of)  # noqa: B010 mypy knows no other way
     setattr(kind, "__getstate__", state)  # noqa: B010
     return kind
+
+
+class Summed:
+    """Base of frozen dataclasses whose fields are numbers or Summed: `+` and `times` work on each field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(add, vars(self).values(), vars(other).values()))
+
+    def times(self, count: float) -> Self:
+        return type(self)(*(value.times(count) if isinstance(value, Summed) else count * value for value in vars(self).values()))

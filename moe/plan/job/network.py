@@ -34,60 +34,45 @@ def repeats(index: int, every: int) -> bool:
 
 @dataclass(frozen=True)
 class Router:
-    """Parts of a router in addition to its matrix.
+    """Parts of a router in addition to its matrix."""
 
-    vectors: number of learned scalars for each expert. noise: a second matrix gives the noise's scale. norm: the input is normalized.
-    jitter: the input is multiplied by noise. capped: logits are bounded. kept: bytes per token that its method keeps for the backward pass.
-    """
-
-    vectors: int = 0
-    noise: bool = False
-    norm: bool = False
-    jitter: bool = False
-    capped: bool = False
-    kept: int = 0
+    vectors: int = 0  # number of learned scalars for each expert
+    noise: bool = False  # a second matrix gives the scale of the noise
+    norm: bool = False  # the input is normalized
+    jitter: bool = False  # the input is multiplied by noise
+    capped: bool = False  # the logits are bounded
+    kept: int = 0  # bytes for each token that the routing method keeps for the backward pass
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of one MoE layer: `count` experts with `hidden` units each. Each token chooses `choices` of them.
-
-    shared_hidden: hidden units of the shared experts, which compute all tokens. gates: number of gates that weigh shared experts.
-    rows: computed rows / choices of all tokens, below 1 if choices are dropped; None: 1, with unequal numbers of rows per expert.
-    slots: capacity of all experts / choices of all tokens; None: no capacity. exchange: the dispatcher; None: an all-to-all.
-    dropout: inside the experts, which then keep one more tensor of the hidden size. free: number of experts that compute nothing.
-    products: dtype of the experts' matrix products (device.py); None: the compute dtype. fused: one kernel computes the whole
-    feed-forward network, so that the backward pass needs only its input and pre-activations.
-    """
+    """Experts of one MoE layer."""
 
     count: int
-    choices: int
-    hidden: int
+    choices: int  # number of experts that each token chooses
+    hidden: int  # hidden units of one expert
     gated: bool = False
-    shared_hidden: int = 0
-    rows: float | None = None
-    slots: float | None = None
-    exchange: Dispatcher | None = None
+    shared_hidden: int = 0  # hidden units of the shared experts, which compute all tokens
+    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: 1, unequal over experts
+    slots: float | None = None  # capacity of all experts / choices of all tokens; None: no capacity
+    exchange: Dispatcher | None = None  # None: an all-to-all
     biases: bool = False
     router: Router = Router()
-    gates: int = 0
-    dropout: bool = False
-    free: int = 0
-    products: str | None = None
-    fused: bool = True
+    gates: int = 0  # number of gates that weigh shared experts
+    dropout: bool = False  # inside the experts, which then keep one more tensor of the hidden size
+    free: int = 0  # number of experts that compute nothing
+    products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
+    fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). query_rank: size of the queries' latent; 0: queries have no latent.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
-    key_rank: size of the latent of keys and values. rotary_size, value_size: channels of a head.
-    """
-
-    query_rank: int
-    key_rank: int
-    rotary_size: int
-    value_size: int
+    query_rank: int  # size of the queries' latent; 0: queries have no latent
+    key_rank: int  # size of the latent of keys and values
+    rotary_size: int  # channels of a head for rotary positions
+    value_size: int  # channels of a head's values
 
 
 @dataclass(frozen=True)
@@ -111,51 +96,40 @@ def attention_shapes(width: int, heads: int, groups: int, channels: int, latent:
 @hashed_once
 @dataclass(frozen=True)
 class Network:
-    """A stack of Transformer layers with embedding and head: a decoder-only model, or the decoder of an encoder-decoder.
-
-    encoder: the encoder's stack, whose output the decoder's cross-attention reads; None: decoder-only model.
-    length: tokens of a sequence. head_size: channels of a head; None: width / heads. activation: of dense networks without a gate.
-    sees: attention is causal (`past`) or not (`all`). sparse_layers: indices of the layers with experts instead of a dense network.
-    biases: all linear layers and norms have biases. qk_norm: queries and keys are normalized, for each head or over all heads.
-    buckets: number of distances with a learned attention bias (T5). shared_buckets: all layers of a stack share these biases.
-    sinks: each head has a learned logit in its softmax. clipped: queries, keys and values are clipped.
-    logit_cap: tanh bounds the head's logits. ahead: number of further tokens of multi-token prediction.
-    core_work: (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers.
-    windows_in_runs: fraction of layers whose sliding windows are computed in chunks of tokens, which keep keys and values twice.
-    """
+    """A stack of Transformer layers with embedding and head: a decoder-only model, or the decoder of an encoder-decoder."""
 
     layers: int
     width: int
     heads: int
     hidden: int
     vocab: int
-    length: int
+    length: int  # tokens of a sequence
     kv_heads: int | None = None
-    head_size: int | None = None
+    head_size: int | None = None  # channels of a head; None: width / heads
     gated: bool = False
-    activation: Literal["gelu", "relu"] = "gelu"
+    activation: Literal["gelu", "relu"] = "gelu"  # of dense networks without a gate
     tied: bool = True
-    biases: bool = False
+    biases: bool = False  # all linear layers and norms have biases
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     qkv_biases: bool = False
     out_bias: bool = False
-    buckets: int = 0
-    shared_buckets: bool = False
-    sinks: bool = False
-    clipped: bool = False
-    logit_cap: bool = False
-    qk_norm: Literal["none", "heads", "whole"] = "none"
+    buckets: int = 0  # number of distances with a learned attention bias (T5)
+    shared_buckets: bool = False  # all layers of a stack share one T5 bias
+    sinks: bool = False  # each head has a learned logit in its softmax
+    clipped: bool = False  # queries, keys and values are clipped
+    logit_cap: bool = False  # tanh bounds the head's logits
+    qk_norm: Literal["none", "heads", "whole"] = "none"  # queries and keys are normalized, for each head or over all heads
     learned_positions: bool = False
     dropout: bool = False
     experts: Experts | None = None
-    sparse_layers: tuple[int, ...] = ()
+    sparse_layers: tuple[int, ...] = ()  # indices of the layers with experts instead of a dense network
     latent: Latent | None = None
     adapters: Adapters | None = None
-    ahead: int = 0
-    core_work: float = 1.0
-    windows_in_runs: float = 0.0
-    sees: Literal["past", "all"] = "past"
-    encoder: Network | None = None
+    ahead: int = 0  # number of further tokens of multi-token prediction
+    core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
+    windows_in_runs: float = 0.0  # fraction of layers whose sliding windows are computed in chunks, which keep keys and values twice
+    sees: Literal["past", "all"] = "past"  # `past`: attention is causal
+    encoder: Network | None = None  # stack whose output cross-attention reads; None: decoder-only model
 
     @property
     def halves(self) -> tuple[Network, ...]:
@@ -206,18 +180,7 @@ class Network:
 @hashed_once
 @dataclass(frozen=True)
 class Plan:
-    """Settings of parallel training. dp, tp, sp, pp, ep, etp: degrees of parallelism. engine: the data-parallel engine.
-
-    tensor: kind of tensor parallelism: `1d` is Megatron-LM's, `sliced` adds Megatron's sequence parallelism between layers.
-    depth: number of layers of the 2.5D grid. sequence: method of attention over the sp ranks.
-    order: which positions of a sequence each sp rank holds. With a causal mask, ranks with early positions have less work and wait.
-    chunks: number of pipeline stages on each rank. stage_layers: number of layers of each stage; None: an even cut.
-    microbatch: sequences in a micro-batch of one replica. microbatches: number of micro-batches of one replica in a step.
-    recompute_every: every n-th layer is recomputed. loss_chunks: the loss is computed in this number of chunks of tokens.
-    storage: bytes of a parameter, its gradient and optimizer states. compute_bytes: bytes of an element of activations.
-    offload_activations: fraction of the layers' activations that is offloaded to the host; only for tables of other software.
-    tiles: number of tiles of each matrix of a dense network. reshard: FSDP frees gathered weights after the forward pass.
-    """
+    """Settings of parallel training. dp, tp, sp, pp, ep, etp: degrees of parallelism."""
 
     dp: int = 1
     tp: int = 1
@@ -225,26 +188,26 @@ class Plan:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    engine: str = PLAIN
-    tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
-    depth: int = 1
-    sequence: str = sequences.DEFAULT
-    order: Places = "zigzag"
+    engine: str = PLAIN  # data-parallel engine
+    tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"  # Megatron-LM: `1d`, with sequence parallelism `sliced`
+    depth: int = 1  # number of layers of the 2.5D grid
+    sequence: str = sequences.DEFAULT  # method of attention over the sp ranks
+    order: Places = "zigzag"  # which positions of a sequence each sp rank holds; ranks with early positions have less causal attention
     schedule: str = "1f1b"
-    chunks: int = 1
-    stage_layers: tuple[int, ...] | None = None
-    microbatch: int = 1
-    microbatches: int = 1
+    chunks: int = 1  # number of pipeline stages on each rank
+    stage_layers: tuple[int, ...] | None = None  # number of layers of each stage; None: an even cut
+    microbatch: int = 1  # sequences in a micro-batch of one replica
+    microbatches: int = 1  # number of micro-batches of one replica in a step
     recompute: Recomputed = "none"
-    recompute_every: int = 1
-    loss_chunks: int = 1
-    compute_bytes: int = 2
-    storage: Storage = MIXED_FP32_GRADIENTS
+    recompute_every: int = 1  # every n-th layer is recomputed
+    loss_chunks: int = 1  # number of chunks of tokens for which the loss is computed, one after another
+    compute_bytes: int = 2  # bytes of an element of activations
+    storage: Storage = MIXED_FP32_GRADIENTS  # bytes of a parameter, its gradient and optimizer states
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
-    offload_activations: float = 0.0
-    tiles: int = 1
-    reshard: bool = True
+    offload_activations: float = 0.0  # fraction of the layers' activations that is offloaded; only for tables of other software
+    tiles: int = 1  # number of tiles of each matrix of a dense network
+    reshard: bool = True  # FSDP frees gathered weights after the forward pass
 
     def but(self, **changes: Any) -> Plan:
         """Return a changed copy. Ten times as fast as dataclasses.replace: the planner makes hundreds of thousands of plans."""

@@ -15,16 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe.plan.job.hashed import Summed
+
 STAGES = (0, 1, 2, 3)
 Every = Literal["step", "microbatch"]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one parameter, of its gradient, and of its optimizer states, before sharding.
-
-    of_experts: bytes of optimizer states for a parameter of an expert; None: the same as for other parameters.
-    """
+    """Bytes of one parameter, of its gradient, and of its optimizer states, before sharding. of_experts: bytes of optimizer states for a
+    parameter of an expert; None: the same as for other parameters."""
 
     parameters: int
     gradients: int
@@ -50,7 +50,7 @@ FP32_AND_COPY = Storage(4, 4, 12)  # FP32 with a master copy in the engine: Deep
 
 
 @dataclass(frozen=True)
-class States:
+class States(Summed):
     """Bytes of each kind of state on one rank."""
 
     parameters: float
@@ -61,15 +61,10 @@ class States:
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer
 
-    def __add__(self, other: States) -> States:
-        return States(self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer)
-
 
 def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
-    """Bytes of the model states on one of N = `copies` ranks that hold the same P parameters, sharded by ZeRO stage 0 to 3.
-
-    For MIXED: 16 P in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3.
-    """
+    """Bytes of the model states on one of N = `copies` ranks that hold the same P parameters, sharded by ZeRO stage 0 to 3. For MIXED: 16 P
+    in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3."""
     _check(stage, copies)
     return States(
         num_parameters * storage.parameters / (copies if stage >= 3 else 1),
@@ -80,9 +75,7 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
     """Bytes of the model states on one rank of a model with experts. dense, expert: numbers of parameters outside and inside of experts.
-
-    The dp ranks hold the same dense parameters. dp / (ep etp) ranks hold the same 1 / (ep etp) of the experts' parameters.
-    """
+    The dp ranks hold the same dense parameters. dp / (ep etp) ranks hold the same 1 / (ep etp) of the experts' parameters."""
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)

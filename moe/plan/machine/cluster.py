@@ -227,9 +227,7 @@ def measured_file() -> Path:
 
 def measured_cluster(device: str) -> Cluster | None:
     """Return the cluster that `moe plan --calibrate` measured on this machine; None without such a file or if it is for another device.
-
-    (Several machines may share a home folder.)
-    """
+    (Several machines may share a home folder.)"""
     path = measured_file()
     try:
         found = load_cluster(str(path)) if path.is_file() else None

@@ -27,10 +27,8 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Tokens:
-    """Number of tokens of a micro-batch on a rank, in the tensors of one place. inside: of attention and networks.
-
-    between: of the norms and dropout masks before and after these. read: of the kept inputs of the products after norms.
-    """
+    """Number of tokens of a micro-batch on a rank, in the tensors of one place. inside: of attention and networks. between: of the norms
+    and dropout masks before and after these. read: of the kept inputs of the products after norms."""
 
     inside: float
     between: float
@@ -82,10 +80,8 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return whether the backward pass needs (the normalized input of attention, the same of the feed-forward network or experts).
-
-    It does not if all weights that multiply this input are frozen. A router always needs its input.
-    """
+    """Return whether the backward pass needs (the normalized input of attention, the same of the feed-forward network or experts). It does
+    not if all weights that multiply this input are frozen. A router always needs its input."""
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
@@ -152,10 +148,8 @@ def _attention(n: Network, stack: Stack) -> float:
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Bytes that the latents of multi-head latent attention keep: the norms' inputs of the rank's own tokens, the outputs of all tokens.
-
-    If tp divides the heads, the outputs are in one tensor with the rotary key, and with x if queries have no latent.
-    """
+    """Bytes that the latents of multi-head latent attention keep: the norms' inputs of the rank's own tokens, the outputs of all tokens. If
+    tp divides the heads, the outputs are in one tensor with the rotary key, and with x if queries have no latent."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0
@@ -217,10 +211,8 @@ def expert_elements(n: Network, plan: Plan) -> float:
 
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes that the router and its losses keep for each token. itemsize: bytes of an element of activations.
-
-    In fp32: the jitter and the jittered input, the inputs of the norm and of the noise's matrix, the experts' probabilities.
-    """
+    """Bytes that the router and its losses keep for each token. itemsize: bytes of an element of activations. In fp32: the jitter and the
+    jittered input, the inputs of the norm and of the noise's matrix, the experts' probabilities."""
     e = n.experts
     assert e is not None
     r, held = e.router, 0.0
@@ -279,10 +271,8 @@ def recompute_of(plan: Plan, index: int) -> Recomputed:
 
 
 def casts_kept(plan: Plan, stack: Stack) -> bool:
-    """True if each micro-batch keeps copies of the weights in the compute dtype.
-
-    With pipeline stages, every micro-batch in flight would keep its own copies, so the backward pass casts the weights again instead.
-    """
+    """True if each micro-batch keeps copies of the weights in the compute dtype. With pipeline stages, every micro-batch in flight would
+    keep its own copies, so the backward pass casts the weights again instead."""
     return stack.casts and plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
 
 

@@ -62,10 +62,8 @@ class Memory:
 
 
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
-    """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes.
-
-    Ranks that differ only on other axes need the same.
-    """
+    """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes. Ranks that differ only on
+    other axes need the same."""
     return tuple(_memory(plan, stack, rank) for rank in ranks_of(network, plan, stack, "all"))
 
 
@@ -108,11 +106,9 @@ def _memory(plan: Plan, stack: Stack, rank: RankMoments) -> Memory:
 
 
 class _Full(NamedTuple):
-    """A moment of a step with the bytes that depend on the plan's engine. bucket: bytes of gradient buckets.
-
-    missing: bytes of gradients that do not exist yet. waiting: bytes of a tied head's gradient before it is added to the embedding's.
-    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3.
-    """
+    """A moment of a step with the bytes that depend on the plan's engine. bucket: bytes of gradient buckets. missing: bytes of gradients
+    that do not exist yet. waiting: bytes of a tied head's gradient before it is added to the embedding's. gathered: bytes of gathered
+    weights and unreduced gradients with ZeRO stage 3."""
 
     moment: Moment
     missing: float
@@ -150,10 +146,8 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
-    """Return the moment in the second step at which DDP rebuilds its buckets, so that gradients exist twice.
-
-    With more than two ranks, it does so before the optimizer has states (parallel/data/ddp.py), and this moment is no peak.
-    """
+    """Return the moment in the second step at which DDP rebuilds its buckets, so that gradients exist twice. With more than two ranks, it
+    does so before the optimizer has states (parallel/data/ddp.py), and this moment is no peak."""
     of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1].expert))[0].gradients
     empty = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
@@ -172,10 +166,8 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments, moment: Moment) -> fl
 
 
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
-    """Return (Elements of one dense parameter, Elements of one expert parameter), empty if its gradient is not freed between steps.
-
-    DDP's buckets keep the gradients that all its ranks sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer.
-    """
+    """Return (Elements of one dense parameter, Elements of one expert parameter), empty if its gradient is not freed between steps. DDP's
+    buckets keep the gradients that all its ranks sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
     kept = plan.kind.gradients
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
@@ -183,11 +175,9 @@ def _freed(plan: Plan) -> tuple[Elements, Elements]:
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
-    """Return (bytes of the states on the device, name in PARTS -> bytes on the host) for these parameters.
-
-    With an offloaded optimizer, gradients are on the host too. With pipeline stages, the device sums whole gradients, and the host has
-    only this rank's shard of the sums.
-    """
+    """Return (bytes of the states on the device, name in PARTS -> bytes on the host) for these parameters. With an offloaded optimizer,
+    gradients are on the host too. With pipeline stages, the device sums whole gradients, and the host has only this rank's shard of the
+    sums."""
 
     def of(elements: Elements, stage: int) -> States:
         dense = model_states(elements.dense, stage=stage, copies=plan.copies, storage=plan.storage)
@@ -215,10 +205,8 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
 
 
 def _bucket(plan: Plan, stack: Stack, at: At) -> float:
-    """Bytes of DeepSpeed's gradient bucket, which has its full size even for a small model.
-
-    This project's ZeRO stages 1 and 2 allocate it at the first gradient, after the loss.
-    """
+    """Bytes of DeepSpeed's gradient bucket, which has its full size even for a small model. This project's ZeRO stages 1 and 2 allocate it
+    at the first gradient, after the loss."""
     if not stack.bucket_elements or plan.kind.bucket == "none" or plan.copies == 1:
         return 0.0
     if stack.gathers == "moments" and plan.kind.bucket == "passes" and plan.pp == 1 and at == "loss":

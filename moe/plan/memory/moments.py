@@ -319,9 +319,7 @@ class _Step:
 
     def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
         """Return candidates for the peak as (micro-batches in flight on each stage, whether no backward pass of the step has ended yet).
-
-        The moment after the first backward pass is a candidate, because gradients exist from then on.
-        """
+        The moment after the first backward pass is a candidate, because gradients exist from then on."""
         microbatches = self.plan.microbatches
         found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
         after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
@@ -336,11 +334,9 @@ class _Step:
         return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
 
     def _at_work(self, stage: int, held: Elements, table: float, once: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
-        """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak.
-
-        Each as (sizes of the layer, bytes already freed by later layers, parameters whose gradient does not exist yet, gathered bytes of
-        ZeRO stage 3 during its backward pass, the same while its gradients are reduced). once: no backward pass has ended yet.
-        """
+        """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
+        layer, bytes already freed by later layers, parameters whose gradient does not exist yet, gathered bytes of ZeRO stage 3 during its
+        backward pass, the same while its gradients are reduced). once: no backward pass has ended yet."""
         kinds = self.kinds_of(self.stages[stage])
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds

@@ -35,19 +35,7 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 @hashed_once
 @dataclass(frozen=True)
 class Stack:
-    """Coefficients of one training software. The top of this file explains the fields that are not listed here.
-
-    mask: an element of a dropout mask has one byte, or the bytes of the tensor's element.
-    selective: fraction of each part that selective recompute keeps; parts that are not listed are kept whole.
-    logits: bytes per logit at the memory peak of the loss. logits_kept: bytes per logit that are kept until the backward pass.
-    logits_shared: additional bytes per logit at that peak if tp ranks share the vocabulary.
-    gathers: ZeRO-3 holds parameters of `gathered` whole `layers`, or `gathered` whole `elements`, at a time; `moments`: the engine's
-    closed form for each moment of a step (temporary.py) says how many.
-    reads_again: with `sliced` activations, products gather their input again in the backward pass instead of keeping it.
-    outputs: whether a stage's outputs are kept after they are sent. casts: the compute dtype's copies of wider weights are kept.
-    bucket_elements, bucket_bytes: number of elements of a gradient bucket, bytes per element. reduce_bytes: bytes per element of an
-    unsharded gradient. gradients: whether the software's own buffers keep gradients between steps.
-    """
+    """Coefficients of one training software. The top of this file explains the fields without a comment."""
 
     name: str
     norm: int = 2
@@ -61,24 +49,24 @@ class Stack:
     gated: int = 3
     activation_of: int = 1
     masks: Literal["always", "dropout"] = "dropout"
-    mask: Literal["byte", "element"] = "byte"
+    mask: Literal["byte", "element"] = "byte"  # an element of a dropout mask has one byte, or the bytes of the tensor's element
     expert_rows: int = 1
     expert_plain: int = 2
     expert_gated: int = 3
     maps: int = 8
-    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)
-    logits: float = 10
-    logits_kept: float = 4
-    logits_shared: float = 0
-    gathers: Literal["layers", "elements", "moments"] = "layers"
-    gathered: float = 2
-    reads_again: bool = True
-    outputs: Literal["freed", "kept"] = "freed"
-    casts: bool = False
-    bucket_elements: float = 0
-    bucket_bytes: int = 2
-    reduce_bytes: int = 4
-    gradients: Literal["kept", "freed"] = "kept"
+    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # fraction of each part that selective recompute keeps; others: all
+    logits: float = 10  # bytes per logit at the memory peak of the loss
+    logits_kept: float = 4  # bytes per logit that are kept until the backward pass
+    logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: the engine's closed forms (temporary.py)
+    gathered: float = 2  # number of whole layers, or of whole elements, that ZeRO-3 holds at a time
+    reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
+    outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
+    casts: bool = False  # copies of wider weights in the compute dtype are kept
+    bucket_elements: float = 0  # number of elements of a gradient bucket
+    bucket_bytes: int = 2  # bytes of an element of a gradient bucket
+    reduce_bytes: int = 4  # bytes of an element of an unsharded gradient
+    gradients: Literal["kept", "freed"] = "kept"  # whether the software's gradient buffers stay allocated between steps
     over_ranks: int = 0
 
 

@@ -21,10 +21,8 @@ NOTHING = Elements()
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
-    """Temporary bytes at the loss: copies of the logits in other dtypes, and gradients of the logits.
-
-    With `loss_chunks`, these are the logits of one chunk; the head's gradient, which is summed over chunks, is added.
-    """
+    """Temporary bytes at the loss: copies of the logits in other dtypes, and gradients of the logits. With `loss_chunks`, these are the
+    logits of one chunk; the head's gradient, which is summed over chunks, is added."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
@@ -52,21 +50,17 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, minus the kept tensors that the layer's second half has already freed.
-
-    The gradient needs one tensor per sequence and one for their sum, or the fp32 sum before and after masking, whichever is larger.
-    """
+    """Bytes of the gradient of T5's bias, minus the kept tensors that the layer's second half has already freed. The gradient needs one
+    tensor per sequence and one for their sum, or the fp32 sum before and after masking, whichever is larger."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
 
 
 def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> float:
-    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size.
-
-    In this project, the last product frees its input before the activation's gradients (two with a gate) are made. With relu, this input
-    is kept, because relu's gradient needs relu's output.
-    """
+    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. In this
+    project, the last product frees its input before the activation's gradients (two with a gate) are made. With relu, this input is kept,
+    because relu's gradient needs relu's output."""
     gradient = _gradient(network, plan, stack, sparse=False)
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
@@ -74,11 +68,8 @@ def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> fl
 
 
 def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
-    """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches.
-
-    In this project, a dense matrix's gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the
-    gradients of all matrices in fp32.
-    """
+    """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches. In this project, a dense matrix's
+    gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
     largest = widest(network, plan, sparse=sparse)
     if network.adapters is not None and not (sparse and network.trains("experts")):
@@ -118,10 +109,8 @@ def _whole_input(network: Network, plan: Plan) -> float:
 
 
 class Unit(NamedTuple):
-    """Layer that is in its backward pass. at_once: its parameters that ZeRO stage 3 holds whole at the same time.
-
-    matrix: elements of its largest matrix. next: parameters of the layer after it, whose backward pass has just ended.
-    """
+    """Layer that is in its backward pass. at_once: its parameters that ZeRO stage 3 holds whole at the same time. matrix: elements of its
+    largest matrix. next: parameters of the layer after it, whose backward pass has just ended."""
 
     at_once: Elements = NOTHING
     matrix: float = 0.0
@@ -158,10 +147,8 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes of other software's gathered weights and unreduced gradients at the peak of ZeRO stage 3.
-
-    held: parameters of the rank. table: parameters of the embedding. units: parameters of each kind of layer.
-    """
+    """Bytes of other software's gathered weights and unreduced gradients at the peak of ZeRO stage 3. held: parameters of the rank. table:
+    parameters of the embedding. units: parameters of each kind of layer."""
     if plan.pp > 1:  # the rank's weights and gradients stay unsharded between micro-batches
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])

@@ -50,9 +50,7 @@ def network(cluster: Cluster, group: Group) -> float:
 
 def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) -> float | None:
     """Return the seconds of a collective of `num_bytes`, interpolated in measured microseconds table[ranks][bytes]; None without `ranks`.
-
-    Fewer bytes than were measured take the time of the smallest size. Above the largest size, the time is proportional to the bytes.
-    """
+    Fewer bytes than were measured take the time of the smallest size. Above the largest size, the time is proportional to the bytes."""
     row = table.get(ranks)
     if row is None:
         return None
@@ -117,10 +115,8 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
 
 
 def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: float = 1.0) -> float:
-    """Seconds of an all-to-all in which every rank sends num_bytes / n to each of n - 1 other ranks.
-
-    copies: fraction of the bytes for other nodes that is sent over the network; below 1 if rows for several ranks of a node are sent once.
-    """
+    """Seconds of an all-to-all in which every rank sends num_bytes / n to each of n - 1 other ranks. copies: fraction of the bytes for
+    other nodes that is sent over the network; below 1 if rows for several ranks of a node are sent once."""
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0

@@ -119,10 +119,8 @@ def step_time(
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
-    """Seconds that a pipeline takes longer because its ranks share cores; negative if each rank has several cores.
-
-    A rank that waits for a message leaves its core to other ranks. crowd: see Cluster.crowd. pipeline: seconds with one core per rank.
-    """
+    """Seconds that a pipeline takes longer because its ranks share cores; negative if each rank has several cores. A rank that waits for a
+    message leaves its core to other ranks. crowd: see Cluster.crowd. pipeline: seconds with one core per rank."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
@@ -189,11 +187,8 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """Return the spare time of a rank, from its last actions, as if it never waited.
-
-    After its last input gradient, each earlier rank computes one more, and then its remaining weight gradients. If two ranks hold each
-    stage, `others` counts as 0.
-    """
+    """Return the spare time of a rank, from its last actions, as if it never waited. After its last input gradient, each earlier rank
+    computes one more, and then its remaining weight gradients. If two ranks hold each stage, `others` counts as 0."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
@@ -213,9 +208,7 @@ def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
 
 def _overlapped(seconds: float, window: float, program: Program) -> tuple[float, float]:
     """Return (seconds that collectives add to the step, seconds that are hidden) if they may overlap with `window` seconds of products.
-
-    Overlapped collectives slow the products down.
-    """
+    Overlapped collectives slow the products down."""
     if program.gathers == "waited":
         return seconds, 0.0
     hidden = min(seconds, window) if program.gathers == "overlapped" else min(seconds * 0.67, window)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe.plan.job.hashed import Summed
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
@@ -27,11 +28,9 @@ KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> dtype of a pro
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Seconds of a forward or backward pass. compute: on the device. kernels: number of kernels that the host launches.
-
-    tensor, sequence, experts: collectives over tp, sp, ep that no computation hides.
-    """
+class Pass(Summed):
+    """Seconds of a forward or backward pass. compute: on the device. kernels: number of kernels that the host launches. tensor, sequence,
+    experts: collectives over tp, sp, ep that no computation hides."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -39,36 +38,18 @@ class Pass:
     experts: float = 0.0
     kernels: float = 0.0
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.compute + other.compute,
-            self.tensor + other.tensor,
-            self.sequence + other.sequence,
-            self.experts + other.experts,
-            self.kernels + other.kernels,
-        )
-
-    def times(self, count: float) -> Pass:
-        return Pass(count * self.compute, count * self.tensor, count * self.sequence, count * self.experts, count * self.kernels)
-
     @property
     def device(self) -> float:
         return self.compute + self.tensor + self.sequence + self.experts
 
 
 @dataclass(frozen=True)
-class Passes:
+class Passes(Summed):
     """Forward and backward pass of a part of the model. weights: seconds of weight gradients, which are included in `backward`."""
 
     forward: Pass = Pass()
     backward: Pass = Pass()
     weights: float = 0.0
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward + other.forward, self.backward + other.backward, self.weights + other.weights)
-
-    def times(self, count: float) -> Passes:
-        return Passes(self.forward.times(count), self.backward.times(count), count * self.weights)
 
 
 def tokens_of(network: Network, plan: Plan) -> float:
@@ -130,11 +111,8 @@ def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster,
 
 
 def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Return the passes of attention (`core`) with the collectives over sp.
-
-    A ring sends keys and values while attention computes. If links are fast enough, only the first message adds time. Computation hides no
-    all-to-alls (Ulysses).
-    """
+    """Return the passes of attention (`core`) with the collectives over sp. A ring sends keys and values while attention computes. If links
+    are fast enough, only the first message adds time. Computation hides no all-to-alls (Ulysses)."""
     if plan.sp == 1:
         return core
     heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)

@@ -33,9 +33,7 @@ Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 @dataclass(frozen=True)
 class Layer:
     """Times of one layer. passes: of all of it. core: forward pass of softmax(q k) v. second: forward pass of the second half of the layer.
-
-    The second half has a norm, the feed-forward network or experts, and a residual addition. All include their collectives.
-    """
+    The second half has a norm, the feed-forward network or experts, and a residual addition. All include their collectives."""
 
     passes: Passes
     core: Pass
@@ -55,10 +53,8 @@ def _only(network: Network, sparse: bool) -> Network:
 
 
 def of_layer(plan: Plan) -> Plan:
-    """Return the plan with only the settings on which the time of a layer or the head depends, so that plans share cached times.
-
-    dp is multiplied by pp, so that the number of ranks stays.
-    """
+    """Return the plan with only the settings on which the time of a layer or the head depends, so that plans share cached times. dp is
+    multiplied by pp, so that the number of ranks stays."""
     return plan.only(_OF_LAYER, dp=plan.world // (plan.tp * plan.sp))
 
 
@@ -160,10 +156,8 @@ def _around(network: Network, plan: Plan, program: Program) -> float:
 
 
 def _of_second(plan: Plan, *, sparse: bool) -> float:
-    """Return the fraction of a layer's tp collectives that belongs to its second half, the dense network or the experts.
-
-    Experts need only an all-gather of their tokens, which takes half the time of an all-reduce; `exchange` has the other messages.
-    """
+    """Return the fraction of a layer's tp collectives that belongs to its second half, the dense network or the experts. Experts need only
+    an all-gather of their tokens, which takes half the time of an all-reduce; `exchange` has the other messages."""
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3
@@ -256,10 +250,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
 
 @lru_cache(maxsize=20_000)
 def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of the last norm, the projection to the vocabulary and the loss.
-
-    With `loss_chunks`, the backward pass computes the logits and their exponentials again.
-    """
+    """Passes of the last norm, the projection to the vocabulary and the loss. With `loss_chunks`, the backward pass computes the logits and
+    their exponentials again."""
     rows, chunks, device = plan.grid.sequences, plan.loss_chunks, cluster.device
     n, step = tokens_of(network, plan) / rows, 64 if plan.tp > 1 or network.vocab > 1000 else 1
     v = -(-network.vocab / max(1, plan.tp / rows) // step) * step  # programs pad the vocabulary to a multiple of 64

@@ -125,10 +125,8 @@ def _makespan(
 
 
 class Tail(NamedTuple):
-    """Actions of a rank at the end of a step, each as (operation, number of actions). late: actions after its last input gradient.
-
-    after: for each stage of the rank, the actions after the gradients of this stage are complete.
-    """
+    """Actions of a rank at the end of a step, each as (operation, number of actions). late: actions after its last input gradient. after:
+    for each stage of the rank, the actions after the gradients of this stage are complete."""
 
     after: tuple[tuple[tuple[str, int], ...], ...]
     late: tuple[tuple[str, int], ...]

@@ -93,10 +93,8 @@ def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, k
 
 
 def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
-    """Return the number of layers of each kind (Counts) in all stages of each rank; if two ranks hold each stage, in each stage.
-
-    Counts only layers with an index divisible by `every`.
-    """
+    """Return the number of layers of each kind (Counts) in all stages of each rank; if two ranks hold each stage, in each stage. Counts
+    only layers with an index divisible by `every`."""
     where, chunks = placed(plan.schedule), plan.chunks
     if where == "both_ways":
         where, chunks = "line", 1
@@ -150,10 +148,8 @@ def _passes(
     head: bool,
     ahead: int,
 ) -> Stage:
-    """Return the times of a stage with these layers, without adding up gradients. repeated: number of recomputed layers of each kind.
-
-    head: the stage has the head. ahead: number of recomputed layers of multi-token prediction.
-    """
+    """Return the times of a stage with these layers, without adding up gradients. repeated: number of recomputed layers of each kind. head:
+    the stage has the head. ahead: number of recomputed layers of multi-token prediction."""
     passes, again = Passes(), Pass()
     for count, times, (run, sparse) in zip(layers, repeated, product(network.halves, (False, True)), strict=True):
         if count:
@@ -218,10 +214,8 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
 
 
 def timeline(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> Timeline:
-    """Return the timeline in seconds of a step, with `microbatches` micro-batches if given.
-
-    Raises BadInput if the schedule cannot have these sizes.
-    """
+    """Return the timeline in seconds of a step, with `microbatches` micro-batches if given. Raises BadInput if the schedule cannot have
+    these sizes."""
     made, times, transfer = priced(network, plan, cluster, microbatches=microbatches)
     return simulate(made, times, transfer_time=transfer)
 

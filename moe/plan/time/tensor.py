@@ -72,9 +72,7 @@ class DenseLayer:
 @dataclass(frozen=True)
 class Cost:
     """Bytes of one rank. weights: of the matrices. kept: of activations kept for the backward pass. forward, backward: sent in each pass.
-
-    calls: number of collectives in both passes together; None on grids.
-    """
+    calls: number of collectives in both passes together; None on grids."""
 
     weights: int
     kept: int

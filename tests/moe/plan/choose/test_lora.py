@@ -47,16 +47,8 @@ def test_a_frozen_model_of_30_billion_weights_fits_one_gpu_that_holds_them() -> 
 def test_elements_are_those_of_the_model(targets: tuple[str, ...], sparse: bool) -> None:
     if not sparse:
         targets = tuple(target for target in targets if target != "experts") or ("dense",)
-    model = {
-        "num_layers": 4,
-        "d_model": 24,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "d_ff": 20,
-        "max_length": 8,
-        "vocab_size": 40,
-        "ffn": "swiglu",
-    }
+    model: dict[str, Any] = {"num_layers": 4, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20}
+    model |= {"max_length": 8, "vocab_size": 40, "ffn": "swiglu"}
     more = {"experts": {"num_experts": 6, "d_ff": 12}} if sparse else {}
     run = build_run({"model": model | {"moe_every": 2 * sparse}, **more, "lora": {"rank": 3, "targets": targets}})
     made = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)

@@ -60,10 +60,8 @@ def test_parameters_and_layout_are_the_papers(of: Published) -> None:
 
 
 def test_seconds_follow_from_what_is_printed() -> None:
-    """`published_seconds` equals the step time that follows from each paper's printed speed, device-hours or seconds.
-
-    GPT-3: Megatron-LM's formula for TFLOP/s, which counts recomputation. GLaM, DeepSeek-V3: device-hours. BLOOM: seconds.
-    """
+    """`published_seconds` equals the step time that follows from each paper's printed speed, device-hours or seconds. GPT-3: Megatron-LM's
+    formula for TFLOP/s, which counts recomputation. GLaM, DeepSeek-V3: device-hours. BLOOM: seconds."""
     found = {of.recipe: published_seconds(of, resolved(of), load_cluster(of.cluster).world) for of in RUNS}
     batch, length, layers, width, vocab = 1536, 2048, 96, 12288, 51200
     flops = 96 * batch * length * layers * width**2 * (1 + length / (6 * width) + vocab / (16 * layers * width))

@@ -69,10 +69,8 @@ def of_layer(run: Run, layer: int) -> float:
 
 
 def kept_by_blocks(run: Run, casts: str = "kept") -> list[int]:
-    """Return the bytes of storages that autograd keeps for each block, without parameters.
-
-    casts: `kept`, or `again`: products cast their weights again in the backward pass, as on pipeline stages.
-    """
+    """Return the bytes of storages that autograd keeps for each block, without parameters. casts: `kept`, or `again`: products cast their
+    weights again in the backward pass, as on pipeline stages."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute).train()
     save_memory(model, recompute=run.recompute)

@@ -156,10 +156,8 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("moe", [(), (0, 2, 4)], ids=["dense", "experts"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_encoder_decoder_flops_are_the_products_that_run(tied: bool, moe: tuple[int, ...]) -> None:
-    """`counted_training` equals torch's FLOP counter, which counts masked pairs of attention; `size` equals it without these pairs.
-
-    The planner's forward seconds, on a device of 1 TFLOP/s with free memory traffic, equal the FLOPs with half of the decoder's pairs.
-    """
+    """`counted_training` equals torch's FLOP counter, which counts masked pairs of attention; `size` equals it without these pairs. The
+    planner's forward seconds, on a device of 1 TFLOP/s with free memory traffic, equal the FLOPs with half of the decoder's pairs."""
     model = {"kind": "encoder_decoder", "num_layers": 5, "encoder_layers": 2, "positions": "t5", "head_size": 10, "tied_embeddings": tied}
     parts = sections_of({"model": {**model, "moe_every": 0, "moe_layers": moe or None, "num_kv_heads": 2}})
     sizes, read, batch = parts[0], parts[0].read_length, 3

@@ -39,10 +39,8 @@ HALVES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("recompute", "every"), [("none", 1), ("selective", 1), ("full", 2)])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_encoder_decoder_layers_keep_the_predicted_bytes(case: str, recompute: str, every: int, compute: str) -> None:
-    """Each layer within 3 %; with experts within 15 %, because their rows are padded to tiles; all layers and ends together within 3 %.
-
-    The first layers of both halves are compared only in the sum: they also keep the embedding's or the encoder's output.
-    """
+    """Each layer within 3 %; with experts within 15 %, because their rows are padded to tiles; all layers and ends together within 3 %. The
+    first layers of both halves are compared only in the sum: they also keep the embedding's or the encoder's output."""
     model = MODEL | {
         "kind": "encoder_decoder",
         "positions": "t5",

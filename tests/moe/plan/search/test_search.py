@@ -200,10 +200,8 @@ def test_alpas_plan_is_the_fastest_plan_for_any_memory_limit(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_alpas_stages_equal_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Brute force: all cuts into stages, each with its fastest layout that fits, with or without recomputation.
-
-    `intra_op` is switched off, so that both only try layouts of plans.
-    """
+    """Brute force: all cuts into stages, each with its fastest layout that fits, with or without recomputation. `intra_op` is switched off,
+    so that both only try layouts of plans."""
 
     def none(*_: Any, **__: Any) -> None:
         raise BadInput("operators", got="no strategies of their own", needed="those of plans", fix="-")

@@ -169,9 +169,7 @@ def test_a_loss_in_chunks_recomputes_the_logits() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_selective_recomputation_repeats_the_second_half_of_a_layer(gated: bool) -> None:
     """For large products, selective / full recompute time is the feed-forward network's fraction of the layer's FLOPs, counted by hand.
-
-    With experts, rows are dispatched once more.
-    """
+    With experts, rows are dispatched once more."""
     wide = replace(DENSE, width=6144, heads=48, hidden=16384, gated=gated)
     none, some, full = (step_time(wide, Plan(microbatch=4, recompute=kind), A100, OWN) for kind in ("none", "selective", "full"))  # type: ignore[arg-type]
     network, attention = (3 if gated else 2) * 6144 * 16384, 4 * 6144**2 + 2 * 6144 * 1024 / 2

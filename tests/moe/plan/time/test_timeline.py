@@ -53,10 +53,8 @@ def test_the_timelines_last_stage_has_the_head() -> None:
 @pytest.mark.parametrize("dp", [2, 64, 1024])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 6), ("zb_v", 2), ("zb_h1", 1)])
 def test_exposed_gradient_reductions_equal_the_simulators(schedule: str, chunks: int, dp: int) -> None:
-    """`step_time` waits for gradient reductions as long as a simulation in which they start when a stage's gradients are complete.
-
-    The vocabulary is tiny, because the stages of a rank would not take equally long with a head.
-    """
+    """`step_time` waits for gradient reductions as long as a simulation in which they start when a stage's gradients are complete. The
+    vocabulary is tiny, because the stages of a rank would not take equally long with a head."""
     network, cluster = replace(NETWORK, vocab=8, length=256), CLUSTER.of(dp * 4 // 8)
     plan = replace(LINE, schedule=schedule, chunks=chunks, dp=dp, microbatch=1)
     drawn, predicted = timeline(network, plan, cluster), step_time(network, plan, cluster)
