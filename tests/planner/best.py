@@ -53,7 +53,7 @@ def row_of(of: Draw) -> dict[str, Any] | None:
         usual = planned(run, cluster, checked=check_run, top=1)
     except BadInput:
         return None
-    whole = planned(run, cluster, checked=check_run, top=1, ways=None)
+    whole = planned(run, cluster, checked=check_run, top=1, num_degrees=None)
     first, best = usual.found.ranked[0], whole.found.ranked[0]
     own = _own_seconds(usual)
     return {
