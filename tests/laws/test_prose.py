@@ -1,6 +1,6 @@
-"""Laws of plain English: phrases that make a reader stop are rare, sentences and pages are short.
+"""Laws of plain English: unclear phrases are rare, sentences and pages are short.
 
-The words are a symptom. A sentence of docs that a new reader does not understand is a fault even if it has none of them.
+A sentence of docs that a new reader does not understand is a fault even if it has none of these phrases.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_docstrings_and_comments_are_plain() -> None:
 
 
 def test_sentences_are_short() -> None:
-    """A median of at most 15 words, and nine of ten sentences of at most 28."""
+    """The median of the docs' sentences has at most 15 words, and nine of ten have at most 28."""
     prose = [block for page in PAGES if page.name != "log.md" for block in blocks(page) if "|" not in block]
     lengths = sorted(len(s.split()) for block in prose for s in re.split(r"(?<=[.!?])\s+", block) if len(s.split()) > 3)
     assert (lengths[len(lengths) // 2] <= 15, lengths[int(0.9 * len(lengths))] <= 28) == (True, True)

@@ -1,6 +1,5 @@
-"""A made-up method of sequence parallelism is a method, its facts and a row in the catalog: checks, planner, model, verify ask the row.
-
-No name of a method occurs outside parallel/sequence/, but for the files listed below, each with its reason.
+"""A new method of sequence parallelism needs only its class, a SequenceKind and a row in the catalog: with these three, a made-up method
+works in checks, planner, model and verify. Names of methods occur only in parallel/sequence/ and in the files of MAY_NAME.
 """
 
 from __future__ import annotations
@@ -87,12 +86,10 @@ GATHERED = SequenceKind(
     "gathered", "all keys first", Gathered, gathered_cost, orders=("zigzag", "contiguous"), overlaps=False, refuses=few_heads
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the made-up method into the catalog, and into the recipes of its cases (their text can only name methods of `Named`)."""
+    """Add the made-up method to the catalog, and to the recipes of its verify cases without validation, which accepts only `Named`."""
     real, attentions = Case.run, cases.attentions
     monkeypatch.setitem(SEQUENCES, GATHERED.name, GATHERED)
     monkeypatch.setattr(cases, "attentions", lambda: attentions() | {GATHERED.name: {"kind": DEFAULT}})
@@ -119,7 +116,7 @@ def test_checks_and_planner_refuse_in_its_words() -> None:
 
 
 def test_the_planner_asks_it() -> None:
-    """Compared with a ring: equal memory, and a longer step, because its messages are not overlapped."""
+    """The planner gives it a ring's memory and a longer step than a ring's, because its messages do not overlap with computation."""
     run, cluster = run_of(), load_cluster("a100-80-8").holding(4)
     network, plan = network_of(run), plan_of(run)
     ring = replace(plan, sequence=DEFAULT)
@@ -161,9 +158,9 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_a_method() -> None:
-    """Exceptions: parallel/sequence/, the recipe's keys, the listed files, and benches, which measure methods by name."""
+    """Quoted names of methods occur only in parallel/sequence/, moe/recipe/, moe/bench/, MAY_NAME, and fixes that set `sequence.kind`."""
     names = "|".join(name for name in SEQUENCES if name != GATHERED.name)
-    named = re.compile(rf"""(?<!sequence.kind", )["']({names})["']""")  # a fix that sets `sequence.kind` may name a method
+    named = re.compile(rf"""(?<!sequence.kind", )["']({names})["']""")
     found = {
         path.relative_to(ROOT).as_posix()
         for folder in ("moe", "parallel")

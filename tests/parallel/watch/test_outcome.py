@@ -1,4 +1,4 @@
-"""What one rank's work raises is raised on every rank, in the same line, whatever it says."""
+"""An error of one rank's work is raised on every rank with the same line, for any text of the message."""
 
 from __future__ import annotations
 
