@@ -35,16 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.data.tiling import Slot, as_it_is, without_tiles
-from parallel.mesh.collectives import (
-    all_gather,
-    all_reduce,
-    gathered,
-    join_copies,
-    max_over,
-    reduce_backward,
-    reduce_scatter,
-    sum_over,
-)
+from parallel.mesh.collectives import all_gather, all_reduce, gathered, join_copies, max_over, reduce_backward, reduce_scatter, sum_over
 from parallel.mesh.layout import Layout, Layouts, Tile
 from parallel.mesh.mesh import GRID, Axis, Mesh
 from parallel.tensor import linear_2d, linear_3d

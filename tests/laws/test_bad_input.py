@@ -285,11 +285,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--degrees.dp 2", "= 2 ranks on 1 process,", "--nproc 2"),
     (T + "--degrees.dp 0", "degrees.dp: got 0", "degrees.dp"),
     (T + "--nproc 4 --degrees.tp 4", "degrees.tp: got 4, needed a divisor of model.num_heads=2", "set degrees.tp to one of [1, 2]"),
-    (
-        T + "--nproc 2 --degrees.tp 2 --model.d_ff 511",
-        "degrees.tp: got 2, needed a divisor of model.d_ff=511",
-        "set degrees.tp to 1",
-    ),
+    (T + "--nproc 2 --degrees.tp 2 --model.d_ff 511", "degrees.tp: got 2, needed a divisor of model.d_ff=511", "set degrees.tp to 1"),
     (
         T + "--nproc 4 --degrees.tp 4 --model.d_model 96 --model.num_heads 12 --model.num_kv_heads 6",
         "degrees.tp: got 4, needed a divisor or a multiple of model.num_kv_heads=6",

@@ -85,10 +85,7 @@ def test_the_tiny_recipes_have_equal_flops_and_the_sparse_ones_equal_parameters(
     assert glam.total == pytest.approx(switch.total, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("name", "total", "active"),
-    [("dense_8b", 8.7e9, 8.7e9), ("glam_8b_64e", 143e9, 9.8e9)],
-)
+@pytest.mark.parametrize(("name", "total", "active"), [("dense_8b", 8.7e9, 8.7e9), ("glam_8b_64e", 143e9, 9.8e9)])
 def test_the_papers_sizes_are_met(name: str, total: float, active: float) -> None:
     """Total and active parameters equal table 4 of GLaM (arXiv 2112.06905) within 1 %."""
     counted = size_of(load(name)[0])

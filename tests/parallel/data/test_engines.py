@@ -186,12 +186,7 @@ def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> 
     """If all tokens choose expert 0 of rank 0, no rank hangs, gradients of rank 1's experts are zero, and dense weights still change."""
 
     def work(rank: int, case: Case) -> list[Any]:
-        tiny = start(
-            case,
-            rank,
-            experts={"kernels": kernels},
-            router={"capacity_factor": None, "jitter": 0.0, "z_weight": 0.0},
-        )
+        tiny = start(case, rank, experts={"kernels": kernels}, router={"capacity_factor": None, "jitter": 0.0, "z_weight": 0.0})
         # the router reads only the first element of each embedding, which is large: all tokens choose expert 0
         states = tiny.state()
         (table,) = (state["weight"] for name, state in states.items() if name.startswith("embedding"))

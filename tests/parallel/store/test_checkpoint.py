@@ -500,17 +500,7 @@ def mutants() -> dict[str, tuple[str, Callable[[Path], object]]]:
     found["one shard twice"] = SHARDS[1], lambda path: shutil.copy(path / SHARDS[0], path / SHARDS[1])
     found["another step's whole manifest"] = SHARDS[0], lambda path: [shutil.copy(path.parent / "step-1" / f, path / f) for f in FILES[2:]]
     found["no file at all"] = "manifest.json", lambda path: [(path / f).unlink() for f in FILES]
-    for text in (
-        "",
-        "hello",
-        "5",
-        "null",
-        "[]",
-        "{}",
-        '"x"',
-        '{"format": 1}',
-        '{"format": 1, "files": []}',
-    ):
+    for text in ("", "hello", "5", "null", "[]", "{}", '"x"', '{"format": 1}', '{"format": 1, "files": []}'):
         found[f"a manifest that is {text!r}"] = "manifest.json", lambda path, t=text: rewritten(path, t)
     found["a record that is none"] = "a damaged a:", lambda path: rewritten(path, _with(path, files={"a": 5}))
     found["a manifest without end"] = "manifest.json", lambda path: rewritten(path, "[" * 200_000)
