@@ -1,9 +1,7 @@
 """DDP: every rank holds the whole dense model; gradients are summed over dp and sp during the backward pass.
 
-torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums (with 2.5D tensor parallelism also over
-depth). Its average is replaced by a sum in fp32. It ignores parameters that are summed over other axes (experts: edp); flat sums of
-their gradients follow the last backward pass. Gradients have the parameters' (master) dtype and accumulate in it over micro-batches.
-Source: PyTorch Distributed (arXiv 2006.15704).
+torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. Its average is replaced by a sum in fp32. It
+ignores parameters that are summed over other axes (experts: edp); flat sums of their gradients follow the last backward pass.
 """
 
 import math

@@ -4,9 +4,7 @@
     shards --n threads: forward--> outputs --gather--> one output on the first device
     backward: autograd of the broadcast sums the replicas' gradients on the first device
 
-Every micro-batch sends all weights and all gradients, (n - 1) P each, through one device, which also holds the only optimizer. The
-threads share one interpreter. So it sends 2 (n - 1) P a micro-batch; each DDP rank sends 2 (n - 1) / n P a step. Losses are shares of
-the global mean, so gradients are summed, never averaged. Source: torch.nn.DataParallel.
+So one device sends 2 (n - 1) P elements a micro-batch; each DDP rank sends 2 (n - 1) / n P a step. The threads share one interpreter.
 """
 
 from __future__ import annotations

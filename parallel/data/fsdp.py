@@ -5,9 +5,8 @@
     step       each rank its own elements: 16 P / N bytes in fp32, nothing is sent
 
 A unit is a module of the model. Each parameter is cut along one dim over the ranks that sum its gradient (dp and sp; for experts edp).
-Gathers are in the unit's dtype. Gradients are summed in fp32 or wider, after each micro-batch, so no rank keeps a whole one. Parameters
-of no unit, small ones that the model reads in fp32, stay whole on every rank, and their gradients are summed as in DDP. torch's
-fully_shard does the work; only this file uses it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
+Gathers are in the unit's dtype. Gradients are summed in fp32 or wider after each micro-batch. Small parameters outside of units stay
+whole on every rank. Only this file uses torch's fully_shard. Sources: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Loading states into an engine, a few MiB at a time, so that resuming needs no more memory than training.
 
-load(name, kind, box)        returns a box of this rank's shard of a parameter (kind "weight") or of one of its optimizer states
-fill(into, ...)              fills a tensor, one box after another: a whole tensor (DDP), or a shard along a dim (FSDP)
-fill_run(into, ...)          fills a flat tensor: consecutive elements, in row-major order, of a tensor (ZeRO's partitions)
-fill_stepped(parameter, ...) fills a parameter of a torch optimizer, and its optimizer states
+load(name, kind, box) returns a box of this rank's shard of a parameter (kind "weight") or of one of its optimizer states.
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
     optimizer     master weights and moments; gradients are copied to the host, which makes the step    stages 1 to 3
     parameters    a rank's shard of the working weights; each is copied in while its module runs        stage 3
 
-    gradients --down--> host: Adam on 1/N --up--> weights         2 P / N elements each way a step
-    nvme: a group of states at a time      file --read--> buffer --step--> buffer --write--> file
-
-The host's step is torch's fused AdamW, so numbers equal a run without offload. DeepSpeed's async_io reads and writes the disk.
-Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
+The host's step is torch's fused AdamW, so numbers equal a run without offload. DeepSpeed's async_io reads and writes the disk, a group
+of states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations

@@ -2,13 +2,10 @@
 
     y = act(x W1) W2,  W1 [D, F], W2 [F, D]      y = sum_i act(x W1_i) W2_i       tile i: a chunk of the F hidden units
 
-    untiled   gather | W1 ------------- W2 -------------- | free           weight and gradient alive: 2 * out * in
-    q tiles   gather | W1_0 W2_0 | free, gather | W1_1 W2_1 | free, ...                               2 * out * in / q
-
 A tile is a separate module, so engines that gather, free, offload or shard weights by module (FSDP, ZeRO-3) do it tile by tile. Tiles
-run one after another, last tile first in the backward pass. Partial results, and the gradient of x, are summed in fp32 or wider.
-Checkpoints and first values do not see tiles: `layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout
-says. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
+run one after another, last tile first in the backward pass. Checkpoints and first values do not see tiles:
+`layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout says.
+Costs: docs/parallel/tiling.md. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
 """
 
 from __future__ import annotations

@@ -4,14 +4,11 @@
     stage 2   also shards gradients: each is summed as soon as the backward pass has made it, and only its owner keeps it
     stage 3   also shards weights (parallel/data/zero3.py)
 
-A parameter is sharded over the ranks that sum its gradient (Layout.summed_over): dense parameters over dp and sp, experts over edp. If
-several groups of ranks hold copies and saw the same tokens, the first group's shards count in norms. DeepSpeed reduces, partitions,
-steps and gathers. This project does the rest: precision, loss scale, gradient norm and clipping by ownership (an engine that averages
-experts' norms over ranks is wrong), and checkpoints by global names. Source: ZeRO (arXiv 1910.02054).
+A parameter is sharded over the ranks that sum its gradient (Layout.summed_over). DeepSpeed reduces, partitions, steps and gathers.
+This project does precision, loss scale, gradient norm, clipping, and checkpoints by global names. Source: ZeRO (arXiv 1910.02054).
 
 16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then 16-bit copies replace the flat
-groups that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and
-ranks. A 16-bit copy equals a master weight cast at its use, so no number changes.
+groups that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and ranks.
 """
 
 from __future__ import annotations

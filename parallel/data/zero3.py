@@ -5,9 +5,8 @@
     step                             each rank on its own shard; nothing is gathered
 
 Each parameter has the process group over which it is sharded (`ds_zero_partition_process_group`), from its layout: experts over edp,
-the others over dp and sp. DeepSpeed's MoE layers refuse this stage, but they are not used here: experts are ordinary parameters with
-another group. Weights are sharded module by module as they are made, so no rank ever holds the whole model. Sources: ZeRO
-(arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857).
+the others over dp and sp. Weights are sharded module by module as they are made, so no rank ever holds the whole model.
+Sources: ZeRO (arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations

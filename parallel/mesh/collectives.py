@@ -11,8 +11,7 @@
     shift            shift in the other direction
 
 On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 or wider; all other
-sums are in the tensor's dtype. Each axis has a communicator (parallel/mesh/traffic.py). For each axis and collective, it counts calls,
-bytes given to the collective, and bytes that leave this rank. Bytes follow from sizes, not from measurements.
+sums are in the tensor's dtype. parallel/mesh/traffic.py counts calls and bytes.
 """
 
 from __future__ import annotations

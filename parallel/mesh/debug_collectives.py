@@ -4,8 +4,8 @@
              \\______ each rank writes its own line to the group's store and reads the others' ______/
     equal: continue        different: every rank raises, naming ranks, collective and layer        missing: the same, after timeout_s
 
-Without debug mode, ranks wait for ever if one calls a different collective, and gloo gives wrong numbers without an error if splits
-differ. Debug mode costs some round trips to the store for each collective, so it is off by default, and then none of this code runs.
+Without debug mode, ranks wait for ever if one calls a different collective, and gloo gives wrong numbers if splits differ. Debug mode
+costs some round trips to the store for each collective, so it is off by default, and then none of this code runs.
 """
 
 from __future__ import annotations

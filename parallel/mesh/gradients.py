@@ -1,10 +1,5 @@
 """Sums of gradients over the ranks that saw other tokens, in flat buckets of whole gradients, in fp32 or wider.
 
-    sum_gradients(grads, layouts, mesh)     over each layout's summed_over()             after a backward pass
-    sum_over_holders(...)                   over the stages that hold the parameter      for a parameter on several stages
-    start_sums(grads, layouts, mesh)        starts sum_gradients                         overlaps with other stages
-    start_sum(grads, axis)  ...  .finish()  one bucket                                   overlaps with computation
-
 Layouts define the ranks (parallel/mesh/layout.py). Sums, never means: each loss is a share of the global mean (parallel/data/engine.py).
 """
 

@@ -2,24 +2,11 @@
 
     1d, dtensor       one line: each rank has shards of heads, hidden units and vocabulary. `sliced` is 1d with sequence parallelism
     2d                q x q
-    2.5d              d x q x q
+    2.5d              d x q x q: d grids, each with all weights in blocks and its own shard of the sequences
     3d                q x q x q
     copied            no tensor is cut
 
-2.5D has d grids of q x q ranks. Each grid has all weights, in blocks, and its own shard of the sequences:
-
-    depth 0   [ x_00 x_01 ]  W_00 W_01        sequences over depth, then over rows: d q shards; channels over columns
-              [ x_10 x_11 ]  W_10 W_11        weights as in 2D, equal on every depth
-    depth 1   [ x_20 x_21 ]  W_00 W_01
-              [ x_30 x_31 ]  W_10 W_11
-
-Each grid multiplies separately, by SUMMA (parallel/tensor/linear_2d.py). The grids' tokens differ, so a block's gradient is summed over
-depth together with the data-parallel ranks, once a step, and engines that shard over those ranks (ZeRO, FSDP) shard over depth too. The
-block's layout says so: its copies over tp_depth saw other tokens. A rank has 1/(d q^2) of the activations and 1/q^2 of the weights. On
-p = d q^2 ranks, a larger d makes q smaller: a product sends less of x, (q - 1) / (d q^2) of it, and more of W. d = 1 is 2D; d = q has the
-shape of a cube. Source: Tesseract (arXiv 2105.14500).
-
-Arithmetic without torch, for recipes, planner and layers.
+Arithmetic without torch, for recipes, planner and layers. docs/parallel/tensor_grids.md compares them.
 """
 
 from __future__ import annotations

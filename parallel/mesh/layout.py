@@ -1,11 +1,8 @@
 """The layout of a parameter: which mesh axes cut which tensor dim, which ranks hold copies, over which ranks gradients are summed.
 
-Initialisation, gradient reduction, gradient norm, checkpoints and the memory model all read this one record. Ranks that hold the
-same elements are of two kinds:
-
-    copies()        ranks with the same elements                  one of them counts in the norm and is saved
-    summed_over()   copies that saw other tokens                  their gradients are summed
-    `alike`         copies that saw the same tokens               their gradients are equal already: a sum would count them twice
+    copies()        axes along which ranks hold the same elements     one rank's copy counts in the norm and is saved
+    summed_over()   of these, axes along which tokens differ          gradients are summed
+    `alike`         of these, axes along which tokens are equal       gradients are equal already: a sum would count them twice
 
     parameter                    view     split                            copies            alike    summed over
     dense                        DENSE    {}                               dp, sp, tp        tp       dp, sp
@@ -14,13 +11,10 @@ same elements are of two kinds:
     1D: few key-value heads      HEADS    {0: "tp_row_heads"}              dp, sp, tp_row_copies      dp, sp, tp_row_copies
     2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
-    2D: few key-value heads      HEADS    {0: "tp_col_heads", 1: "tp_row"} dp, sp, tp_col_copies      dp, sp, tp_col_copies
     3D: a first product's        GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
-    a tile                       a part of the rank's shard: the ranks that hold a shard hold all of its tiles, as separate parameters
 
-2D's products already sum gradients over the grid. 2.5D's products do so for each of the d grids, which have different tokens, so gradients
-are summed over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198); see parallel/mesh/mesh.py too.
+Products in 2D already sum gradients over the grid; 2.5D's grids have different tokens, so gradients are summed over depth too.
 """
 
 from __future__ import annotations

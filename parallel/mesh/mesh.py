@@ -4,18 +4,14 @@
     GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
                                      3D a cube; sp as rings of sp_ring ranks, and sp_heads neighbours that split heads
     HEADS    GRID with tp_row (or tp_col) cut into heads x copies, if that side has more ranks than key-value heads
-    EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts)
+    EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts: MoE parallel folding)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
 
-With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. An axis
-has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one column
-of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which the gradient of a dense weight is summed.
+An axis has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one
+column of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which dense gradients are summed.
 
-A rank computes its own groups from its own coordinates and helps to make only these. Nothing lists the whole world, so a hundred
-thousand ranks cost as much as eight. This file is arithmetic without torch; the caller of `Mesh.connect` makes process groups.
-
-Sources: GShard (arXiv 2006.16668) for experts inside data parallelism; MoE parallel folding (arXiv 2504.14960) for the
-expert view; Optimus (arXiv 2104.05343), Tesseract (arXiv 2105.14500) and 3D (arXiv 2105.14450) for the grid.
+A rank computes and makes only its own groups, and nothing lists the whole world, so a hundred thousand ranks cost as much as eight.
+Arithmetic without torch; the caller of `Mesh.connect` makes process groups. Sources: GShard (arXiv 2006.16668), folding (2504.14960).
 """
 
 from __future__ import annotations

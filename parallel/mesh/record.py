@@ -3,8 +3,8 @@
     main thread      announce(all_reduce over dp, number 340, layers.3) ... enter(the backward pass) ...     a few microseconds each
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
-Each group of ranks has a lane: the number of collectives that this rank has announced in it, the last of them, and a hash chain of all.
-Ranks that run the same collectives have equal chains. So one more number in a sum that runs anyway shows whether any two ranks differ,
+For each group of ranks, a Lane has the number of collectives that this rank has announced, the last of them, and a hash chain of all.
+Ranks that ran the same collectives have equal chains. One more number in a sum that runs anyway shows whether any two ranks differ,
 even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
 
     token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group

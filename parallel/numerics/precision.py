@@ -6,9 +6,8 @@
     router, softmax, norm statistics,
     losses, reductions                     fp32, stated in the code
 
-fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale that grows while all gradients are
-finite and halves if one is not (Micikevicius et al., arXiv 1710.03740). All ranks agree on whether gradients are finite before the
-optimizer's step. A skipped step changes no weight, no optimizer state and no learning-rate schedule.
+fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale that grows while all gradients are finite, and
+halves if one is not; that step is skipped on all ranks (Micikevicius et al., arXiv 1710.03740).
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
                 W   dW = x^T dy      only the update waits for it        pending.compute()
 
 In I, a matrix product returns no weight gradient, but adds a function that computes it to `pending`. Until W, only x and dy of each
-product stay in memory, not the rest of the graph. W is a backward pass of a graph that contains only the weights. So autograd adds
-gradients to the weights as usual, in their gradient dtype, and first sums the gradients of tiles or chunks of one weight.
-
-Only large products defer. Small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
+product stay in memory, not the rest of the graph. W is a backward pass of a graph that contains only the weights, so autograd adds
+gradients to the weights as usual. Small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
 in I without a gradient and again in W, so code that reduces gradients in hooks must wait for the last W.
 """
 

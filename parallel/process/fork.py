@@ -1,8 +1,5 @@
 """Runs a function on N gloo ranks on this machine, each a fork of this process: 0.2 s to start, one thread per rank.
 
-    run_on_ranks(function, 4)      calls function(rank) on 4 ranks, and returns their 4 results
-    each_on_ranks(function, 4)     function is a generator; yields lists of the 4 ranks' results while the ranks compute the next ones
-
 The caller must not have started threads of its own (set torch to one thread first): a forked process inherits locks, but not
 threads. A rank that raises, dies or hangs ends all ranks. Every rank's error is reported with its rank, and a deadlock with
 the Python stack of each rank that was still running.

@@ -1,8 +1,7 @@
 """Calls of the C library that Python does not have: end with the parent process, and what happens to freed memory. Does not import torch.
 
-Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, and Linux clears each page when
-it is first written: for a layer of 128 small experts, this takes a third of a training step on a CPU. Smaller tensors leave holes in the
-heap that no other process can use. If states are offloaded to a disk, these holes add up to the size of the model.
+Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, which Linux clears: a third of
+a training step on a CPU for a layer of 128 small experts. Smaller tensors leave holes in the heap that no other process can use.
 """
 
 from __future__ import annotations

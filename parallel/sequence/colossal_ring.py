@@ -7,13 +7,8 @@
     backward   values go around again for the probabilities' gradient, and keys for the queries' gradient. Every rank has partial sums of
                the gradients of all keys and values; a reduce-scatter sums them on their owners
 
-Sent by a rank, in units of B K (L / N) C elements: forward 2 (N - 1), backward 2 (N - 1) in rings and 2 (N - 1) in two reduce-scatters.
-Memory: scores and probabilities of L^2 / N pairs a head. Ring attention (ring.py), which is newer, does not need these.
-
-Differences from the released code: it divides gradients by N (ColossalAI #3044), but the loss of a sequence is no mean over ranks, so
-gradients here are not divided. It also sums whole gradients on all ranks and cuts them; a reduce-scatter sends half as much.
-
-Source: Li et al., arXiv 2105.13120, section 3.2.
+The released code divides gradients by N (ColossalAI #3044); the loss of a sequence is no mean over ranks, so they are not divided here.
+Costs: docs/parallel/sequence_colossal_ring.md. Source: Li et al., arXiv 2105.13120, section 3.2.
 """
 
 from __future__ import annotations

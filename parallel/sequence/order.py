@@ -1,11 +1,8 @@
 """The positions of a sequence that each rank holds, and the blocks of causal attention between two ranks. Arithmetic only.
 
-    contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one chunk each: the first rank has little work, the last one much
-    striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      nearly equal work (Striped Attention, arXiv 2311.09431)
-    zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      chunks i and 2N - 1 - i on rank i: equal work (Llama 3, arXiv 2407.21783, 3.3.2)
-
-A block is (queries, keys, triangle): these queries of one rank see these keys of the other. With `triangle`, the i-th query sees only
-the first i + 1 keys of the block.
+contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one chunk each: the first rank has little work, the last one much
+striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      nearly equal work (Striped Attention, arXiv 2311.09431)
+zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      chunks i and 2N - 1 - i on rank i: equal work (Llama 3, arXiv 2407.21783, 3.3.2)
 """
 
 from __future__ import annotations

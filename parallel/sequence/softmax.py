@@ -7,11 +7,9 @@
 A block without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass needs no merge: given the
 final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
 
-A block's scores are never in memory as a whole. On a CPU, torch's flash kernel computes blocks without documents, bias and window edge.
-Otherwise plain operations compute QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs.
-
-Sources: Milakov and Gimelshein, arXiv 1805.02867 (online softmax); Rabe and Staats, arXiv 2112.05682 (blocks of keys); Dao et al.,
-FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
+On a CPU, torch's flash kernel computes blocks without documents, bias and window edge. Otherwise plain operations compute QUERIES
+queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources: Milakov and Gimelshein, arXiv 1805.02867
+(online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
 """
 
 from __future__ import annotations

@@ -4,14 +4,9 @@
     inside     rank 0: heads 0 1 of positions 0 .. 11          rank 1: heads 2 3 of positions 0 .. 11       any attention: `inside`
     after      as before
 
-Each of the N ranks sends (N - 1) / N of its q, k, v and output, in four all-to-alls forward and four backward. With as many key-value
-heads as query heads, this is 4 B (L / N) H C (N - 1) / N elements each way: less with more ranks, whereas a ring's ranks send
-the same.
-
 If the ranks do not divide the key-value heads, each rank gets the heads that its query heads need, and gradients are summed. `inside`
 may be a ring over other ranks: sequence parallelism in two dimensions (USP, arXiv 2405.07719).
-
-Source: Jacobs et al., arXiv 2309.14509.
+Costs: docs/parallel/sequence_ulysses.md. Source: Jacobs et al., arXiv 2309.14509.
 """
 
 from __future__ import annotations

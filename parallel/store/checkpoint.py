@@ -7,8 +7,7 @@
         manifest.sha256            SHA-256 of the manifest, in the format of `sha256sum -c`
 
 A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync the parent.
-Only then are older checkpoints removed, each after a rename to a temporary name. So a folder with a final name is always complete, even
-if a process dies at any moment. Temporary folders of a dead process (step-*.tmp) are removed by the next save.
+So a folder with a final name is always complete, even if a process dies at any moment. The next save removes folders of dead saves.
 Reading first checks every hash. It falls back to the newest checkpoint that verifies, and logs each one that it skips, with the reason.
 """
 

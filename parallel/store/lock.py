@@ -4,9 +4,8 @@
     <folder>/.lock      names the process that holds the lock; locked too, because NFS and Lustre pass locks of files to other machines,
                         but not locks of folders
 
-Only the holder removes its lock file, and folders that it made, if they are empty. A launcher holds the lock for its ranks: their
-environment variable HELD names the folder. A single process, or rank 0 under another launcher, holds the lock itself. On a disk without
-locks, nothing is locked.
+A launcher holds the lock for its ranks: their environment variable HELD names the folder. A single process, or rank 0 under another
+launcher, holds the lock itself. On a disk without locks, nothing is locked.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
     writer                                   | write its files ...... | rank 0: waits for all parts, then commits
 
 Writers of different ranks communicate only through the folder: a rank's part is complete when its record, `rank-00003.json`, exists. So
-no collective runs at the same time as training's. If a writer fails, all ranks learn it when they settle. Files and commit are as in
-parallel/store/checkpoint.py: a process that dies at any moment leaves the previous checkpoint, or both.
-Cost: a copy of the rank's tensors in CPU memory, which is kept for the next save. A save waits until the previous one is written.
+no collective runs at the same time as training's. If a writer fails, all ranks learn it in `settle`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Common parts of 2D, 2.5D and 3D tensor parallelism. Between layers, a rank has some sequences and a shard of their channels.
 
-    x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
+x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
-    norm          needs all channels: two numbers a token are exchanged along tp_col
-    MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
-    3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
-
-Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
+norm          needs all channels: two numbers a token are exchanged along tp_col
+MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
+3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
 """
 
 from __future__ import annotations

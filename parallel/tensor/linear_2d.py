@@ -6,12 +6,9 @@
     step t      broadcast x_it along row i and W_tj along column j, then multiply; meanwhile the blocks of step t + 1 are sent
     backward    dx_it = sum over j of dy_ij W_tj^T, summed to column t       dW_tj = sum over i of x_it^T dy_ij, summed to row t
 
-Outputs are split like inputs, so nothing is gathered between layers. A rank holds 1/q^2 of the weights, gradients and activations, and
-one or two blocks of other ranks at a time. Several products of one x (q, k and v; w1 and w3) are computed as one, with concatenated
-matrices, so x is sent once for all.
-
-Cost of a product, sent by a rank: (q - 1) times its blocks of x and W forward, twice as much backward. Ranks of a row have the same
-tokens; the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
+Outputs are split like inputs, so nothing is gathered between layers. Several products of one x (q, k and v; w1 and w3) are computed as
+one, with concatenated matrices, so x is sent once. Ranks of a row have the same tokens; the loss is summed over rows.
+Costs: docs/parallel/tensor_2d.md. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
 """
 
 from __future__ import annotations

@@ -8,11 +8,8 @@
     backward    gather dy over k | gather W over i | multiply | sum dx over j          gather x over j | multiply | sum dW over i
 
 In a second product (the last of a layer), j and k are exchanged, so its output is split like x. Gathered tensors are freed after the
-product and gathered again in the backward pass, so 1/q^3 of each activation stays in memory. Several products of one x (q, k and v; w1
-and w3) are computed as one, with concatenated matrices, so x is gathered once for all.
-
-Cost of a product, sent by a rank, with x, W and y for its shards: (q - 1) (x + W + y) forward and (q - 1) (2 x + 2 W + y) backward. A
-shard is 1/q^3 of the tensor, so a rank sends less than in 2D on equally many ranks. Source: 3D parallelism (arXiv 2105.14450).
+product and gathered again in the backward pass. Several products of one x (q, k and v) are computed as one, so x is gathered once.
+Costs: docs/parallel/tensor_3d.md. Source: 3D parallelism (arXiv 2105.14450).
 """
 
 from __future__ import annotations

@@ -3,20 +3,15 @@
     row, forward        link     |         | sum 0   | sum 1   | sum 2   | sum 3 |        4 chunks: the last sum overlaps with nothing
                         compute  | h_0 W2  | h_1 W2  | h_2 W2  | h_3 W2  |
 
-    columns, forward    link     |  x_0   |  x_1   |  x_2   |  x_3   |                    sequence parallelism: nor does the first gather
-    (sliced)            compute  |        | x_0 W1 | x_1 W1 | x_2 W1 | x_3 W1 |
-
                         forward                                     backward
     row                 sum of h_i W2 during h_i+1 W2               nothing to send
     row, sliced         reduce-scatter instead of sum               dy_i+1 is gathered during dy_i W2^T
     columns             nothing to send                             sum of dy_i W1^T during dy_i+1 W1^T, then during the gradients of W1
     columns, sliced     x_i+1 is gathered during x_i W1             reduce-scatter instead of sum
 
-In the backward pass of columns one chunk is enough, because its sum overlaps with the weights' gradients. Results equal linear_1d.py up
-to the order of sums in a product. With sequence parallelism, a chunk has some positions of every rank's shard, so each rank gets its own
-positions of each chunk. Gathered tensors are kept whole for the weights' gradients, as without chunks. Cost: the same bytes in n
-calls, and products of 1/n of the tokens, which should not be too small. Sources: Wang et al., Overlap communication with dependent
-computation via decomposition (ASPLOS 2023); Megatron-LM (arXiv 1909.08053), which overlaps the input's gradient with the weights'.
+In the backward pass of columns one chunk is enough, because its sum overlaps with the weights' gradients. With sequence parallelism, a
+chunk has some positions of every rank's shard, so each rank gets its own positions of each chunk. Results equal linear_1d.py up to
+rounding. Costs: docs/parallel/tensor_1d.md. Source: Wang et al., Overlap communication with dependent computation (ASPLOS 2023).
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     anything else               Copied()
 
 A style returns a parameter's layout. It also fills the slots (replaceable functions) of the layers that hold its parameters, so that
-they compute with shards. `apply` then cuts all parameters on the meta device. In a pattern, `*` is one word between dots, and `**` any
-number of words. A tile (parallel/data/tiling.py) counts under the path of the whole parameter.
+they compute with shards. In a pattern, `*` is one word between dots, and `**` any number of words.
 """
 
 from __future__ import annotations

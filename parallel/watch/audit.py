@@ -5,9 +5,8 @@
     by_change(held, before, prints, mesh)     compares with earlier hashes of tensors that must not change meanwhile
     mend(finding)                             copies the intact rank's tensor, bit by bit, to all ranks that hold it
 
-Layouts say which ranks hold copies (`Held.axes`, `Held.holders`). If two copies differ, neither is known to be intact. If three or more
-differ, the value of the majority counts as intact. Sources: Silent Data Corruptions at Scale (arXiv 2102.11245); Understanding Silent
-Data Corruption in LLM Training (arXiv 2502.12340).
+If two copies differ, neither is known to be intact. If three or more differ, the value of the majority counts as intact.
+Sources: Silent Data Corruptions at Scale (arXiv 2102.11245); Understanding Silent Data Corruption in LLM Training (2502.12340).
 """
 
 from __future__ import annotations

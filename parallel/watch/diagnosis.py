@@ -1,14 +1,12 @@
 """Diagnoses a hang from the ranks' answers (parallel/mesh/record.py): one line that names the ranks that hold up the others, or None.
 
-    failed    an error ended a rank
-    silent    a rank does not answer: it is stopped, killed, or behind a broken link
-    differ    ranks of a group ran different collectives under the same number; the first such number is reported
-    behind    a rank has run fewer collectives of a group, or messages, than a rank that waits there, and waits for no rank itself
-    circle    ranks wait for each other
-    lost      a message was sent, but its receiver still waits for it
-    engine    ranks wait inside a library's own collectives, which are not announced; the line of Python code tells them apart
-
-Everything here works on plain values, so it can be tested without ranks and without a store.
+failed    an error ended a rank
+silent    a rank does not answer: it is stopped, killed, or behind a broken link
+differ    ranks of a group ran different collectives under the same number; the first such number is reported
+behind    a rank has run fewer collectives of a group, or messages, than a rank that waits there, and waits for no rank itself
+circle    ranks wait for each other
+lost      a message was sent, but its receiver still waits for it
+engine    ranks wait inside a library's own collectives, which are not announced; the line of Python code tells them apart
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
     rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank writes "here", then waits for all others
 
-torch itself waits for a number of ranks, and reports only that number if some are missing.
-
 The store of torchrun's agent outlives the ranks, so it may hold values from earlier starts, and the agents' restart counts may differ.
 So rank 0 gives each start a new name. Each other rank asks for the name with a random question, and rank 0 answers under that question.
 """

@@ -3,12 +3,9 @@
     ranks 0 1 3      all_reduce 340 over dp ...................... limit_s     question ->  every rank's watchdog answers with its progress
     rank 2           (stopped)                                                    line <- the asking rank compares, and writes the line
 
-Two threads of each rank do this. So a rank with a main thread that is stuck inside a library still answers. A stopped process does not
-answer: that rank is missing. Ranks communicate through the process group's store. Each rank checks it twice a second for a question, and
-every few seconds writes its progress, in case that it cannot answer later. Each rank keeps its own progress in a Record
-(parallel/mesh/record.py); parallel/watch/diagnosis.py compares the answers.
-
-Source of the idea: PyTorch's flight recorder and NCCL watchdog, which name the collective of one group on one rank after its end.
+Two threads of each rank do this, so a rank whose main thread is stuck inside a library still answers; a rank whose process is stopped
+does not, and is missing. Ranks communicate through the process group's store. Each rank checks it for questions, and writes its progress
+there every few seconds, in case that it cannot answer later. parallel/watch/diagnosis.py compares the answers (parallel/mesh/record.py).
 """
 
 from __future__ import annotations
