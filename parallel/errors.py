@@ -20,8 +20,7 @@ class BadInput(ValueError):
 
     The command line prints it and exits with 2; a library caller catches a ValueError. `prints`: whether this rank prints
     it, if several ranks raise it; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
-    fix=Set("it", 1, 2, 4, 8))`.
-    """
+    fix=Set("it", 1, 2, 4, 8))`."""
 
     prints: bool | None = None
 
@@ -88,8 +87,7 @@ def some(names: Iterable[str], *, rest: str = "") -> str:
 class Ended(RuntimeError):
     """The end of a run on several ranks: one line, equal on all of them, without a stack trace.
 
-    `prints`: whether this rank prints the line, if no launcher collects the messages of all ranks.
-    """
+    `prints`: whether this rank prints the line, if no launcher collects the messages of all ranks."""
 
     def __init__(self, line: str, *, prints: bool = True) -> None:
         super().__init__(line)

@@ -35,8 +35,7 @@ class Fix:
 
     def ways(self, what: str) -> list[Fix]:
         """Return the alternatives that can be applied, one value a key in each: two for `Set(key, 1, 2)`, none for a text. `what`: the
-        key to which "it" refers.
-        """
+        key to which "it" refers."""
         return []
 
     def apply(self, values: dict[str, Any]) -> None:  # noqa: B027

@@ -27,8 +27,7 @@ class DDP(Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
 
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
-    DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`.
-    """
+    DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`."""
 
     def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
@@ -102,8 +101,7 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
     """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing.
 
     torch rebuilds them after the first backward pass of a process. In a ring all-reduce, the order of a sum depends on the position in
-    the buffer. So the first step of a resumed run would otherwise round differently from the same step of a run without interruption.
-    """
+    the buffer. So the first step of a resumed run would otherwise round differently from the same step of a run without interruption."""
 
     class Touch(nn.Module):
         def forward(self) -> Tensor:

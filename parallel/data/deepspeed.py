@@ -35,8 +35,7 @@ def load_deepspeed() -> Any:
     """Import DeepSpeed without its output, return the module, and let torch do all communication.
 
     Its CPU backend would compile a shared-memory op on first use (80 to 120 s). Training does not need it, and its kernels crash on
-    processors without AVX2, so it is marked as unavailable.
-    """
+    processors without AVX2, so it is marked as unavailable."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
@@ -54,8 +53,7 @@ def load_deepspeed() -> Any:
 def compile_async_io(say: Callable[[str], None]) -> None:
     """Compile async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if that fails.
 
-    Every rank must call it before an engine starts. `say` gets a message before the compilation.
-    """
+    Every rank must call it before an engine starts. `say` gets a message before the compilation."""
     load_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -85,8 +83,7 @@ def compile_async_io(say: Callable[[str], None]) -> None:
 def each_op_as_one_file(folder: Path) -> Iterator[None]:
     """Make torch compile an op's files as one file that includes them all, without the debug information that DeepSpeed asks for.
 
-    The twelve files of async_io then take 47 CPU seconds, nearly all for torch's headers, which each file would read separately.
-    """
+    The twelve files of async_io then take 47 CPU seconds, nearly all for torch's headers, which each file would read separately."""
     from torch.utils import cpp_extension
 
     extension: Any = cpp_extension
@@ -118,8 +115,7 @@ def _use_compiled(folder: Path) -> None:
     """Make DeepSpeed use the compiled extensions in a folder, which belongs to one set of versions.
 
     Otherwise it checks each time whether to compile them, which needs a compiler and memory, and compiles them for every environment of
-    the same versions.
-    """
+    the same versions."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 

@@ -26,8 +26,7 @@ class Replicas(nn.Module):
     """Replicas of `model`, which run its forward pass in training.
 
     `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is the `Together` function of replica i. `gather(args, outputs,
-    device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far.
-    """
+    device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far."""
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
         super().__init__()

@@ -67,8 +67,7 @@ class Engine(Protocol):
     """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
     Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
-    micro-batch, may call `start_sums` after a stage's last micro-batch, and calls `reduce` at the end of the batch.
-    """
+    micro-batch, may call `start_sums` after a stage's last micro-batch, and calls `reduce` at the end of the batch."""
 
     module: nn.Module
     layouts: Layouts
@@ -116,5 +115,4 @@ class Engine(Protocol):
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.
 
-        `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps.
-        """
+        `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps."""

@@ -58,8 +58,7 @@ def shard(
     """Cut a model on the meta device, then allocate this rank's shards on `device` and set their first values.
 
     `units`: in the order in which they start to run; nested units follow the unit around them. `reshard`: free gathered parameters after
-    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered ahead. `fill`: sets first values.
-    """
+    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered ahead. `fill`: sets first values."""
     # torch warns about units that return a view, which must not be changed in place; this project never does that
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}

@@ -52,8 +52,7 @@ def fill_stepped(
     parameter: nn.Parameter, optimizer: Optimizer, load: Callable[[str, Box], Tensor], *, kept: StateDims, steps: int, start: Sequence[int]
 ) -> None:
     """Fill a parameter of a torch optimizer with load("weight", box), and its states `kept` with load(state, box). `start`: as in `fill`.
-    `steps`: the optimizer's step counter.
-    """
+    `steps`: the optimizer's step counter."""
     fill(parameter.data, partial(load, "weight"), start=start)
     if not parameter.requires_grad:
         return  # frozen: it has no optimizer states
@@ -78,8 +77,7 @@ def _shape(parameter: nn.Parameter, dim: int | None) -> list[int]:
 
 def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None = None) -> Iterator[tuple[int, Box]]:
     """Cut elements [first, end) of a tensor, in row-major order, into boxes of at most `at_once` elements (None: ELEMENTS_AT_ONCE).
-    Yield (number of the box's first element, box).
-    """
+    Yield (number of the box's first element, box)."""
     at_once = ELEMENTS_AT_ONCE if at_once is None else at_once
     if not shape and first < end:
         yield 0, ()

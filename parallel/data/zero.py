@@ -257,8 +257,7 @@ def group_parameters(
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
 
     `marked`: parameters that are not summed over DeepSpeed's data-parallel group get its marks, `allreduce` False and the axis's name.
-    Shapes are read from layouts, because a sharded parameter has lost its shape.
-    """
+    Shapes are read from layouts, because a sharded parameter has lost its shape."""
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
     for name, parameter in parameters.items():

@@ -37,8 +37,7 @@ from parallel.watch.audit import Held
 class ShardedInit:
     """Call it with a model on the meta device to replace the weights by this rank's shards on `device`, module by module. Sends nothing.
 
-    `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written.
-    """
+    `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written."""
 
     def __init__(self, layouts: Layouts, mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload) -> None:
         self.deepspeed = start_deepspeed()
@@ -138,8 +137,7 @@ class Zero3(DeepSpeed):
     @contextmanager
     def _swapped_in(self, number: int, *, write: bool) -> Iterator[None]:
         """Return a context in which the optimizer states of group `number` are in memory, if they are on a disk. `write`: write them back
-        at its end.
-        """
+        at its end."""
         zero = self.zero
         swapped = zero._swappable_optimizer_subgroup(number)
         if swapped:
@@ -183,8 +181,7 @@ class Zero3(DeepSpeed):
 
     def tensors(self) -> Iterator[Held]:
         """Yield this rank's partitions of master weights with their optimizer states, and of working weights, without those on a disk. No
-        other rank has copies.
-        """
+        other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):

@@ -174,8 +174,7 @@ class Messages:
         """Start the messages. `send`: contiguous tensors, each with its destination's index on the axis. `receive`: tensors to be filled,
         each with its source's index. `name`: under which the communicator counts the sent messages.
 
-        Messages between two ranks keep their order. Every sender and receiver must call this.
-        """
+        Messages between two ranks keep their order. Every sender and receiver must call this."""
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
         for tensor in self.sent:
             axis.count(name, tensor)
@@ -210,8 +209,7 @@ def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Mes
 
 def ring_round(tensors: Sequence[Tensor], axis: Axis) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield (rank's index on the axis, its tensors) for this rank, then for the rank before it on the ring, and so on. The next tensors
-    arrive while the caller uses those yielded.
-    """
+    arrive while the caller uses those yielded."""
     held = list(tensors)
     for step in range(axis.size):
         coming = start_shift(held, axis) if step + 1 < axis.size else None
@@ -285,8 +283,7 @@ def _shifted_back(grad: Tensor, axis: Axis, *, steps: int) -> Tensor:
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis forward, identity backward: every rank has the same sum and the same gradient.
 
-    Example: `y = all_reduce(partial_y, mesh.axis("tp"))`.
-    """
+    Example: `y = all_reduce(partial_y, mesh.axis("tp"))`."""
     return tensor if axis.size == 1 else paired(tensor, axis, _new_sum, _same)
 
 
@@ -319,24 +316,21 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
     """Send rows [sum(send), ...] to the ranks of the axis in order, return rows [sum(receive), ...]. Backward sends gradients back.
 
     `send[i]` rows go to the axis's i-th rank, `receive[i]` rows come from it; zero is allowed. Both sides must agree, so exchange
-    counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`.
-    """
+    counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`."""
     return rows if axis.size == 1 else paired(rows, axis, _exchange, _exchange_back, send=send, receive=receive)
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
     """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward.
 
-    Shapes must be equal on all ranks. A multiple of the axis size returns the tensor itself.
-    """
+    Shapes must be equal on all ranks. A multiple of the axis size returns the tensor itself."""
     return tensor if steps % axis.size == 0 else paired(tensor, axis, _shifted, _shifted_back, steps=steps)
 
 
 class StartedRows:
     """A started all_to_all, first of rows and, in the backward pass, of their gradients. Computation between start and finish overlaps.
 
-    `buffer`: the tensor that is being received, not to be read before `finish_all_to_all`.
-    """
+    `buffer`: the tensor that is being received, not to be read before `finish_all_to_all`."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive
@@ -381,8 +375,7 @@ class _Finish(torch.autograd.Function):
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
     """Start an `all_to_all`. Backward, this waits for the rows' gradients.
 
-    All ranks must start and finish the same exchanges in the same order. Backward runs in reverse order.
-    """
+    All ranks must start and finish the same exchanges in the same order. Backward runs in reverse order."""
     started = StartedRows(axis, send, receive)
     started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
     return started

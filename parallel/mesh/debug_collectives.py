@@ -34,8 +34,7 @@ class Call:
     """A collective that a rank is about to run.
 
     `send`, `receive`: rows to and from each rank of the axis, if these can differ; else None. `number`: how many collectives the ranks of
-    the axis have run together, this one included; 0: not numbered yet.
-    """
+    the axis have run together, this one included; 0: not numbered yet."""
 
     name: str
     axis: str
@@ -54,8 +53,7 @@ class Call:
 class Agreement:
     """Compares the collectives of one mesh's ranks through the process group's store.
 
-    Every rank must create its Agreements in the same order: the store counts them, and the number identifies an Agreement on all ranks.
-    """
+    Every rank must create its Agreements in the same order: the store counts them, and the number identifies an Agreement on all ranks."""
 
     def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s

@@ -38,8 +38,7 @@ def consecutive_indices(counts_N: Tensor, start_N: Tensor) -> Tensor:
 def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
     """Return indices, int64, that sort received rows by (bin, source rank). counts_RB[r, b]: rows received from rank r for bin b.
 
-    Received rows are sorted by (source, bin). They have no gaps, or with `stride` the rows of rank r start at row r * stride.
-    """
+    Received rows are sorted by (source, bin). They have no gaps, or with `stride` the rows of rank r start at row r * stride."""
     if stride is None:
         flat = counts_RB.flatten()
         start_RB = (flat.cumsum(0) - flat).view_as(counts_RB)

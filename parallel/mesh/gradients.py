@@ -21,8 +21,7 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
     """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names.
 
-    Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`.
-    """
+    Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`."""
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 
@@ -33,8 +32,7 @@ def start_sums(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> lis
 
 def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
     """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. Collective: these
-    stages must pass the same parameters in the same order.
-    """
+    stages must pass the same parameters in the same order."""
     shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
     _sum({name: grads[name] for name in shared}, lambda name: holders(layouts[name], mesh))
 
@@ -46,8 +44,7 @@ def holders(layout: Layout, mesh: Mesh) -> Axis:
 
 def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
     """Return the axis over the pipeline stages `places`, of which one must be this rank's. Collective: all ranks of the mesh must ask for
-    the same stages in the same order.
-    """
+    the same stages in the same order."""
     axis = mesh.part("pp", places, label="replicas")
     assert axis is not None, "asked by a rank that does not hold it"
     return axis

@@ -67,8 +67,7 @@ class Grid:
         """Yield (key of the recipe, its value, number of shards that must divide the value). `groups`: number of key-value heads. `hidden`:
         d_ff, or 0 without dense networks.
 
-        For key-value heads, the number of shards may also be a multiple of the value (not with DTensor): then each head has copies.
-        """
+        For key-value heads, the number of shards may also be a multiple of the value (not with DTensor): then each head has copies."""
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
         yield "model.d_ff", hidden, self.units
@@ -94,8 +93,7 @@ def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
 
 def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int]) -> Grid:
     """Return the grid of tp ranks. Raise BadInput if this number of ranks has no such grid. `sides`: sides q above 1 that the model allows,
-    from which the error message suggests values of tp.
-    """
+    from which the error message suggests values of tp."""
     found = grid(kind, tp, depth)
     if found is not None:
         return found

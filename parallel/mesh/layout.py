@@ -151,8 +151,7 @@ class Stored(NamedTuple):
     """A tensor of a checkpoint that contains a rank's shard of a parameter, or one entry of the shard if the parameter is a stack.
 
     `name`, `shape`: name and shape of the whole tensor. `region`: the slices of it that belong to the rank. `entry`: index of the entry
-    along dim 0 of the shard; None if the parameter is no stack.
-    """
+    along dim 0 of the shard; None if the parameter is no stack."""
 
     name: str
     shape: tuple[int, ...]
@@ -163,8 +162,7 @@ class Stored(NamedTuple):
 def stored(name: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Iterator[Stored]:
     """Yield the named tensors in which checkpoints store this rank's shard of the parameter `name`: one, or one for each entry of a stack.
 
-    `box`: a part of the shard; only its tensors are yielded, and `region` and `entry` then refer to the box instead of the shard.
-    """
+    `box`: a part of the shard; only its tensors are yielded, and `region` and `entry` then refer to the box instead of the shard."""
     region = layout.region(mesh)
     box = box or tuple(slice(0, part.stop - part.start) for part in region)
     wanted = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))

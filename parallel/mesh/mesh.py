@@ -70,8 +70,7 @@ class Degrees:
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
     tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
     hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings connect the
-    sp / sp_heads groups of such neighbours.
-    """
+    sp / sp_heads groups of such neighbours."""
 
     dp: int = 1
     pp: int = 1
@@ -176,8 +175,7 @@ class Axis:
     """One mesh axis as one rank sees it: the axis's `ranks`, this rank's `index` among them, and the process group.
 
     `group` is None on an axis of size 1 and before `Mesh.connect`. Collectives over an axis of size 1 do nothing. `label`: the caller
-    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's, which counts collectives.
-    """
+    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's, which counts collectives."""
 
     name: str
     ranks: tuple[int, ...] = (0,)
@@ -200,8 +198,7 @@ class Axis:
 
         In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`,
         `receive[i]`: rows to and from the axis's i-th rank, if these can differ. The name "send" means a message between two ranks,
-        which is only counted.
-        """
+        which is only counted."""
         agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
         if agreement is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -220,8 +217,7 @@ class Mesh:
 
     To make a group is collective over its ranks, and torch names it by the number of groups in a process. So all ranks must make
     equally many groups, in the same order. `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis,
-    make one more each. Example: `Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index` is 1.
-    """
+    make one more each. Example: `Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index` is 1."""
 
     degrees: Degrees = Degrees()
     rank: int = 0
@@ -244,8 +240,7 @@ class Mesh:
     def axis(self, *names: str, label: str = "") -> Axis:
         """Return an axis, or the joint axis of several axes of one view, named "dp*sp". Axes of size 1 are left out, also of the name.
 
-        The first call for a joint axis makes its group, unless an axis of the same ranks has one. Then it is collective over all ranks.
-        """
+        The first call for a joint axis makes its group, unless an axis of the same ranks has one. Then it is collective over all ranks."""
         name = names[0] if len(names) == 1 else self._joined(names)
         return replace(self.axes[name], label=label) if label else self.axes[name]
 
@@ -275,8 +270,7 @@ class Mesh:
         """Return the mesh with a process group on every axis longer than 1. `world`: the existing group of all ranks.
 
         Every rank calls `new_group` for its own groups, at most one for each axis, in the order of the axes. Axes with equal ranks share
-        a group.
-        """
+        a group."""
         all_ranks = self.axes["world"].ranks
         found = replace(self, axes={}, new_group=new_group, made={all_ranks: world}, more={})
         found.axes.update({name: replace(self.axes[name], group=found._group(self.axes[name].ranks)) for name in (*AXES, "world")})
@@ -285,8 +279,7 @@ class Mesh:
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
         """Return the part of the axis `name` that consists of the indices `places`, with its own group; None if this rank is not in it.
 
-        Every rank must ask for the same sub-axes in the same order. A second call with this label returns the result of the first.
-        """
+        Every rank must ask for the same sub-axes in the same order. A second call with this label returns the result of the first."""
         if (label, places) not in self.more:
             ranks = tuple(self.axes[name].ranks[place] for place in places)
             held = self.rank in ranks

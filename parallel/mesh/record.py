@@ -44,8 +44,7 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: how many. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last 512, newest last.
-    """
+    number: how many. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last 512, newest last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -62,8 +61,7 @@ class Record:
 
     phase, step: current phase and step. at: time (time.monotonic) of the last announcement. patience: factor of the watchdog's time limit.
     messages: (sender, receiver) -> (number of messages that this rank has sent or waited for, label of the last one). awaited: (sender,
-    receiver) of the message that this rank waits for, if that was its last announcement. failed: the error that ended this rank.
-    """
+    receiver) of the message that this rank waits for, if that was its last announcement. failed: the error that ended this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -87,8 +85,7 @@ class Record:
         self, axis_name: str, ranks: tuple[int, ...], index: int, *, name: str, label: str, tensor: Tensor, send: Splits, receive: Splits
     ) -> None:
         """Record a collective before it starts. `send`, `receive`: numbers of rows to and from each rank; if given, ranks may have
-        different numbers of rows, but each pair must agree on the rows between them.
-        """
+        different numbers of rows, but each pair must agree on the rows between them."""
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]
@@ -155,8 +152,7 @@ def balanced(total: float) -> bool:
 
 def standing(main: int | None) -> tuple[str, str]:
     """Return (innermost "file:line function" outside torch of the thread `main`, "yes", "no" or "maybe": whether any thread waits for
-    other ranks).
-    """
+    other ranks)."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     torch = sys.modules.get("torch")

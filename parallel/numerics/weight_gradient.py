@@ -32,8 +32,7 @@ class PendingGradients:
 
     def add(self, weights: tuple[Tensor, ...], compute: Gradients) -> None:
         """Defer compute(), which returns the gradients of `weights`. It should refer to inputs and output gradients only, not to ctx,
-        which would keep the graph in memory.
-        """
+        which would keep the graph in memory."""
         self._entries.append((weights, compute))
 
     def compute(self) -> None:
@@ -73,8 +72,7 @@ def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return `weights`, to be kept as an attribute of ctx; () if their gradients cannot be deferred.
 
     An attribute lives as long as ctx. A saved tensor lives until the backward pass or, with recomputation, the end of the forward pass.
-    So a weight that was made for one pass must not be an attribute.
-    """
+    So a weight that was made for one pass must not be an attribute."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 
@@ -85,8 +83,7 @@ def _is_view(weight: Tensor) -> bool:
 def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
     """Return a weight's gradient compute(), or defer it and return None. An autograd.Function's backward returns this for the weight.
 
-    `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects.
-    """
+    `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects."""
     return gradients_or_later((weight,), lambda: (compute(),))[0]
 
 
@@ -153,8 +150,7 @@ class _Product(torch.autograd.Function):
 def splittable(model: nn.Module) -> None:
     """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients.
 
-    torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way.
-    """
+    torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way."""
     for module in model.modules():
         if hasattr(module, "recast"):
             module.recast = True  # type: ignore[assignment]

@@ -34,8 +34,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     """Call function(rank, *args) on every rank, with torch.distributed initialised. Return the ranks' results in order.
 
     Results may be anything that torch.load(weights_only=True) reads: numbers, strings, lists, dicts, tensors. Raises
-    RuntimeError with every failed rank's traceback, or with the stacks of the ranks that did not end within timeout_s.
-    """
+    RuntimeError with every failed rank's traceback, or with the stacks of the ranks that did not end within timeout_s."""
 
     def once(rank: int, *args: Any) -> Iterator[Any]:
         yield function(rank, *args)
@@ -48,8 +47,7 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
     """Yield [result of each rank] whenever the generators function(rank, *args) of all ranks have yielded a result.
 
     All ranks must yield equally often, and wait for each other at each result. If ranks fail, earlier results are yielded first, and then
-    the error is raised. timeout_s: time limit of each result. The ranks end when the caller stops reading.
-    """
+    the error is raised. timeout_s: time limit of each result. The ranks end when the caller stops reading."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         context = multiprocessing.get_context("fork")

@@ -32,8 +32,7 @@ def keep_freed_memory() -> bool:
 
 def give_freed_memory_back() -> bool:
     """Return memory to the system when it is freed (small): each tensor of 64 KiB or more gets pages of its own. Return False if the
-    allocator cannot be set.
-    """
+    allocator cannot be set."""
     return _set(_M_TRIM_THRESHOLD, _SMALL) and _set(_M_MMAP_THRESHOLD, _SMALL)
 
 

@@ -61,8 +61,7 @@ class World:
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     """Return this process's rank and world. Raise BadInput for inconsistent variables.
 
-    A SLURM job step counts only if it has several tasks, because an interactive shell is one process.
-    """
+    A SLURM job step counts only if it has several tasks, because an interactive shell is one process."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
     if "RANK" not in environment and not by_other:
@@ -88,8 +87,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none.
 
     `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
-    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect.
-    """
+    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect."""
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
@@ -150,8 +148,7 @@ def wrong_interface(environment: Mapping[str, str]) -> str:
 def interface_to(host: str) -> str | None:
     """Return the network interface through which this process reaches a host; None if the system does not say.
 
-    gloo would use the address of this machine's name, which on many machines is a loopback address.
-    """
+    gloo would use the address of this machine's name, which on many machines is a loopback address."""
     try:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -25,8 +25,7 @@ class Known:
     """Inputs of attention other than queries, keys and values.
 
     document_BS: the number of each token's document, for whole sequences, int64; None: one document a sequence. window: see Method.
-    sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider.
-    """
+    sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider."""
 
     order: Order
     bias: Bias | None = None
@@ -44,8 +43,7 @@ class Method(ABC):
     """Causal attention over the ranks of `axis`, which hold the positions of `order`.
 
     `window`: number of positions that a query sees, itself included; None: all earlier ones. Blocks outside the window are sent but not
-    computed.
-    """
+    computed."""
 
     axis: Axis
     order: Order
@@ -77,8 +75,7 @@ class Method(ABC):
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
         `once(compute)`: returns compute() in the forward pass, and the stored result during recomputation, so that attention is not
-        computed again (DistFlashAttn, arXiv 2310.03294, 3.4).
-        """
+        computed again (DistFlashAttn, arXiv 2310.03294, 3.4)."""
         table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
         out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, self, once)
         return out

@@ -43,8 +43,7 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 @dataclass(frozen=True)
 class Order:
     """The positions of sequences of `length` tokens on `size` ring places. kind: one of ORDERS. inner: number of ranks at a ring place,
-    each with a chunk of its positions. Raises BadInput if the length cannot be divided.
-    """
+    each with a chunk of its positions. Raises BadInput if the length cannot be divided."""
 
     kind: str
     size: int
@@ -89,8 +88,7 @@ class Order:
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         """Return the visible blocks between the queries of one ring place and the keys of another.
 
-        `query_rank`, `key_rank`: 0 to size - 1, as the `inner` ranks at a place count as one.
-        """
+        `query_rank`, `key_rank`: 0 to size - 1, as the `inner` ranks at a place count as one."""
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:

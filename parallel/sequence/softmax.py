@@ -139,8 +139,7 @@ def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
     """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys (equal numbers of both).
-    Pairs outside the window or of different documents, by `queries` and `keys`, are masked.
-    """
+    Pairs outside the window or of different documents, by `queries` and `keys`, are masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))

@@ -38,8 +38,7 @@ class Ulysses:
     ) -> Tensor:
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
-        `options`: further arguments of `inside`.
-        """
+        `options`: further arguments of `inside`."""
         if bias is not None:
             bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
         if sink_H is not None:

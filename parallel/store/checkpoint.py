@@ -69,8 +69,7 @@ def save(
     finite.
 
     held: ("weight" or an optimizer state, piece) for all tensors that this rank owns. state: the trainer's state, which rank 0 writes.
-    keep: number of newest checkpoints that are not removed; none is removed if `prune` is False.
-    """
+    keep: number of newest checkpoints that are not removed; none is removed if `prune` is False."""
     begin(folder, step, world)
     agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
     agreed(folder, step, world, lambda: commit(folder, step, state, world, keep if prune else None) if world.index == 0 else None)
@@ -171,8 +170,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
     """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints (None: keep all). Rank 0 calls this when the
-    records of all ranks exist.
-    """
+    records of all ranks exist."""
     final, unnamed = folder / f"step-{step}", temporary(folder, step)
     files: dict[str, dict[str, Any]] = {}
     tensors: list[dict[str, Any]] = []
@@ -259,8 +257,7 @@ def _is_folder(path: Path) -> bool:
 def verify(path: Path) -> dict[str, Any]:
     """Check a checkpoint (size and hash of every file, complete and finite tensors) and return its manifest.
 
-    Raises BadInput that names a damaged file, and Unreadable that names a file that cannot be read but may be intact.
-    """
+    Raises BadInput that names a damaged file, and Unreadable that names a file that cannot be read but may be intact."""
     try:
         raw = _text(path / "manifest.json", most_bytes=MANIFEST_BYTES).encode()
         if _text(path / "manifest.sha256") != _digest_line(raw):
@@ -300,8 +297,7 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
     rank 0 looks, and all ranks return its result.
 
     Raise BadInput on all ranks if checkpoints exist but none verifies (starting over would replace them), if a file cannot be read but may
-    be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`.
-    """
+    be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`."""
 
     def look() -> int:
         return _NONE if world.index else _newest(folder, log) if step is None else _named(folder, step, flag)

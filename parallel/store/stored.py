@@ -55,8 +55,7 @@ class _Place(NamedTuple):
 class TensorFile:
     """Reads a safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors. `places`: key -> _Place.
 
-    Raises ValueError, KeyError or TypeError if the header is wrong.
-    """
+    Raises ValueError, KeyError or TypeError if the header is wrong."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 class DTensorColumn(Style):
     """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills the slots `product` of its module and `enter` of its layer.
 
-    dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled.
-    """
+    dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled."""
 
     dim: int = 0
     sliced: bool = False

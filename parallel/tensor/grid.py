@@ -34,8 +34,7 @@ Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
     """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it.
 
-    `made(label)` returns the function that multiplies. `label`: the path that error messages show.
-    """
+    `made(label)` returns the function that multiplies. `label`: the path that error messages show."""
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
     model.get_submodule(path).product = of_one(made(without_tiles(path)))  # type: ignore[assignment]
@@ -93,8 +92,7 @@ class ChannelsNorm(Style):
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
     """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D]; other ranks of the axis have the other channels. Keep x's dtype.
 
-    Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward.
-    """
+    Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward."""
     wide = sum_dtype(torch.promote_types(x.dtype, gain_D.dtype))
     y: Tensor = _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
     return y

@@ -37,8 +37,7 @@ from parallel.tensor.style import Shape, Style
 class Block(Style):
     """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
 
-    outputs: tp_col_heads if there are fewer key-value heads than columns: then neighbours in a row hold the same block.
-    """
+    outputs: tp_col_heads if there are fewer key-value heads than columns: then neighbours in a row hold the same block."""
 
     outputs: str = "tp_col"
 
@@ -59,8 +58,7 @@ def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
 def products(x: Tensor, weights_OI: Sequence[Tensor], *, row: Axis, column: Axis) -> Sequence[Tensor]:
     """Return x W^T [..., O] for each W, in x's dtype, given blocks x [..., I] and W [O, I] of any dtype. `row`, `column`: of this rank.
 
-    Partial products are summed in fp32 or wider. Only this rank's own blocks are saved for the backward pass.
-    """
+    Partial products are summed in fp32 or wider. Only this rank's own blocks are saved for the backward pass."""
     found: tuple[Tensor, ...] = _Summa.apply(x, row, column, *weights_OI)
     return found
 

@@ -45,8 +45,7 @@ def column_products(
 ) -> tuple[Tensor, ...]:
     """Return x W^T [B, L, O] for each W, in x's dtype. x is [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
-    The gradient of x is summed over the axis. `recast`: cast weights are not saved (moe/nn/linear.py). `chunks`: their largest number.
-    """
+    The gradient of x is summed over the axis. `recast`: cast weights are not saved (moe/nn/linear.py). `chunks`: their largest number."""
     products = _SlicedColumns if sliced else _Columns
     found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, *weights_OI)
     return found

@@ -110,8 +110,7 @@ class VocabularyCube(_Vocabulary):
 @dataclass(frozen=True)
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
-    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` moves whole logits to the ranks with their sequences.
-    """
+    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` moves whole logits to the ranks with their sequences."""
 
     axis: Axis
     size: int
@@ -148,8 +147,7 @@ def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
 class _Merged(torch.autograd.Function):
     """Merge [log-sum-exps, targets' logits] [2, N] over ranks. The result and its gradient are equal on every rank.
 
-    Backward sends nothing: the log-sum-exp's gradient times the probability that the softmax gives to this rank's rows.
-    """
+    Backward sends nothing: the log-sum-exp's gradient times the probability that the softmax gives to this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, scores_2N: Tensor, axis: Axis) -> Tensor:

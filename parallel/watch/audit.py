@@ -30,8 +30,7 @@ _WORDS = 2**16  # 8-byte words that are hashed at a time, few enough for the pro
 
 class Held(NamedTuple):
     """A tensor that a rank holds. kind: "weight", "gradient", or the name of an optimizer state. axes: mesh axes along which all ranks hold
-    the same bits. holders: indices on the pp axis of the stages that hold the same bits, if there are several.
-    """
+    the same bits. holders: indices on the pp axis of the stages that hold the same bits, if there are several."""
 
     name: str
     kind: str
@@ -75,8 +74,7 @@ def _weights(device: torch.device) -> Tensor:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64.
 
-    A single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed.
-    """
+    A single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()

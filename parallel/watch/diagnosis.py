@@ -37,8 +37,7 @@ def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, sha
 
     answers: rank -> Record.answer(). silent: rank without an answer -> text about its last sign of life.
     share: a rank counts as waiting after this fraction of `limit_s`; with 0, every rank that does not compute counts.
-    settled: all ranks are at the same point of the step, so they must have run equally many collectives.
-    """
+    settled: all ranks are at the same point of the step, so they must have run equally many collectives."""
     waiting = {r for r, a in answers.items() if a["waits"] != "no" and a["idle"] >= share * limit_s * a["patience"]}
     found = _differ(answers, settled=settled)
     if found is not None:

@@ -36,8 +36,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
 
     environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: the reason, if this rank cannot start: all
     ranks then raise NotMet with this reason. Raises NotMet also if ranks do not come within `timeout_s`, and BadInput if MASTER_ADDR has
-    no address.
-    """
+    no address."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait, node = timedelta(seconds=timeout_s), socket.gethostname()

@@ -57,8 +57,7 @@ def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException],
 def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
     """Return work(). If it raises on any rank, raise BadInput on every rank: the rank's own one, or one about `what`, the name of the work.
 
-    Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective.
-    """
+    Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective."""
 
     def said(error: BaseException) -> str:
         if isinstance(error, BadInput):

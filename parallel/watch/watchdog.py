@@ -44,8 +44,7 @@ class Watchdog:
     """The watchdog of one rank.
 
     limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages. end: called
-    before this process ends, with the last line, and whether this rank prints it.
-    """
+    before this process ends, with the last line, and whether this rank prints it."""
 
     def __init__(
         self, record: Record, store: Any, *, world_size: int, limit_s: float, holder: str = "rank 0", end: End | None = None
@@ -73,8 +72,7 @@ class Watchdog:
     def stop(self) -> None:
         """End this rank's watchdog, so that no rank waits for its answers. Its threads end too: later they would crash in C++.
 
-        Rank 0, which may hold the store, waits for the other ranks to leave first.
-        """
+        Rank 0, which may hold the store, waits for the other ranks to leave first."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -164,8 +162,7 @@ class Watchdog:
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
         """Run `work`, which calls the store, in a thread, and return its result. Raises TimeoutError after `seconds`.
 
-        If the process that holds the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls.
-        """
+        If the process that holds the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls."""
         with self._asking:
             before = self._pending
             if before is not None:
@@ -265,8 +262,7 @@ class Watchdog:
         """Tell the other ranks that this rank ends with an error, so that they do not wait for it.
 
         Return the run's last line if the error follows from another rank's end, or from a collective that differed between ranks. Return
-        None if it is this rank's own error.
-        """
+        None if it is this rank's own error."""
         if self.line is not None:
             return self.line
         self._leaving = True

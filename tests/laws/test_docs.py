@@ -51,8 +51,7 @@ def test_recipes_page_has_every_key_with_its_default() -> None:
 
 def test_errors_by_table_are_those_that_the_planner_has() -> None:
     """Pages say "A to B % ... by table" for the planner's smallest and largest mean error over published tables. A and B must be the
-    values in planner-tables.json, for time or for memory.
-    """
+    values in planner-tables.json, for time or for memory."""
     rows = json.loads((ROOT / "docs/benchmarks/planner-tables.json").read_text(encoding="utf-8"))["rows"]
     time, memory = [row["time"]["mean"] for row in rows if row["time"]], [row["memory_error_median"] for row in rows if row["memory_rows"]]
     true = {tuple(f"{100 * end:.1f}" for end in (min(of), max(of))) for of in (time, memory)}

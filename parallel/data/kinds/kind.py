@@ -29,8 +29,7 @@ class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
 
     working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters.
-    units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py.
-    """
+    units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py."""
 
     layouts: Layouts
     mesh: Mesh
@@ -50,8 +49,7 @@ class Whole(NamedTuple):
     held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
     layer with the backward pass just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
 
-    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages.
-    """
+    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages."""
 
     compute_bytes: int
     sum_bytes: int
@@ -98,8 +96,7 @@ class EngineKind:
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: whether a bucket of gradients is allocated: `none`, from a pass's first gradient on (`passes`), or `always`.
-    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments of possible peaks.
-    """
+    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments of possible peaks."""
 
     name: str
     start: Callable[[nn.Module, Setup, Rule], Engine]

@@ -56,8 +56,7 @@ def gathered(at: At, w: Whole) -> float:
     forward pass      c (W + F)
     the loss          c W
     a backward pass   c W (+ c F)             F counts only if not all elements are gathered
-    a bucket's sums   c W + (2 + 1/N) r K     K gradients of a bucket: the sent ones, the received ones, and this rank's 1/N of the sums
-    """
+    a bucket's sums   c W + (2 + 1/N) r K     K gradients of a bucket: the sent ones, the received ones, and this rank's 1/N of the sums"""
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
     if at == "bucket":  # the weights of layers with gradients in the bucket are freed

@@ -60,8 +60,7 @@ class SequenceSizes(NamedTuple):
     """Sizes and features of a model, by which a method of sequence parallelism accepts or refuses it.
 
     ranks: number of sequence-parallel ranks. heads, kv_heads: on one tensor-parallel rank. length: tokens of a sequence. bias: attention
-    logits have T5's bias by distance. sinks: softmax has attention sinks. windows: some layers attend to a sliding window.
-    """
+    logits have T5's bias by distance. sinks: softmax has attention sinks. windows: some layers attend to a sliding window."""
 
     ranks: int
     heads: int
@@ -84,8 +83,7 @@ class SequenceKind:
     uneven: (order, number of ranks) -> work of the busiest rank divided by the mean.
     refuses: model -> the reason why the method cannot train it; None if it can.
     advice: (order, number of ranks in the ring) -> a line if another choice is better; else None.
-    tried: name -> keys of the recipe's section `sequence`, for each variant that `moe verify` runs; None: one, named like the method.
-    """
+    tried: name -> keys of the recipe's section `sequence`, for each variant that `moe verify` runs; None: one, named like the method."""
 
     name: str
     about: str

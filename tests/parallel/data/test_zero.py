@@ -287,8 +287,7 @@ def async_io() -> None:
 def test_a_disk_changes_no_bit_and_is_left_empty(async_io: None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, weights and moments are equal with all states on a disk and without offload. The run can be resumed without the disk.
 
-    Only this test would notice 16-bit weights on the disk, which are DeepSpeed's default on processors without fp16 products.
-    """
+    Only this test would notice 16-bit weights on the disk, which are DeepSpeed's default on processors without fp16 products."""
     swap = tmp_path / "swap"
     swap.mkdir()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions_dir({k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"})))

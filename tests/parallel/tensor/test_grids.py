@@ -138,8 +138,7 @@ def part_of(mesh: Mesh) -> tuple[slice, slice]:
 def test_a_model_on_a_grid_is_the_whole_one(kind: str, gates: int, chunks: int, waits: bool) -> None:
     """A rank's output and gradients equal its shards of the whole model's: embedding, norms, products and loss.
 
-    gates: if fewer than the ranks of a side, ranks hold copies. waits: gradients of weights are deferred.
-    """
+    gates: if fewer than the ranks of a side, ranks hold copies. waits: gradients of weights are deferred."""
     whole, _ = held(kind, Mesh.of(Degrees()), gates)
     weights = drawn((B, L, D), "weights of outputs")
     x, _ = whole(TOKENS, TARGETS, 1)
