@@ -3,7 +3,7 @@
     1d           all-reduces of n D for attention and network, forward and backward
     sliced       a gather before and a reduce-scatter after each of the two, forward and backward
     2d, 2.5d, 3d bytes of tensor.py, one message for each step of a product
-    sp           bytes of the method (parallel/sequence/kinds/): blocks of keys sent in a ring, or all-to-alls
+    sp           bytes of the method (parallel/sequence/kinds.py): blocks of keys sent in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, and gathers over etp
 
 n: tokens of a rank. D: width. Also defines Pass and Passes, the times that layer_time.py adds up.
@@ -21,7 +21,7 @@ from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import LINES
 from parallel.mesh.traffic import Message
-from parallel.sequence.kinds.kind import Attention
+from parallel.sequence.kinds import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> kind of product
 

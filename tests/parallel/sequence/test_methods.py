@@ -20,8 +20,7 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
-from parallel.sequence.kinds.catalog import SEQUENCES
-from parallel.sequence.kinds.kind import Attention
+from parallel.sequence.kinds import SEQUENCES, Attention
 from parallel.sequence.method import Known, Method
 from parallel.sequence.order import ORDERS, Order
 from parallel.sequence.ring import Ring
