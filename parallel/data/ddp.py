@@ -36,7 +36,7 @@ class DDP(Stepped):
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.model = forward or model
         self.flying: deque[StartedSum] = deque()  # sums started during a pipeline's actions, oldest first
-        self.started: set[str] = set()  # parameters with a started sum in this batch
+        self.started: set[str] = set()  # parameters whose gradient sum has started in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
         if dp.size > 1 and not staged and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
@@ -78,7 +78,7 @@ class DDP(Stepped):
 
 
 def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
-    """Return the axis over which the gradients of most dense elements are summed."""
+    """Return the axis over which the gradients of most of the dense parameters' elements are summed."""
     axes: dict[tuple[int, ...], Axis] = {}
     elements: Counter[tuple[int, ...]] = Counter()
     for layout in (layout for layout in layouts.values() if layout.family == "dense"):
@@ -90,11 +90,11 @@ def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
 
 @dataclass
 class _Sums:
-    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> its name. still: True to send nothing."""
+    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> name. sends: False to leave out the sums."""
 
     axis: Axis
     names: dict[int, str]
-    still: bool = False
+    sends: bool = True
 
 
 def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter], sums: _Sums) -> None:
@@ -107,17 +107,17 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
         def forward(self) -> Tensor:
             return torch.stack([p.flatten()[:1].sum().float() * 0.0 for p in parameters]).sum()
 
-    module, model.module, sums.still = model.module, Touch(), True
+    module, model.module, sums.sends = model.module, Touch(), False
     try:
         model().backward()
     finally:
-        model.module, sums.still = module, False
+        model.module, sums.sends = module, True
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Start to sum one bucket of gradients in fp32; return a future of the sum. This is DDP's communication hook; the default averages."""
     buffer = bucket.buffer()
-    if sums.still:
+    if not sums.sends:
         ready: torch.futures.Future[Tensor] = torch.futures.Future()
         ready.set_result(buffer)
         return ready

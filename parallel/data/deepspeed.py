@@ -179,7 +179,8 @@ def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
 
 
 def with_mark(model: nn.Module) -> nn.Module:
-    """Return a module of the model and an empty layer of DeepSpeed's MoE class, which makes the engine look for groups of experts."""
+    """Return a module around the model and an empty layer of DeepSpeed's MoE class. Because of this layer, DeepSpeed's engine uses the
+    process groups of experts."""
     from deepspeed.moe.layer import MoE
 
     class Mark(MoE):  # type: ignore[misc]

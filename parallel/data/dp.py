@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Together = Callable[[Any, Tensor], Tensor]  # (name of a sum, this replica's tensor) -> sum over all replicas in this forward pass
-Scatter = Callable[[tuple[Any, ...], Sequence[torch.device], Sequence[Together]], list[tuple[Any, ...]]]
+SumReplicas = Callable[[Any, Tensor], Tensor]  # (name of a sum, this replica's tensor) -> sum over all replicas in this forward pass
+Scatter = Callable[[tuple[Any, ...], Sequence[torch.device], Sequence[SumReplicas]], list[tuple[Any, ...]]]
 Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 
 
 class Replicas(nn.Module):
     """Replicas of `model`, which run its forward pass in training.
 
-    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is the `Together` function of replica i. `gather(args, outputs,
+    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is the `SumReplicas` function of replica i. `gather(args, outputs,
     device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far."""
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
@@ -42,7 +42,7 @@ class Replicas(nn.Module):
 
 
 def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.Module:
-    """Return a copy of the module on `device`. Gradients flow through it to the original weights. `sent`: counts the bytes of both ways."""
+    """Return a copy of the module on `device`. Its gradients flow to the original weights. sent: counts bytes of weights and gradients."""
     made: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -93,7 +93,7 @@ class _Meeting:
         self.parts: dict[Any, list[Tensor | None]] = {}
         self.lock = threading.Lock()
 
-    def of(self, index: int) -> Together:
+    def of(self, index: int) -> SumReplicas:
         known: dict[Any, Tensor] = {}
 
         def together(name: Any, mine: Tensor) -> Tensor:

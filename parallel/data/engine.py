@@ -28,7 +28,7 @@ StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the pa
 
 
 class Rule(ABC):
-    """The settings of an optimizer, from which `build` makes torch's. `decays(name, parameter)`: whether the parameter has weight decay."""
+    """An optimizer's settings. `build` makes torch's optimizer from them. `decays(name, parameter)`: whether there is weight decay."""
 
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
@@ -74,7 +74,7 @@ class Engine(Protocol):
     rule: Rule
 
     def forward(self, *args: Any, last: bool) -> Any:
-        """Run the model's forward pass in training. `last`: the batch's last micro-batch. Evaluation calls `module` directly."""
+        """Run the model's forward pass in training. last: this is the batch's last micro-batch. Evaluation calls `module` directly."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None: ...
 

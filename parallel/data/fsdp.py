@@ -134,7 +134,7 @@ def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
     """Set which units each unit prefetches when it has been gathered. torch's default order fails if forward passes are recomputed."""
     for module in cut.values():
-        module.set_modules_to_backward_prefetch([module])  # itself, gathered already: no prefetch (for [] torch chooses)
+        module.set_modules_to_backward_prefetch([module])  # itself, so that nothing is prefetched; with [] torch chooses
     groups: list[list[Unit]] = []  # each: an outermost unit, then its nested units
     for unit in units:
         if groups and unit.path.startswith(f"{groups[-1][0].path}."):

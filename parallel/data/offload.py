@@ -67,7 +67,7 @@ class Offload:
         if not self.on_disk:
             return None
         prefix = f"moe-swap-{socket.gethostname()}-"
-        mine = re.compile(rf"{re.escape(prefix)}(\d+)-\w+")  # the whole name: another host's name may begin with this host's
+        mine = re.compile(rf"{re.escape(prefix)}(\d+)-\w+")  # matched in full, because another host's name may begin with this host's name
         for left in Path(self.path or ".").iterdir():
             named = mine.fullmatch(left.name)
             if named and not psutil.pid_exists(int(named[1])) and not SwapFolder.in_use(left):
@@ -85,6 +85,6 @@ class Offload:
         for section in found.values():
             if section["device"] == "nvme":
                 section["nvme_path"] = folder
-        if self.optimizer == "nvme":  # elements that a step reads at a time, each with weight, gradient, two moments
+        if self.optimizer == "nvme":  # number of elements whose states a step reads from the disk at a time
             found["sub_group_size"] = max(largest, GROUP_ELEMENTS)
         return found

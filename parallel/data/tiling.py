@@ -21,7 +21,7 @@ from parallel.mesh.layout import Tile
 from parallel.numerics.precision import sum_dtype
 
 Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer: tensor parallelism puts collectives there
-Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T for each; can send x once for all
+Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T of each module
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
@@ -69,7 +69,7 @@ def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, 
 
 
 class _Branch(torch.autograd.Function):
-    """Return (x for one tile, `wide` for the tiles after it). The gradient of `wide`: the sum of all these tiles' gradients of x."""
+    """Return (x for one tile, `wide` for the following tiles). The gradient of `wide` becomes the sum of these tiles' gradients of x."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class _Branch(torch.autograd.Function):
 
 
 def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Module:
-    """Set the tile's parameters to chunks of the parameters of `whole`; return the tile. `cut`: parameter name -> which chunk."""
+    """Set the tile's parameters to chunks of the parameters of `whole`; return the tile. cut: parameter name -> its chunk, as a Tile."""
     for name, parameter in whole.named_parameters():
         module, _, last = name.rpartition(".")
         setattr(
@@ -104,7 +104,7 @@ def without_tiles(name: str) -> str:
 
 
 def tile_of(model: nn.Module, name: str, *, dim: int) -> tuple[Tile, tuple[int, ...]] | None:
-    """Return (the chunk that parameter `name` is, shape of the tensor that tiles cut along `dim`); None for a parameter outside tiles."""
+    """Return (the Tile that parameter `name` is, shape of the whole parameter, which tiles cut along `dim`); None outside tiles."""
     found = _last(name)
     if found is None:
         return None

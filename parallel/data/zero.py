@@ -107,7 +107,7 @@ class Zero(DeepSpeed):
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()
         if mesh.axis("pp").size > 1:
-            for hook in self.zero._grad_acc_hooks:  # they would sum after each micro-batch; `reduce` sums once
+            for hook in self.zero._grad_acc_hooks:  # these hooks would sum after each micro-batch; `reduce` sums once
                 hook.remove()
 
     def _narrow(self, number: int, dtype: torch.dtype) -> None:
@@ -125,7 +125,7 @@ class Zero(DeepSpeed):
         for parameter in zero.bit16_groups[number]:
             parameter.grad_dtype = torch.float32
             fragment = parameter._hp_mapping
-            if fragment is not None:  # was a view of the old flat group, which would stay in memory as a whole
+            if fragment is not None:  # it must become a view of the new flat group, so that the old one is freed
                 at = fragment.lp_fragment_address
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
@@ -139,7 +139,7 @@ class Zero(DeepSpeed):
         if not self.shards_gradients or not last:
             return
         for number, parts in self.zero.averaged_gradients.items():
-            if parts:  # a gradient of a parameter that two ranks share is a view, which would keep the whole gradient in memory
+            if parts:  # the shard of a gradient can be a view, which would keep the whole gradient in memory
                 self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
 
     def _add_accumulators(self) -> None:
@@ -243,7 +243,7 @@ def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. `dtype`: as the model reads them. `owned`: whether this rank's shards count in norms."""
+    """Parameters that DeepSpeed flattens together. dtype: in which the model reads them. owned: this rank's shards count in norms."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str

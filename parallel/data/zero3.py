@@ -81,7 +81,7 @@ class ShardedInit:
             config_dict_or_path=self.settings,
             mem_efficient_linear=False,
             mpu=self.mpu,
-        )  # without `dtype`, which is not respected on every processor: settings without 16 bits give fp32
+        )  # no `dtype`: on some processors DeepSpeed ignores it; settings without 16 bits give fp32
         assert init.dtype == torch.float32, f"{init.dtype} would round weights on a disk"
         if init.param_swapper is not None:
             _read_each_once(init.param_swapper)
@@ -92,7 +92,7 @@ _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
     "stage3_max_reuse_distance": 0,  # no weight stays gathered until its next use, however soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
-    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered together, unless one layer is larger: each module prefetches a bucket
+    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # most gathered elements, if no single layer has more
 }
 
 
@@ -136,8 +136,7 @@ class Zero3(DeepSpeed):
 
     @contextmanager
     def _swapped_in(self, number: int, *, write: bool) -> Iterator[None]:
-        """Return a context in which the optimizer states of group `number` are in memory, if they are on a disk. `write`: write them back
-        at its end."""
+        """Return a context that reads the optimizer states of group `number` from a disk, if they are there. write: write them back."""
         zero = self.zero
         swapped = zero._swappable_optimizer_subgroup(number)
         if swapped:
@@ -203,7 +202,7 @@ class Zero3(DeepSpeed):
         zero.grad_partitions_flat_buffer.mul_(factor)
         if self.offload.optimizer == "none":
             return
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer's gradients on the host
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # gradients that the host's optimizer reads
             if not zero._swappable_optimizer_subgroup(number):
                 master.grad.mul_(factor)
         if zero.swap_optimizer:  # the step scales gradients on a disk when it reads them
@@ -269,7 +268,7 @@ class Zero3(DeepSpeed):
 
 
 def _read_each_once(swapper: Any) -> None:
-    """Remove duplicates from DeepSpeed's prefetches, which have a weight twice that is used twice: the second read would fail."""
+    """Remove duplicates from DeepSpeed's prefetches. A weight that is used twice is listed twice, and its second read would fail."""
     read = swapper.swap_in
 
     def swap_in(params: list[nn.Parameter], **options: Any) -> None:

@@ -32,11 +32,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def device_of(axis: Axis) -> str:
-    """Return the type of device from which the axis's process group sends small tensors: "cuda" if it is NCCL's, else "cpu"."""
+    """Return the type of device on which the axis's process group needs tensors: "cuda" for NCCL, else "cpu"."""
     return "cuda" if axis.size > 1 and dist.get_backend(axis.group) == "nccl" else "cpu"
-
-
-# --- collectives without autograd ------------------------------------------------------------------------------------
 
 
 def sum_over(tensor: Tensor, axis: Axis) -> Tensor:
@@ -152,7 +149,7 @@ def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
-    return out.movedim(0, dim).contiguous()  # otherwise each product that reads it would copy it
+    return out.movedim(0, dim).contiguous()  # otherwise each matrix product with this tensor would copy it
 
 
 def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -208,16 +205,13 @@ def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Mes
 
 
 def ring_round(tensors: Sequence[Tensor], axis: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield (rank's index on the axis, its tensors) for this rank, then for the rank before it on the ring, and so on. The next tensors
-    arrive while the caller uses those yielded."""
+    """Yield (rank's index on the axis, its tensors) for this rank, then for the rank before it on the ring, and so on. While the caller
+    uses one rank's tensors, the next rank's arrive."""
     held = list(tensors)
     for step in range(axis.size):
         coming = start_shift(held, axis) if step + 1 < axis.size else None
         yield (axis.index - step) % axis.size, held
         held = held if coming is None else coming.wait()
-
-
-# --- differentiable collectives ---------------------------------------------------------------------------------------
 
 
 def paired(tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor], **options: Any) -> Tensor:

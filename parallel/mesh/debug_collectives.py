@@ -75,7 +75,7 @@ class Agreement:
         problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
-        if mine.number > 2:  # ranks that are here have read all lines of number - 1, so none reads lines of number - 2 any more
+        if mine.number > 2:  # all ranks have finished number - 2, so its lines are no longer read
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 
@@ -117,5 +117,5 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
 
 
 def _same_for_all(call: Call) -> tuple[Any, ...]:
-    """Return the fields that must be equal on all ranks; only the width of a row, not the shape, if ranks may send different rows."""
+    """Return the fields that must be equal on all ranks. If ranks may send different numbers of rows, only a row's shape is compared."""
     return call.name, call.axis, call.label, call.dtype, call.shape if call.send is None else call.shape[1:], call.send is None

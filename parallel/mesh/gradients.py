@@ -38,13 +38,13 @@ def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) 
 
 
 def holders(layout: Layout, mesh: Mesh) -> Axis:
-    """Return the axis over the pipeline stages that hold a parameter; there must be several, of which one is this rank's."""
+    """Return the axis over the pipeline stages that hold a parameter. There must be several, this rank's among them."""
     return on_stages(layout.holders, mesh)
 
 
 def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
-    """Return the axis over the pipeline stages `places`, of which one must be this rank's. Collective: all ranks of the mesh must ask for
-    the same stages in the same order."""
+    """Return the axis over the pipeline stages `places`, one of which must be this rank's. Collective: all ranks must call this for the
+    same stages in the same order."""
     axis = mesh.part("pp", places, label="replicas")
     assert axis is not None, "asked by a rank that does not hold it"
     return axis
@@ -90,7 +90,7 @@ def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
 
 
 def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[StartedSum]:
-    """Yield one started sum for each bucket of gradients with equal axes (name -> axis: `axis_of`). It starts when it is yielded."""
+    """Start a sum for each bucket of gradients with the same axis, and yield it. axis_of: name -> axis of its sum."""
     names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
     for name in grads:

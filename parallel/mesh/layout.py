@@ -62,8 +62,7 @@ class Layout:
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
     index (`layers.3.experts.{}.w1`). placement: the global index of each entry of the stack, if they are not in order.
     holders: the pipeline stages that hold the parameter, if there are several (a tied embedding, Chimera's replicas).
-    alike: axes along which ranks see the same tokens, so that copies have equal gradients. Those that are no axes of `copies` are ignored.
-    """
+    alike: axes along which ranks see the same tokens, so that copies have equal gradients. Axes that are not in `copies` are ignored."""
 
     shape: tuple[int, ...]
     split: Mapping[int, str | tuple[str, ...]] = field(default_factory=dict)
@@ -140,7 +139,7 @@ class Layout:
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 
     def counts_on(self, stage: int) -> bool:
-        """Return whether `stage`, which must hold the parameter, is the first stage that does: only its copy counts in norms."""
+        """Return whether the copy on `stage`, which must hold the parameter, counts in norms: it does on the first of `holders`."""
         return not self.holders or self.holders[0] == stage
 
 

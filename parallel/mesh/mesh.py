@@ -35,7 +35,7 @@ FACTORS = {
     "ep": ("ep_outer", "ep_inner"),
     "tp_row": ("tp_row_heads", "tp_row_copies"),
     "tp_col": ("tp_col_heads", "tp_col_copies"),
-}  # axis -> the axes of other views that together form it
+}  # axis -> the axes into which another view divides it
 
 
 def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:

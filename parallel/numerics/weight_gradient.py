@@ -110,9 +110,6 @@ class _Compute(torch.autograd.Function):
         return None, *compute()
 
 
-# --- products --------------------------------------------------------------------------------------------------------------
-
-
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x W^T in x's dtype; W is [out, in]. W is cast to x's dtype in each pass, so that no cast copy is saved."""
     y: Tensor = _Product.apply(x, weight_OI, True)

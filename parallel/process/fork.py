@@ -99,7 +99,8 @@ def _child(
 
 
 def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float) -> list[int] | None:
-    """Wait for all files `parts`. Return None if they exist, [] if a rank ended before, or the ranks still running at the time limit."""
+    """Wait for all files `parts`. Return None if they all exist; [] if a rank ended without its file; at the time limit, the ranks that
+    still run."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while True:

@@ -17,7 +17,7 @@ _LARGEST, _SMALL = 2**31 - 1, 2**16
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent, with id `parent`, dies; or now, if it is dead. Only on Linux."""
+    """Let the kernel kill this process when its parent dies. Kill it now if process id `parent` is dead already. Only on Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

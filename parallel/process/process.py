@@ -158,7 +158,7 @@ def interface_to(host: str) -> str | None:
                 return _with_address(ipaddress.IPv6Address(mine.partition("%")[0]))
             for _, name in socket.if_nameindex():
                 asked = struct.pack("256s", name.encode())
-                with contextlib.suppress(OSError):  # skip an interface without an address
+                with contextlib.suppress(OSError):  # an interface without an IPv4 address
                     if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)[20:24]) == mine:
                         return name
     except OSError:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -36,6 +36,7 @@ from parallel.store.files import MOST_BYTES, of_contents, read_text, replace_fil
 from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
 from parallel.watch.outcome import of_all
 
+T = TypeVar("T")
 FORMAT = 1
 _NONE = -1  # in place of a step if there is no checkpoint; a number, because ranks exchange it by largest()
 _NAMED = 3  # at most this many names are listed in a message
@@ -57,9 +58,6 @@ def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Pie
     """Yield the pieces in which `local`, this rank's shard of a parameter, is saved: one, or one for each entry of a stack of experts."""
     for part in stored(name, layout, mesh):
         yield Piece(part.name, part.shape, tuple(s.start for s in part.region), local if part.entry is None else local[part.entry])
-
-
-# --- saving -----------------------------------------------------------------------------------------------------------
 
 
 def save(
@@ -227,9 +225,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- choosing one to read (parallel/store/stored.py reads it) ----------------------------------------------------------------
-
-
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every committed checkpoint, in any order. Raise BadInput if the folder exists but cannot be read."""
     found = [(step_of(path.name), path) for path in _entries(folder)]
@@ -237,20 +232,20 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    try:
-        return [folder / name for name in os.listdir(folder) if name.startswith("step-")]
-    except OSError as error:
-        if of_contents(error):
-            return []
-        raise unreadable(folder, error) from None
+    return [folder / name for name in _unless_gone(os.listdir, folder, []) if name.startswith("step-")]
 
 
 def _is_folder(path: Path) -> bool:
+    return _unless_gone(lambda path: stat.S_ISDIR(path.stat().st_mode), path, False)
+
+
+def _unless_gone(read: Callable[[Path], T], path: Path, gone: T) -> T:
+    """Return read(path); `gone` if there is no such file or folder. Raise Unreadable after other errors."""
     try:
-        return stat.S_ISDIR(path.stat().st_mode)
+        return read(path)
     except OSError as error:
         if of_contents(error):
-            return False
+            return gone
         raise unreadable(path, error) from None
 
 

@@ -92,7 +92,7 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of the tensor `key`. Reads contiguous bytes, in a loop over the dims before the last one that the box cuts."""
+        """Return a box of the tensor `key`. Each read is contiguous: one for each index of the dims before the last dim that is cut."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
@@ -132,7 +132,7 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether the tensor has neither NaN nor infinity. It tests minimum and maximum, which are NaN if any value is: no copy."""
+    """Return whether the tensor has no NaN and no infinity. Minimum and maximum, which are NaN if any value is, need no copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
@@ -163,7 +163,7 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
 
 
 def damaged(path: Path, name: str) -> BadInput:
-    """Return the error for the checkpoint at `path`, of which the file `name` is not as it was saved."""
+    """Return the error for a checkpoint at `path` whose file `name` has changed since it was saved."""
     return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
 
 

@@ -90,7 +90,7 @@ class ChannelsNorm(Style):
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D]; other ranks of the axis have the other channels. Keep x's dtype.
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens whose channels are split over the axis. Return x's dtype.
 
     Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward."""
     wide = sum_dtype(torch.promote_types(x.dtype, gain_D.dtype))
@@ -135,7 +135,7 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Changes the ranks over which sequences are split in 3D: x split over `held`, equal along `other`, to split over `other`."""
+    """In 3D, exchanges the axis over which sequences are split: from x split over `held` and equal along `other` to the reverse."""
 
     held: Axis
     other: Axis
@@ -157,7 +157,8 @@ def _turned_back(grad: Tensor, held: Axis, *, other: Axis) -> Tensor:
 
 
 def transposed(x: Tensor, grid: Axis) -> Tensor:
-    """Send x from rank (row, column) to rank (column, row), and return the tensor received; also gradients. `grid`: q x q ranks, by row."""
+    """Send x from rank (row, column) to rank (column, row), and return the received tensor. Backward does the same with gradients.
+    grid: q x q ranks, row by row."""
     return paired(x, grid, _across, _across)
 
 

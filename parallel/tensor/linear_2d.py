@@ -51,7 +51,7 @@ class Block(Style):
 
 def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
     """Return `products` as a function of x and the weights, for this rank's row and column of the grid. label: for error messages."""
-    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # the ranks of a row differ in their column
+    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
     return partial(products, row=row, column=column)
 
 
@@ -102,7 +102,7 @@ def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Sum the i-th of `shares` over the axis on rank i; return this rank's sum. Each sum overlaps with computing the next share."""
+    """Sum the ranks' i-th tensors of `shares` on rank i; return this rank's sum. Each sum overlaps with computing the next tensor."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

@@ -45,7 +45,7 @@ def column_products(
 ) -> tuple[Tensor, ...]:
     """Return x W^T [B, L, O] for each W, in x's dtype. x is [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
-    The gradient of x is summed over the axis. `recast`: cast weights are not saved (moe/nn/linear.py). `chunks`: their largest number."""
+    The gradient of x is summed over the axis. recast: cast weights are not saved (moe/nn/linear.py). chunks: largest number of chunks."""
     products = _SlicedColumns if sliced else _Columns
     found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, *weights_OI)
     return found
@@ -53,9 +53,6 @@ def column_products(
 
 def _chunks(count: int, chunks: int) -> Iterator[slice]:
     return (chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start)
-
-
-# --- the second product of a layer (row) ---------------------------------------------------------------------------------------
 
 
 class _Row(torch.autograd.Function):
@@ -95,9 +92,6 @@ class _SlicedRow(torch.autograd.Function):
             grads.append(grad_RBnO)
             shares.append(grad_RBnO @ matrix)
         return _joined(shares), *_weight_gradients((ctx.weight,), [_joined(grads)], h_BLI), None, None
-
-
-# --- the first products of a layer (columns) -----------------------------------------------------------------------------------
 
 
 class _Columns(torch.autograd.Function):
@@ -166,7 +160,7 @@ def _joined(chunks_RBnI: Sequence[Tensor]) -> Tensor:
 
 
 def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Return this rank's summand of the gradient of x, [T, I]: the sum of grads_TO[i] @ matrices_OI[i] over the products."""
+    """Return the gradient of x, [T, I], before it is summed over ranks: the sum of grads_TO[i] @ matrices_OI[i] over the products."""
     found = torch.mm(grads_TO[0], matrices_OI[0], out=out)
     for grad_TO, matrix_OI in zip(grads_TO[1:], matrices_OI[1:], strict=True):
         found.addmm_(grad_TO, matrix_OI)

@@ -54,8 +54,7 @@ class Stacked(Style):
     """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
 
     hidden_dim: last word of a parameter's path -> its dim of hidden units. name_of: parameter -> the names in checkpoints of the tensors
-    in the stack, with `{}` for the index. Tells the stack's module by `hold(indices, hidden=units)` this rank's networks and hidden units.
-    """
+    in the stack, with `{}` for the index. `fill` calls the module's method hold(indices of this rank's networks, hidden=its units)."""
 
     axis: str
     hidden: str
@@ -85,7 +84,7 @@ class Stacked(Style):
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows (pattern, style), of which the first with a matching pattern counts; without one, a parameter is Copied. str(plan): a table."""
+    """Rows (pattern, style). The first row whose pattern matches a parameter counts; if none matches, it is Copied. str(plan): a table."""
 
     rows: tuple[tuple[str, Style], ...] = ()
 

@@ -34,7 +34,7 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Sets its module's slot `others` and, of the module or each tile, `first`: index of its first row."""
+    """A vocabulary matrix [V, D]. Fills its module's slot `others`. Sets `first`, the index of the first row, on module or tiles."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():

@@ -60,9 +60,6 @@ def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequ
     return Held(name, kind, tensor, tuple(axis for axis in layout.copies() if axis not in but), layout.holders)
 
 
-# --- hashes ------------------------------------------------------------------------------------------------------------------
-
-
 @cache
 def _weights(device: torch.device) -> Tensor:
     """Return _WORDS + 1 fixed odd 64-bit numbers: multiplication by an odd number loses no bit."""
@@ -92,7 +89,7 @@ _FACTOR = 6364136223846793005  # odd, so that no bit of earlier words is lost
 def _hashed(words: Tensor) -> Tensor:
     weights, found = _weights(words.device), words.new_zeros(())
     for run in words.split(_WORDS):
-        upper = run >> 32  # products with the upper bits overflow, so two flips there might cancel; hash these halves once more
+        upper = run >> 32  # overflow could hide two flipped upper bits, so the upper halves are hashed once more
         found = found * _FACTOR + _dot(run, weights[: len(run)]) + _dot(upper, weights[1 : len(run) + 1])
     return found
 
@@ -105,9 +102,6 @@ def fingerprints(held: Iterable[Held]) -> Tensor:
     """Return the hashes of all tensors, int64 [tensors], on the CPU."""
     found = [fingerprint(one.tensor) for one in held]
     return torch.stack([f.cpu() for f in found]) if found else torch.zeros(0, dtype=torch.int64)
-
-
-# --- comparison --------------------------------------------------------------------------------------------------------------
 
 
 def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Finding]:
@@ -139,7 +133,7 @@ def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) 
 
 
 def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int]]]:
-    """Yield (axis, indices of the tensors of which its ranks hold copies): first axes within a pipeline stage, then axes over stages."""
+    """Yield (axis, indices in `held` of the tensors whose copies are on its ranks): axes within a pipeline stage, then over stages."""
     numbers: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
     for number, one in enumerate(held):
         if one.axes:
@@ -155,9 +149,6 @@ def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int
 def _of_all(mine: Tensor, axis: Axis) -> Tensor:
     """Return each rank's vector `mine` as a row: [ranks, values], on the CPU. Collective."""
     return gathered(mine.to(device_of(axis)).unsqueeze(0), axis).cpu()
-
-
-# --- repair and reports ------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -87,8 +87,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """culprits: ranks for which the others waited. said: the reason, in words. waits: of all ranks in all groups. silent: ranks without a
-    record."""
+    """The result of `diagnose`. culprits: ranks for which the others waited. said: the reason, in words. waits: all waits in all groups.
+    silent: ranks without a recorded collective."""
 
     culprits: tuple[int, ...]
     said: str

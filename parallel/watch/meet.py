@@ -70,7 +70,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         with contextlib.suppress(*_GONE):
             store.set(_PROBLEM, said)
             store.set(f"heard/{rank}", "")
-            if rank == 0 and not agent:  # the other ranks read it from this process
+            if rank == 0 and not agent:  # the store, from which the other ranks read the reason, is in this process
                 _stay(store, size, until=until)
         raise NotMet(said)
     return store

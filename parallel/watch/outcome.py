@@ -55,7 +55,7 @@ def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException],
 
 
 def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
-    """Return work(). If it raises on any rank, raise BadInput on every rank: the rank's own one, or one about `what`, the name of the work.
+    """Return work(). If it raises on any rank, raise BadInput on every rank. what: name of the work, used if the error is no BadInput.
 
     Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective."""
 
@@ -72,7 +72,7 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
 
 
 def _to_all(line: str, world: Axis) -> str:
-    """Return the one line that is not "", on every rank: a single rank passes its line, all others pass "". Collective."""
+    """Send one rank's line to all ranks, and return it. All other ranks pass "". Collective."""
     text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
     sent = torch.zeros(_LONGEST, dtype=torch.int32, device=device_of(world))
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)

@@ -29,7 +29,7 @@ from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
 FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
-ANSWER_S = 3.0, 10.0  # a rank is missing if it does not answer in a twentieth of the time limit, but at least and at most these seconds
+ANSWER_S = 3.0, 10.0  # bounds of the seconds in which a rank must answer: a twentieth of the time limit
 _AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
 _STORE = "a store operation that did not end"
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
@@ -87,8 +87,6 @@ class Watchdog:
                 time.sleep(_LOOK_S)
                 left = self._within(_LEAVE_S, lambda: self._store.add("left", 0))
 
-    # --- the clock ------------------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         tick = min(1.0, max(0.05, self.limit_s / 40))
         every = max(min(10.0, max(0.5, self.limit_s / 8)), self.world_size / 1000)  # at most 1,000 writes a second to the store
@@ -114,8 +112,6 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, TimeoutError):
             seen = json.dumps([time.time(), self.record.text()])
             self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", seen))
-
-    # --- asking and answering -------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Answer questions until one of them ends the run. The store is checked twice a second, more rarely with many ranks, because a
@@ -209,7 +205,7 @@ class Watchdog:
             self._readers = len(answers)
             silent = {rank: self._last_sign(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
-            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # ask again: others may know why it aborted
+            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # others may tell why it aborted
             if not again or why in ("slow", "hang") or time.monotonic() > until:
                 return finding
             time.sleep(_AGAIN_S)
@@ -229,8 +225,6 @@ class Watchdog:
             late = finding.line.replace(" missing", " late", 1)
             return f"slow: {late} (after {self.limit_s:g} s, train.timeout_s, the run ends)"
         return f"{finding.line}; it ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
-
-    # --- the end --------------------------------------------------------------------------------------------------------
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
         """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question answered."""
@@ -353,7 +347,7 @@ def check_tokens(total: float) -> None:
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """Tell the other ranks not to wait for this one. Return the run's last line as an exception; None if `error` is this rank's own."""
+    """Tell the other ranks not to wait for this one. Return the line that ends the run, as an exception; None if the cause is `error`."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)

@@ -47,7 +47,7 @@ class Whole(NamedTuple):
     """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. Numbers of elements, of sharded weights:
 
     held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
-    layer with the backward pass just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
+    layer whose backward pass ended just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
 
     copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages."""
 
@@ -70,7 +70,7 @@ class Whole(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """The engine that a rehearsal uses instead. sharding: changes of the recipe's section of that name. why: the reason in one line."""
+    """The engine that a rehearsal uses instead. sharding: key -> other value of the recipe's section `sharding`. why: the reason."""
 
     sharding: Mapping[str, Any]
     why: str
@@ -90,7 +90,7 @@ class EngineKind:
     steps_by_stage: a pipeline stage can make its optimizer step before other stages have their gradients.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
-    with_stages, stands_in, planned_as: the engine that replaces it with pipeline stages, in a rehearsal, in the planner; None: no other.
+    with_stages, stands_in, planned_as: another engine that is used with pipeline stages, in a rehearsal, in the planner; None: this one.
 
     For the planner:
     overlaps: sums of gradients run during the backward pass.
