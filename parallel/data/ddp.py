@@ -25,7 +25,6 @@ from parallel.mesh.mesh import Axis, Mesh
 
 class DDP(Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
-
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
     DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`."""
 
@@ -98,10 +97,8 @@ class _Sums:
 
 
 def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter], sums: _Sums) -> None:
-    """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing.
-
-    torch rebuilds them after the first backward pass of a process. In a ring all-reduce, the order of a sum depends on the position in
-    the buffer. So the first step of a resumed run would otherwise round differently from the same step of a run without interruption."""
+    """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing. Otherwise it rebuilds them after a process's
+    first step, and the first step of a resumed run would sum in another order than the same step of an uninterrupted run."""
 
     class Touch(nn.Module):
         def forward(self) -> Tensor:

@@ -34,7 +34,7 @@ class Rule(ABC):
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the states that checkpoints store for parameter `name`: state -> None, or the dim over which the state is a mean."""
+        """Return the optimizer states that checkpoints store for parameter `name`: state -> the dim over which it is a mean, or None."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod
@@ -107,10 +107,10 @@ class Engine(Protocol):
     def drop_gradients(self) -> None: ...
 
     def gradient(self, name: str) -> Tensor:
-        """Return the summed gradient of the parameter's shard that the layout gives this rank. Collective."""
+        """Return the summed gradient of this rank's shard of a parameter, by its layout. Collective."""
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Return "weight" -> master weight, and each optimizer state's name -> tensor, of the layout's shard of a parameter. Collective."""
+        """Return the master weight ("weight") and the optimizer states (by name) of this rank's shard of a parameter. Collective."""
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.

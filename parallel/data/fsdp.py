@@ -70,7 +70,7 @@ def shard(
             if axis.name not in meshes:
                 meshes[axis.name] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=(axis.name,))
             cut[unit.path] = _cut(model, unit, axis, meshes[axis.name], reshard=reshard)
-    if cut:  # a root unit without parameters, at which torch starts and ends each pass
+    if cut:  # makes the model a root unit without parameters, at which torch starts and ends each pass
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         _look_ahead([u for u in units if u.path in cut], cut, prefetch)
@@ -116,7 +116,7 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
 
 
 def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
-    """Make autograd add the gradients of a weight that is used several times in this dtype, even if it is gathered in 16 bits."""
+    """Make autograd add a weight's gradients from several uses in `dtype`, even if the weight is gathered in 16 bits."""
 
     def when_gathered(module: nn.Module, _: Any) -> None:
         for name in unit.parameters:
@@ -262,5 +262,4 @@ class FSDP(Stepped):
         return Whole((self._cut_of(name),)).gathered(part) if name in self.cut else part
 
     def _cut_of(self, name: str) -> Cut:
-        """Return how FSDP has cut the shard that the layout gives this rank."""
         return _cut_of(self.cut[name], replace(data_axis(self.layouts[name], self.mesh), label=name))

@@ -27,7 +27,7 @@ GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is deleted with this object, and locked while its process lives. (Other containers may not see the process id.)"""
+    """A folder that is deleted with this object. It is locked while its process lives, because other containers cannot see the process."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)

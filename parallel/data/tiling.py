@@ -87,9 +87,8 @@ def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Mo
     """Set the tile's parameters to chunks of the parameters of `whole`; return the tile. cut: parameter name -> its chunk, as a Tile."""
     for name, parameter in whole.named_parameters():
         module, _, last = name.rpartition(".")
-        setattr(
-            tile.get_submodule(module), last, nn.Parameter(cut(name).of(parameter.detach()).clone(memory_format=torch.contiguous_format))
-        )
+        chunk = cut(name).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        setattr(tile.get_submodule(module), last, nn.Parameter(chunk))
     return tile
 
 

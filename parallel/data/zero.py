@@ -130,7 +130,7 @@ class Zero(DeepSpeed):
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
     def forward(self, *args: Any, last: bool) -> Any:
-        if self.offloads and not last and self.mesh.axis("pp").size == 1:  # with stages, gradients accumulate on the device
+        if self.offloads and not last and self.mesh.axis("pp").size == 1:  # with pipeline stages, gradients accumulate on the device
             self._add_accumulators()
         return super().forward(*args, last=last)
 
@@ -255,7 +255,6 @@ def group_parameters(
     parameters: dict[str, nn.Parameter], layouts: Layouts, optimizer: AdamW, *, working: Working | None, mesh: Mesh, marked: bool
 ) -> list[Group]:
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
-
     `marked`: parameters that are not summed over DeepSpeed's data-parallel group get its marks, `allreduce` False and the axis's name.
     Shapes are read from layouts, because a sharded parameter has lost its shape."""
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}

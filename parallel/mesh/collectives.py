@@ -275,9 +275,7 @@ def _shifted_back(grad: Tensor, axis: Axis, *, steps: int) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis forward, identity backward: every rank has the same sum and the same gradient.
-
-    Example: `y = all_reduce(partial_y, mesh.axis("tp"))`."""
+    """Sum over the axis forward, identity backward. Example: `y = all_reduce(partial_y, mesh.axis("tp"))`."""
     return tensor if axis.size == 1 else paired(tensor, axis, _new_sum, _same)
 
 
@@ -315,16 +313,13 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
-    """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward.
-
-    Shapes must be equal on all ranks. A multiple of the axis size returns the tensor itself."""
+    """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward. Shapes must be equal
+    on all ranks."""
     return tensor if steps % axis.size == 0 else paired(tensor, axis, _shifted, _shifted_back, steps=steps)
 
 
 class StartedRows:
-    """A started all_to_all, first of rows and, in the backward pass, of their gradients. Computation between start and finish overlaps.
-
-    `buffer`: the tensor that is being received, not to be read before `finish_all_to_all`."""
+    """A started all_to_all of rows or, in the backward pass, of their gradients. buffer: the tensor that is being received."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive
@@ -367,16 +362,15 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
-    """Start an `all_to_all`. Backward, this waits for the rows' gradients.
-
-    All ranks must start and finish the same exchanges in the same order. Backward runs in reverse order."""
+    """Start an `all_to_all`. Backward, this waits for the rows' gradients. All ranks must start and finish the same exchanges in the same
+    order."""
     started = StartedRows(axis, send, receive)
     started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
     return started
 
 
 def finish_all_to_all(started: StartedRows) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients. Call it once for each start."""
+    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients."""
     buffer, started.buffer = started.buffer, None  # a buffer kept here would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)

@@ -19,9 +19,7 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small
 
 
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
-    """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names.
-
-    Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`."""
+    """Sum gradients (name -> gradient) in place over each layout's summed_over(). Collective: all ranks must pass the same names."""
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 
@@ -34,12 +32,7 @@ def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) 
     """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. Collective: these
     stages must pass the same parameters in the same order."""
     shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
-    _sum({name: grads[name] for name in shared}, lambda name: holders(layouts[name], mesh))
-
-
-def holders(layout: Layout, mesh: Mesh) -> Axis:
-    """Return the axis over the pipeline stages that hold a parameter. There must be several, this rank's among them."""
-    return on_stages(layout.holders, mesh)
+    _sum({name: grads[name] for name in shared}, lambda name: on_stages(layouts[name].holders, mesh))
 
 
 def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:

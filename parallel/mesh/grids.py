@@ -114,6 +114,5 @@ def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int
 
 
 def _root(n: int, power: int) -> int:
-    """Return the root of n if it is a whole number above 1, else 0."""
     side = round(n ** (1 / power))
     return side if side > 1 and side**power == n else 0

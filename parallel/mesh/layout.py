@@ -134,7 +134,8 @@ class Layout:
         return self.shard_counts(mesh) and all(mesh.axis(a).index == 0 for a in self.summed_over())
 
     def shard_counts(self, mesh: Mesh) -> bool:
-        """Return whether this rank's shard counts in norms if an engine (ZeRO, FSDP) has cut the parameter over the axes `summed_over`."""
+        """Return whether the piece of this rank's shard that FSDP or ZeRO keeps here counts in norms. Ranks along `alike` hold equal
+        pieces, so only the first of these ranks counts."""
         alike = (a for a in self.copies() if a in self.alike)
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 
@@ -148,7 +149,6 @@ Layouts = dict[str, Layout]  # the layouts of parameters, by their names
 
 class Stored(NamedTuple):
     """A tensor of a checkpoint that contains a rank's shard of a parameter, or one entry of the shard if the parameter is a stack.
-
     `name`, `shape`: name and shape of the whole tensor. `region`: the slices of it that belong to the rank. `entry`: index of the entry
     along dim 0 of the shard; None if the parameter is no stack."""
 

@@ -213,11 +213,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes as one rank sees them, and the `world` axis over every rank. `communicator` counts the collectives of all axes.
-
-    To make a group is collective over its ranks, and torch names it by the number of groups in a process. So all ranks must make
-    equally many groups, in the same order. `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis,
-    make one more each. Example: `Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index` is 1."""
+    """All axes as one rank sees them, and the `world` axis over every rank. Example: Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index is
+    1. All ranks must make equally many process groups in the same order, because torch names a group by its number in a process:
+    `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis, make one more each."""
 
     degrees: Degrees = Degrees()
     rank: int = 0
@@ -238,9 +236,8 @@ class Mesh:
         return Mesh(degrees, rank, axes, communicator=communicator)
 
     def axis(self, *names: str, label: str = "") -> Axis:
-        """Return an axis, or the joint axis of several axes of one view, named "dp*sp". Axes of size 1 are left out, also of the name.
-
-        The first call for a joint axis makes its group, unless an axis of the same ranks has one. Then it is collective over all ranks."""
+        """Return an axis, or the joint axis of several axes of one view, named "dp*sp" (without axes of size 1). The first call for a joint
+        axis is collective over all ranks, because it may make a process group."""
         name = names[0] if len(names) == 1 else self._joined(names)
         return replace(self.axes[name], label=label) if label else self.axes[name]
 
@@ -267,10 +264,8 @@ class Mesh:
         return self.made[self.rank,]
 
     def connect(self, new_group: Callable[[tuple[int, ...]], Any], *, world: Any) -> Mesh:
-        """Return the mesh with a process group on every axis longer than 1. `world`: the existing group of all ranks.
-
-        Every rank calls `new_group` for its own groups, at most one for each axis, in the order of the axes. Axes with equal ranks share
-        a group."""
+        """Return the mesh with a process group on every axis longer than 1; axes of equal ranks share a group. world: the existing group of
+        all ranks. Every rank calls `new_group` for its own groups, in the order of the axes."""
         all_ranks = self.axes["world"].ranks
         found = replace(self, axes={}, new_group=new_group, made={all_ranks: world}, more={})
         found.axes.update({name: replace(self.axes[name], group=found._group(self.axes[name].ranks)) for name in (*AXES, "world")})
@@ -278,16 +273,14 @@ class Mesh:
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
         """Return the part of the axis `name` that consists of the indices `places`, with its own group; None if this rank is not in it.
-
-        Every rank must ask for the same sub-axes in the same order. A second call with this label returns the result of the first."""
+        Collective over all ranks at the first call with this label; later calls return the same part."""
         if (label, places) not in self.more:
             ranks = tuple(self.axes[name].ranks[place] for place in places)
             held = self.rank in ranks
             group = None
             if self.new_group is not None and len(ranks) > 1:
-                group = self.new_group(
-                    ranks if held else (self.rank,)
-                )  # ranks outside make a group of one, so that all ranks make equally many
+                # other ranks make a group of themselves, so that all ranks make equally many
+                group = self.new_group(ranks if held else (self.rank,))
             found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
             self.more[label, places] = found
         return self.more[label, places]

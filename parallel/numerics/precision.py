@@ -42,14 +42,11 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 @dataclass
 class LossScale:
     """Factor of the loss in the backward pass; dynamic if `growth_interval` is above 0.
-
     Call `update(finite)` after each step. It halves the scale on overflow, never below `floor`, and doubles it after
     `growth_interval` good steps in a row. `at_floor` is True after an overflow at the floor: then scaling cannot help."""
 
     value: float = 1.0
     growth_interval: int = 0
-    growth: float = 2.0
-    backoff: float = 0.5
     floor: float = 1.0
     good_steps: int = 0
     at_floor: bool = False
@@ -66,13 +63,13 @@ class LossScale:
             return
         if not finite:
             self.at_floor = self.value <= self.floor
-            self.value = max(self.floor, self.value * self.backoff)
+            self.value = max(self.floor, self.value / 2)
             self.good_steps = 0
             return
         self.at_floor = False
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
-            self.value *= self.growth
+            self.value *= 2
             self.good_steps = 0
 
     def state(self) -> dict[str, float]:

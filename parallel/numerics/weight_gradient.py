@@ -69,10 +69,8 @@ def pending_for(*weights: Tensor) -> PendingGradients | None:
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return `weights`, to be kept as an attribute of ctx; () if their gradients cannot be deferred.
-
-    An attribute lives as long as ctx. A saved tensor lives until the backward pass or, with recomputation, the end of the forward pass.
-    So a weight that was made for one pass must not be an attribute."""
+    """Return `weights`, to be kept as an attribute of ctx; () if their gradients cannot be deferred. An attribute lives as long as ctx,
+    longer than a saved tensor, so a weight that was made for one pass must not be an attribute."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 
@@ -145,9 +143,8 @@ class _Product(torch.autograd.Function):
 
 
 def splittable(model: nn.Module) -> None:
-    """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients.
-
-    torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way."""
+    """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients. Only for
+    schedules with I and W, because small products are slower this way."""
     for module in model.modules():
         if hasattr(module, "recast"):
             module.recast = True  # type: ignore[assignment]

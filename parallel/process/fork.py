@@ -118,7 +118,6 @@ def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float)
 
 
 def _parts(folder: Path, number: int, world_size: int) -> list[Path]:
-    """Return the files of all ranks' results with this number."""
     return [folder / f"{number}.{rank}.result" for rank in range(world_size)]
 
 

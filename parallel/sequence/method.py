@@ -23,7 +23,6 @@ Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 @dataclass(frozen=True)
 class Known:
     """Inputs of attention other than queries, keys and values.
-
     document_BS: the number of each token's document, for whole sequences, int64; None: one document a sequence. window: see Method.
     sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider."""
 
@@ -41,7 +40,6 @@ class Known:
 @dataclass(frozen=True)
 class Method(ABC):
     """Causal attention over the ranks of `axis`, which hold the positions of `order`.
-
     `window`: number of positions that a query sees, itself included; None: all earlier ones. Blocks outside the window are sent but not
     computed."""
 

@@ -86,9 +86,7 @@ class Order:
         return tuple(position for span in self.ranges(rank) for position in span)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """Return the visible blocks between the queries of one ring place and the keys of another.
-
-        `query_rank`, `key_rank`: 0 to size - 1, as the `inner` ranks at a place count as one."""
+        """Return the visible blocks between the queries of one ring place and the keys of another, 0 to size - 1 each."""
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:

@@ -69,7 +69,6 @@ class Tokens:
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """Return (lowest position, highest position)."""
         return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
 
 

@@ -36,9 +36,7 @@ class Ulysses:
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, sink_H: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
-
-        `options`: further arguments of `inside`."""
+        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. options: for `inside`. Collective."""
         if bias is not None:
             bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
         if sink_H is not None:

@@ -232,7 +232,8 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    return [folder / name for name in _unless_gone(os.listdir, folder, []) if name.startswith("step-")]
+    names: list[str] = _unless_gone(lambda folder: os.listdir(folder), folder, [])
+    return [folder / name for name in names if name.startswith("step-")]
 
 
 def _is_folder(path: Path) -> bool:
@@ -329,7 +330,6 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
 
 
 def _named(folder: Path, step: int, flag: str) -> int:
-    """Return `step` if its checkpoint exists and verifies; else raise BadInput."""
     there = sorted(number for number, _ in numbered(folder))
     if step not in there:
         needed = f"one of {', '.join(map(str, there))}" if there else f"a checkpoint in {folder}"

@@ -262,7 +262,7 @@ def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
 
 
 def check_finite(reader: Reader) -> None:
-    """Check that all values are finite, because a run cannot resume from others. Raise BadInput that names the tensor."""
+    """Raise BadInput, which names the tensor, if a value is NaN or infinite: a run cannot resume from it."""
     for name in dict.fromkeys(entry["file"] for entry in reader.manifest["tensors"]):
         file = reader._file(name)
         with reading(file.path):

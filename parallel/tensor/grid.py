@@ -76,7 +76,7 @@ class Channels(Style):
 
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
-    """A norm between layers with channels over tp_col. Fills its slot `normed`, and sets `first_channel` of the block around it, if any."""
+    """A norm between layers, with channels over tp_col. Fills the norm's slot `normed`, and sets `first_channel` of its block, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)

@@ -58,10 +58,8 @@ class Column(Style):
 
 @dataclass(frozen=True)
 class Row(Style):
-    """Splits a product's inputs over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer.
-
-    `chunks` above 1: fills `product` of the module instead, so that the sum starts before the product ends
-    (parallel/tensor/overlapped.py)."""
+    """Splits a product's inputs over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer; with `chunks` above 1
+    `product` of the module instead, so that sums start before the product ends (parallel/tensor/overlapped.py)."""
 
     sliced: bool = False
     chunks: int = 1

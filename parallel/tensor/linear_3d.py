@@ -40,7 +40,6 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 @dataclass(frozen=True)
 class Cube(Style):
     """A weight [out, in] split over the whole cube. place: "second" for the last product of a layer, else "first".
-
     Fills the slot `product` of its module, and for a first product `products` of its layer. copied: there are fewer key-value heads than
     rows, so neighbours along tp_row hold the same outputs."""
 
@@ -67,7 +66,6 @@ def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]
 
 def products(x: Tensor, weights_OI: Sequence[Tensor], *, into: Axis, out: Axis, depth: Axis, deep: int) -> Sequence[Tensor]:
     """Return x W^T for each W, in x's dtype, given shards of x [B, ..., channels] and of W [O, I], of any dtype.
-
     `into`: axis over which the sequences of x are gathered. `out`: axis over which the result is summed and its sequences are scattered,
     so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered."""
     found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, *weights_OI)

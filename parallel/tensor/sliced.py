@@ -30,7 +30,7 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """A norm between layers, which sees different tokens on each rank. Fills the slot `columns` of the block around it, if any."""
+    """A norm between layers, which sees different tokens on each rank. Fills the slot `columns` of its Transformer block, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())

@@ -31,11 +31,9 @@ class Style(Protocol):
 
     def layout(self, name: str, shape: Shape) -> Layout:
         """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
-        ...
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         """Fill the slots of the layers that hold the parameters (path -> layout). Default: fill none; layers compute as on one rank."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Copied(Style):
 @dataclass(frozen=True)
 class Stacked(Style):
     """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
-
     hidden_dim: last word of a parameter's path -> its dim of hidden units. name_of: parameter -> the names in checkpoints of the tensors
     in the stack, with `{}` for the index. `fill` calls the module's method hold(indices of this rank's networks, hidden=its units)."""
 

@@ -145,9 +145,8 @@ def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
 
 class _Merged(torch.autograd.Function):
-    """Merge [log-sum-exps, targets' logits] [2, N] over ranks. The result and its gradient are equal on every rank.
-
-    Backward sends nothing: the log-sum-exp's gradient times the probability that the softmax gives to this rank's rows."""
+    """Merge [log-sum-exps, targets' logits] [2, N] over ranks. Backward sends nothing: the log-sum-exp's gradient, equal on every rank,
+    times the probability that the softmax gives to this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, scores_2N: Tensor, axis: Axis) -> Tensor:

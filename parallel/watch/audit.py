@@ -69,9 +69,8 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64.
-
-    A single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed."""
+    """Return a hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64. A
+    single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
@@ -147,7 +146,6 @@ def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int
 
 
 def _of_all(mine: Tensor, axis: Axis) -> Tensor:
-    """Return each rank's vector `mine` as a row: [ranks, values], on the CPU. Collective."""
     return gathered(mine.to(device_of(axis)).unsqueeze(0), axis).cpu()
 
 

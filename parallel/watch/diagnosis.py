@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parallel.mesh.debug_collectives import Call
+from parallel.mesh.debug_collectives import Call, other_splits
 
 ABORTED = "SIGABRT: a library ended the process"
 Kind = Literal["failed", "silent", "differ", "behind", "circle", "lost", "engine"]
@@ -119,7 +119,7 @@ def _first_difference(lanes: Mapping[int, Mapping[str, Any]]) -> Finding | None:
     for number in sorted(numbers):
         at = {rank: _call(lanes[rank], found[number]) for rank, found in calls.items()}
         ranks = tuple(sorted(at))
-        bad = _split(at, next(iter(lanes.values()))["ranks"])
+        bad = list(other_splits(at, next(iter(lanes.values()))["ranks"]))
         chains = Counter(found[number][-1] for found in calls.values())
         if len(chains) > 1:
             few, others = _parted({rank: found[number][-1] for rank, found in calls.items()})
@@ -160,17 +160,6 @@ def _both(at: Mapping[int, Call]) -> str:
     if found is None:
         return f"before collective {number} over {at[first].axis}, which is further back than they remember"
     return f"at collective {number} rank {first} made {at[first].text()}, but rank {found} {at[found].text()}"
-
-
-def _split(at: Mapping[int, Call], ranks: list[int]) -> list[tuple[int, int, int, int]]:
-    """Return (sender, receiver, rows that the sender sends, rows that the receiver expects) of each pair of ranks that disagrees."""
-    found = []
-    for i, sender in enumerate(ranks):
-        for j, receiver in enumerate(ranks):
-            sent, expected = at[sender].send if sender in at else None, at[receiver].receive if receiver in at else None
-            if sent is not None and expected is not None and sent[j] != expected[i]:
-                found.append((sender, receiver, sent[j], expected[i]))
-    return found
 
 
 def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call]) -> Finding:

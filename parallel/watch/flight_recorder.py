@@ -209,7 +209,6 @@ def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
 
 
 def _in(group: Group, by_rank: dict[int, Trace]) -> list[int]:
-    """Return the ranks of the group that have recorded a collective of it."""
     return [rank for rank in group[2] if rank in by_rank and by_rank[rank].calls.get(group)]
 
 

@@ -42,7 +42,6 @@ End = Callable[[str, bool], None]  # (line, True if this rank prints it)
 
 class Watchdog:
     """The watchdog of one rank.
-
     limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages. end: called
     before this process ends, with the last line, and whether this rank prints it."""
 
@@ -70,9 +69,8 @@ class Watchdog:
         return self
 
     def stop(self) -> None:
-        """End this rank's watchdog, so that no rank waits for its answers. Its threads end too: later they would crash in C++.
-
-        Rank 0, which may hold the store, waits for the other ranks to leave first."""
+        """End this rank's watchdog and its threads, which would crash in C++ later. Rank 0, which may hold the store, waits for the other
+        ranks to leave first."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -156,9 +154,8 @@ class Watchdog:
                 self._store_missing(why)
 
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """Run `work`, which calls the store, in a thread, and return its result. Raises TimeoutError after `seconds`.
-
-        If the process that holds the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls."""
+        """Run `work`, which calls the store, in a thread, and return its result. Raise TimeoutError after `seconds`: if the process of
+        the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls."""
         with self._asking:
             before = self._pending
             if before is not None:
@@ -205,7 +202,7 @@ class Watchdog:
             self._readers = len(answers)
             silent = {rank: self._last_sign(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
-            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # others may tell why it aborted
+            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # wait for the cause of an abort
             if not again or why in ("slow", "hang") or time.monotonic() > until:
                 return finding
             time.sleep(_AGAIN_S)
@@ -253,10 +250,8 @@ class Watchdog:
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this rank ends with an error, so that they do not wait for it.
-
-        Return the run's last line if the error follows from another rank's end, or from a collective that differed between ranks. Return
-        None if it is this rank's own error."""
+        """Tell the other ranks that this rank ends with an error, so that they do not wait for it. Return the line that ends the run if the
+        error follows from another rank's end, or from a collective that differed between ranks; None for this rank's own error."""
         if self.line is not None:
             return self.line
         self._leaving = True

@@ -62,8 +62,7 @@ SAYS_EXPERT = {  # allowed names: of a view of the mesh, of a family of paramete
         "use_data_before_expert_parallel_",
     },
 }
-# Modules that may not import a SLOW package: they run for `moe --help`, before a bad recipe is refused, or before a rank sets
-# environment variables that torch's libraries read when they are imported.
+# Modules that may not import a SLOW package: they run for `moe --help`, for a refused recipe, or before a rank sets torch's variables.
 QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
@@ -117,7 +116,7 @@ def _module(dotted: str) -> str:
 
 
 def check(wrong: list[str], rule: str) -> None:
-    """Fail with the rule and every place that breaks it."""
+    """Fail if there are places in `wrong`, with a message that names the rule and these places."""
     if wrong:
         pytest.fail("\n".join([rule, *wrong]), pytrace=False)
 
@@ -131,7 +130,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def text_files() -> list[Path]:
-    """Text files of the repository, found without git, because a copy of the tree must pass too."""
+    """Return the text files of the repository. git is not asked, so that the laws also work in a copy without .git."""
     folders = [*PACKAGES, "recipes", "tests", "docs", ".ci"]
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(ROOT.iterdir())
     return [path for path in files if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts]
@@ -253,7 +252,7 @@ def test_deepspeed_is_imported_in_one_file() -> None:
 
 @pytest.mark.parametrize("start", QUICK)
 def test_nothing_slow_is_imported_before_it_is_needed(start: str) -> None:
-    """The command line answers, and refuses a bad recipe, before torch loads (2 seconds)."""
+    """No module that `start` imports, directly or through others, imports a SLOW package: importing torch takes 2 seconds."""
     wrong: list[str] = []
     done: set[str] = set()
     ahead = [start]

@@ -116,7 +116,7 @@ def while_older_ones_go(die: Callable[[], None], armed: Callable[[], bool]) -> N
 
 
 def in_half_a_line(die: Callable[[], None], armed: Callable[[], bool]) -> None:
-    """Die after writing half of the metrics line "saved", which follows a save."""
+    """Patch this process: if armed(), it dies after writing half of the metrics line "saved", which follows a save."""
 
     def half(real: Any, records: metrics.Records, line: Any) -> None:
         if armed() and line.get("event") == "saved" and records._file is not None:

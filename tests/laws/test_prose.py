@@ -37,13 +37,13 @@ PLAIN = (  # folders whose docstrings and comments are checked
 
 
 def blocks(page: Path) -> Iterator[str]:
-    """Paragraphs and table rows of a page, without code and headings."""
+    """Yield the paragraphs and tables of a page, without code and headings."""
     text = re.sub(r"^```.*?^```|^#[^\n]*", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     yield from (block for block in re.split(r"\n\s*\n", text) if block.strip())
 
 
 def written(path: Path) -> Iterator[str]:
-    """Docstrings and comments of a source file."""
+    """Yield the docstrings and comments of a source file."""
     source = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
@@ -54,7 +54,7 @@ def written(path: Path) -> Iterator[str]:
 
 
 def too_many(texts: list[str]) -> dict[str, tuple[str, float]]:
-    """Phrases with more hits in 1,000 words than are allowed: phrase -> (its rule, hits in 1,000 words)."""
+    """Return phrase -> (its rule, hits in 1,000 words) for the phrases with more hits than are allowed."""
     words = sum(len(text.split()) for text in texts)
     rates = {phrase: 1000 * sum(len(re.findall(phrase, text, flags=re.I)) for text in texts) / words for phrase in PHRASES}
     return {phrase: (PHRASES[phrase][0], round(rate, 2)) for phrase, rate in rates.items() if rate > PHRASES[phrase][1]}

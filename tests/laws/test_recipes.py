@@ -1,4 +1,4 @@
-"""Every shipped recipe is legal, and keeps the promise of its first line."""
+"""Every shipped recipe is legal, and has the property that the comment in its first line states."""
 
 from __future__ import annotations
 

@@ -114,8 +114,7 @@ def copied(folder: Path, to: Path) -> Path:
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-# Each layout is the source and the target of a resume at least once. Not all pairs are needed, because checkpoints of all layouts hold
-# the same tensors with the same names (tests/parallel/data/test_engines.py).
+# Each layout is the source and the target of a resume at least once; all layouts' checkpoints hold the same tensors, so not all pairs run.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -191,7 +190,7 @@ def test_three_resumes_on_three_layouts(home: Path, left: Callable[[str], tuple[
         assert trained.checkpoints(out)[-1] == (until or STEPS)
     trained.close(out, whole, rel=1e-5)
     assert [event for event in trained.events(out) if event[0] == "resumed"] == [("resumed", 2), ("resumed", 4), ("resumed", 7)]
-    # each step's windows once, in the order of the recipe's seed, on any rank
+    # all ranks together read every window once, in the order that the recipe's seed gives
     expected = trained.order(recipe(home), STEPS)
     found: list[int] = []
     for life, (layout, _) in enumerate(lives):

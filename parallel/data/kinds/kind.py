@@ -1,7 +1,5 @@
 """Facts about a data-parallel engine for checks, planner, trainer, rehearsal and verify: one EngineKind for each, listed in catalog.py.
-
-The functions of an EngineKind import the engine's file when they are called, so that checks and planner need no torch.
-"""
+Its functions import the engine's file when they are called, so that checks and planner need no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +25,6 @@ At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  
 @dataclass(frozen=True)
 class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
-
     working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters.
     units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py."""
 
@@ -91,8 +88,6 @@ class EngineKind:
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
     with_stages, stands_in, planned_as: another engine that is used with pipeline stages, in a rehearsal, in the planner; None: this one.
-
-    For the planner:
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: whether a bucket of gradients is allocated: `none`, from a pass's first gradient on (`passes`), or `always`.

@@ -118,7 +118,7 @@ def test_bytes_are_those_of_a_broadcast_and_a_reduction_each_micro_batch() -> No
 
 
 def test_a_replica_that_fails_ends_the_pass_with_its_own_error() -> None:
-    """If a replica fails, replicas that wait for its summand end too, and its error is raised. Replicas' threads have the caller's grad
+    """If a replica fails, replicas that wait for it in a sum end too, and its error is raised. Replicas' threads have the caller's grad
     mode."""
     found = alone("""
         def scatter(args, devices, together):

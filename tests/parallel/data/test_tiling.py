@@ -372,7 +372,7 @@ def matrices(tiles: int) -> tuple[nn.Module, list[nn.Module]]:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 12])
 def test_live_weights_fall_with_the_tiles(tiles: int, ahead: int, compute: torch.dtype) -> None:
-    """With q tiles, weights and gradients take at most 2 * size / q bytes, and size / q more if the next tile is prefetched."""
+    """With q tiles, weights and gradients take 2/q of the untiled weights' bytes at most, and 1/q more if the next tile is prefetched."""
     size = 2 * D * F * 4  # bytes of both matrices
     model, units = matrices(tiles)
     with Stream(units, ahead=ahead).running() as stream:

@@ -227,7 +227,7 @@ def test_every_axis_has_a_group_and_equal_ranks_share_one(d: Degrees) -> None:
 
 @given(degrees())
 def test_making_groups_never_deadlocks(d: Degrees) -> None:
-    """Simulated: a group is made when it is the next group, with the same number, on all of its ranks. All ranks make all their groups."""
+    """In a simulation, a group is made once it is the next group, with the same number, on all of its ranks. No rank waits for ever."""
     left = {rank: asked(d, rank)[1] for rank in range(d.world)}
     assert len({len(made) for made in left.values()}) == 1
     while any(left.values()):

@@ -1,4 +1,4 @@
-"""The positions of each rank, and the blocks that each rank computes, equal lists written by hand."""
+"""Compares the positions that each rank holds, and the blocks that it computes, with lists written by hand."""
 
 from __future__ import annotations
 
