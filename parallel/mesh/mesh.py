@@ -213,8 +213,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes as one rank sees them, and the `world` axis over every rank. Example: Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index is
-    1. All ranks must make equally many process groups in the same order, because torch names a group by its number in a process:
+    """All axes as one rank sees them, and the `world` axis over every rank. Example: Mesh.of(Degrees(dp=2, tp=4), 5).axis("tp").index is 1.
+    All ranks must make equally many process groups in the same order, because torch names a group by its number in a process:
     `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis, make one more each."""
 
     degrees: Degrees = Degrees()
