@@ -156,7 +156,8 @@ def standing(main: int | None) -> tuple[str, str]:
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     torch = sys.modules.get("torch")
-    waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"  # Python may wait for kernels that wait
+    # with CUDA, Python can wait anywhere for a kernel that waits for other ranks
+    waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"
     for top in frames.values():  # on a GPU, autograd has threads of its own
         name = top.f_code.co_filename
         if any(part in name for part in _WAITS):

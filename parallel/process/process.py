@@ -203,7 +203,7 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -
     wait = timedelta(seconds=timeout_s or _last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a process group. Only its members call this: with 100,000 ranks, no rank could help to make all groups."""
+        """Make a process group. Only its members call this, because making all groups on each of 100,000 ranks would take too long."""
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
         return made
 

@@ -191,8 +191,8 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Remove checkpoints before the intact one of `step`, so that `keep` with it stay. A resumed run calls this too, because the process
-    before it may have died between the commit and the removal."""
+    """Remove the oldest checkpoints so that `keep` are left: that of `step`, which is intact, and those before it. A resumed run calls this
+    too, because the process before it may have died between the commit and the removal."""
     # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:

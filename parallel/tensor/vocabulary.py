@@ -49,7 +49,7 @@ class _Vocabulary(Style):
 
 @dataclass(frozen=True)
 class VocabularyRows(_Vocabulary):
-    """1D: rows over tp. `sliced`: with sequence parallelism, x is this rank's shard of the sequences."""
+    """1D: rows over tp. sliced: x is this rank's shard of the sequences (Megatron-LM's sequence parallelism)."""
 
     sliced: bool = False
 
