@@ -652,7 +652,7 @@ def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: 
 
 
 def test_no_line_lists_more_than_five_names(results) -> None:
-    """Numbers do not count, because each number in a list is a fix that works."""
+    """A line may list more than five numbers, because each of them is a value that works."""
     long = re.compile(r"(?:[a-z][\w./*+-]*, ){5,}[a-z]")
     assert [err for _, _, err, _ in results.values() if long.search(err)] == []
 

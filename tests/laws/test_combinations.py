@@ -1,4 +1,4 @@
-"""docs/parallel/combinations.md is the output of the code that checks recipes, and repeats known facts about other systems."""
+"""docs/parallel/combinations.md is the output of `moe combinations`, and its refusals agree with known limits of other systems."""
 
 from __future__ import annotations
 

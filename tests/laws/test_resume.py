@@ -93,7 +93,7 @@ def left(home: Path) -> Callable[[str], tuple[Path, Path]]:
 
 
 def save_what_was_loaded(again: Path) -> None:
-    """Make this process save the state that a resume has loaded into the folder `again`, before it trains."""
+    """Patch this process: after a resume and before training, it saves the loaded state as a checkpoint in the folder `again`."""
     loop = trainer._loop
 
     def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:

@@ -42,8 +42,8 @@ def gradients(tiny: Tiny) -> dict[str, Tensor]:
 
 @each_kind
 def test_dropped_gradients_leave_no_trace(kind: str) -> None:
-    """Weights and moments stay bitwise equal, memory is freed, and the next step equals an engine that never had these gradients.
-    DeepSpeed's stages 1 and 2 overwrite dropped gradients, so only memory shows them; offload and stage 3 keep one buffer."""
+    """Dropping gradients leaves weights and moments bitwise equal, and the next step equals that of an engine without these gradients.
+    Their memory is freed, except with offload and stage 3, which keep one buffer."""
     buffers = "+" in kind or kind == "zero3"
 
     def work(rank: int, case: Case) -> list[bool]:
