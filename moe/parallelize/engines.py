@@ -23,7 +23,7 @@ from moe.parallelize.curvature import watched
 from moe.recipe import sections
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Run
-from parallel.data.dp import Together
+from parallel.data.dp import SumReplicas
 from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.kinds.kind import Setup
 from parallel.data.offload import Offload
@@ -93,7 +93,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
     )
 
 
-def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[Together]) -> list[tuple[Any, ...]]:
+def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[SumReplicas]) -> list[tuple[Any, ...]]:
     """Return each replica's arguments, for its part of the sequences, on its device. `args`: input ids [B, L], context, target ids."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))

@@ -26,7 +26,7 @@ from parallel.data.kinds.catalog import ENGINES
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid_of
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.sequence.kinds.catalog import SEQUENCES
+from parallel.sequence.kinds import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4

@@ -1,4 +1,4 @@
-"""Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (parallel/sequence/kinds/).
+"""Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (parallel/sequence/kinds.py).
 
 Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on
 forked ranks. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes kept between the passes. Both counts are
@@ -18,8 +18,7 @@ from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-from parallel.sequence.kinds.catalog import SEQUENCES
-from parallel.sequence.kinds.kind import Attention, SequenceKind
+from parallel.sequence.kinds import SEQUENCES, Attention, SequenceKind
 from parallel.sequence.order import Order
 from parallel.sequence.ulysses import Ulysses
 

@@ -17,7 +17,7 @@ from moe.plan.job.network import Network, Plan
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.grids import grid
 from parallel.mesh.mesh import divisors
-from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
+from parallel.sequence.kinds import DEFAULT, SEQUENCES
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from parallel.errors import counted
 from parallel.mesh.grids import GRIDS, grid
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
-from parallel.sequence.kinds.kind import SequenceSizes
 
 # name of a schedule's parameter in its errors -> key of the recipe
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
@@ -123,10 +122,6 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     held = network.heads // plan.grid.units
     if plan.method.trades_heads and held % sp:
         yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
-    n = network
-    refused = plan.method.refuses(SequenceSizes(sp, held, n.groups, n.length, bool(n.buckets), n.sinks, n.core_work != 1.0))
-    if refused is not None:
-        yield f"{refused.what}={refused.got}: needed {refused.needed}"
 
 
 def _experts(network: Network, plan: Plan) -> Iterator[str]:

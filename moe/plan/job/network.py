@@ -20,8 +20,8 @@ from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid
-from parallel.sequence.kinds import catalog as sequences
-from parallel.sequence.kinds.kind import SequenceKind
+from parallel.sequence import kinds as sequences
+from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
 Recomputed = Literal["none", "selective", "full"]

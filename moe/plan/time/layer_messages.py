@@ -3,7 +3,7 @@
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
     sliced       an all-gather before each of both and a reduce-scatter after it, forward and backward
     2d, 2.5d, 3d bytes of tensor.py, in one message for each step of a product
-    sp           bytes of the method (parallel/sequence/kinds/): keys and values in a ring, or all-to-alls
+    sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
 
 n: tokens of a rank. D: width. Pass and Passes are the sums of times that layer_time.py returns.
@@ -22,7 +22,7 @@ from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import LINES
 from parallel.mesh.traffic import Message
-from parallel.sequence.kinds.kind import Attention
+from parallel.sequence.kinds import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> dtype of a product
 

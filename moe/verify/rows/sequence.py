@@ -9,7 +9,7 @@ from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.sequence.kinds.catalog import SEQUENCES
+from parallel.sequence.kinds import SEQUENCES
 
 
 def sequence_cases() -> list[Case]:

@@ -60,7 +60,7 @@ def test_any_size_is_whole_or_refused_with_a_size_that_works(name: str, p: int, 
     pytest.fail(f"{name} refuses what it told to do: {size}")
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_replicas_sum_in_one_order() -> None:
         check(swapped(schedule, 1, *places))
 
 
-# --- weight versions -----------------------------------------------------------------------------------------------------
+# --- weight versions --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -191,7 +191,7 @@ def test_schedules_with_a_flush_keep_one_version() -> None:
             assert weight_versions(make_schedule(name, ranks=4, microbatches=8, batches=2)) == (1,) * 4
 
 
-# --- messages ------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -209,7 +209,7 @@ def test_messages_are_alike_from_both_ends_and_cross_every_boundary(name: str) -
         assert all(message.source == node.rank for message in schedule.sends(node))
 
 
-# --- orders of others --------------------------------------------------------------------------------------------------
+# --- orders of others -------------------------------------------------------------------------------------------------
 
 
 def of_torch(kind: type, p: int, m: int, v: int) -> list[list[str]]:
@@ -308,7 +308,7 @@ def test_chimeras_order_is_that_of_its_figure(p: int, m: int, rank: int, slots: 
     assert ours(make_schedule("chimera", ranks=p, microbatches=m))[rank] == slots.split()
 
 
-# --- CSV -----------------------------------------------------------------------------------------------------------------
+# --- CSV --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

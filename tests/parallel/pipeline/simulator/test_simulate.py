@@ -41,7 +41,7 @@ def split(F: int, I: int, W: int) -> tuple[int, int, float]:  # noqa: E741
     return F, I + W, W / (I + W)
 
 
-# --- closed forms: bubbles -------------------------------------------------------------------------------------------
+# --- closed forms: bubbles --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -170,7 +170,7 @@ def test_bubble_of_dualpipe_v(p: int, m: int) -> None:
             assert idle(simulate(dualpipe_v(p, m, paired=False), cost), 1) == (p - 1) * (F + I - W)
 
 
-# --- closed forms: what is kept --------------------------------------------------------------------------------------
+# --- closed forms: what is kept ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -246,7 +246,7 @@ def test_micro_batches_in_flight_of_chimera(p: int, m: int) -> None:
     assert peak_activations(make_schedule("chimera", ranks=p, microbatches=m)) == (block if m == p else (p,) * p)
 
 
-# --- unequal stages, and times that were measured --------------------------------------------------------------------
+# --- unequal stages, and times that were measured ---------------------------------------------------------------------
 
 TIMES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)
 
@@ -295,7 +295,7 @@ def test_measured_stage_times_give_the_measured_step_time(row: str) -> None:
     assert -0.02 < took / seconds - 1 < 0
 
 
-# --- links, sums of replicas, bytes ----------------------------------------------------------------------------------
+# --- links, sums of replicas, bytes -----------------------------------------------------------------------------------
 
 
 def test_a_message_arrives_a_transfer_after_it_was_made() -> None:
@@ -371,7 +371,7 @@ def test_a_negative_time_is_refused() -> None:
         simulate(make_schedule("1f1b", ranks=2, microbatches=2), lambda rank, action: -1)
 
 
-# --- laws of any timeline --------------------------------------------------------------------------------------------
+# --- laws of any timeline ---------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=120, deadline=None)
