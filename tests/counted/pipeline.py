@@ -82,7 +82,7 @@ class _Look(Watcher):
 
     def _weigh(self) -> None:
         versions = self.work.versions.values()
-        weights = [t for v in versions for of in ([p.data for p in v.parameters], *v.kept.values()) for t in of]
+        weights = [t for v in versions for of in ([p.data for p in v.parameters], *v.stashed.values()) for t in of]
         self.held = max(self.held, self.alive.now - self.start - self.alive.new(weights))
         self.versions = max([self.versions, *(v.count for v in versions)])
 

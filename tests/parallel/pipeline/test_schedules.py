@@ -44,7 +44,7 @@ def test_every_schedule_is_whole_and_ends_batch_after_batch(name: str, p: int, m
     schedule = check(make_schedule(name, ranks=p, microbatches=m, chunks=v, batches=2))
     assert schedule.num_ranks == p and schedule.microbatches == 2 * m
     assert schedule.num_stages == p * (1 if name in TWO_WAYS else v)
-    assert len(ordered_nodes(schedule, sums_block=True)) == sum(map(len, schedule.orders))
+    assert len(ordered_nodes(schedule, all_reduce_blocks=True)) == sum(map(len, schedule.orders))
 
 
 @given(name=st.sampled_from(sorted(SCHEDULES)), p=st.integers(1, 6), m=st.integers(1, 14), v=st.integers(1, 3))

@@ -125,7 +125,7 @@ def test_a_searched_order_is_a_file_like_any_other(tmp_path: object) -> None:
 
 
 def test_of_a_long_order_fewer_moves_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as have MOVED actions in all, and of an order that has more than that alone none; else as many as `rounds` says."""
+    """As many as have MAX_TRIED_ACTIONS actions in all, and of an order that has more than that alone none; else as many as `rounds` says."""
     moved, tried = search_file._moved, [0]
 
     def counted(schedule: Schedule, rng: random.Random) -> Schedule | None:
@@ -134,7 +134,7 @@ def test_of_a_long_order_fewer_moves_are_tried(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(search_file, "_moved", counted)
     for most, rounds in ((1000, 300), (30, 300), (1000, 7)):
-        monkeypatch.setattr(search_file, "MOVED", most)
+        monkeypatch.setattr(search_file, "MAX_TRIED_ACTIONS", most)
         tried[:] = [0]
         search("line", 3, 5, costs([3, 1, 2], [5, 4, 7]), rounds=rounds)
         assert len(tried) - 1 == rounds if rounds == 7 else most - 48 < sum(tried) <= most  # an order has at most 48 actions

@@ -54,10 +54,10 @@ def test_times_are_the_twins_to_the_bit(overlap: bool) -> None:
         def took(message: Message, ways: dict[Message, float] = ways) -> float:
             return ways.setdefault(message, draw.choice([0, draw.random()]))
 
-        order, waits = plain_order(schedule, sums_block=not overlap)
+        order, waits = plain_order(schedule, all_reduce_blocks=not overlap)
         if any(waits):
             continue
-        assert ordered_nodes(schedule, sums_block=not overlap) == order
+        assert ordered_nodes(schedule, all_reduce_blocks=not overlap) == order
         for _ in range(2):  # the second time, the steps are there
             timeline = simulate(schedule, cost, transfer_time=took, overlap=overlap)
             assert (timeline.spans, timeline.transfers) == plain_simulate(schedule, cost, took, overlap)
@@ -71,13 +71,13 @@ def test_deadlocks_are_the_twins() -> None:
     for _ in range(300):
         schedule = exchanged(drawn(draw), draw, draw.randint(1, 12))
         for block in (False, True):
-            order, waits = plain_order(schedule, sums_block=block)
+            order, waits = plain_order(schedule, all_reduce_blocks=block)
             if not any(waits):
-                assert ordered_nodes(schedule, sums_block=block) == order
+                assert ordered_nodes(schedule, all_reduce_blocks=block) == order
                 continue
             found += 1
             with pytest.raises(BadInput) as bad:
-                ordered_nodes(schedule, sums_block=block)
+                ordered_nodes(schedule, all_reduce_blocks=block)
             assert f"a deadlock after {len(order)} of {sum(map(len, schedule.orders))} actions" in str(bad.value)
             for rank, wait in enumerate(waits):
                 said = str(bad.value).split(f"rank {rank} waits at ")
