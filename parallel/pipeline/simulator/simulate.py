@@ -132,7 +132,8 @@ def drained_period(
 ) -> float:
     """Return `period` for a schedule of one batch that drains, by simulating this batch repeatedly.
 
-    Costs must not depend on the micro-batch. Stops early in the steady state: when a batch has delayed all times at which ranks, links and all-reduces become free equally.
+    Costs must not depend on the micro-batch. Stops early in the steady state, when one more batch delays all ranks, links and all-reduces
+    by the same time.
     """
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()

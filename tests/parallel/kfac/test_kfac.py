@@ -24,7 +24,7 @@ from moe.train.parts.executor import Pipelined, start_executor
 from moe.train.start import state
 from parallel.data.load import given
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
-from parallel.kfac.fisher import BubbleFiller, works
+from parallel.kfac.fisher import BubbleFiller
 from parallel.kfac.grafted import KfacEngine, grafted
 from parallel.kfac.kfac import Kfac, KfacUnit, Settings
 from parallel.mesh.layout import Layout
@@ -38,6 +38,7 @@ from parallel.process import process
 from parallel.process.process import World
 from tests.measured import kfac as bench
 from tests.measured.kfac import steps_to
+from tests.support.kfac_work import works
 from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -194,7 +195,7 @@ def test_work_waits_in_the_order_in_which_it_became_ready() -> None:
     assert [str(item) for item in kfac.waiting] == [f"curvature {name} micro-batch {i}" for i in (0, 1) for name in one]
     assert all(kfac.do_next() for _ in range(3)) and [str(unit) for unit in kfac.waiting][0] == "curvature G first.weight micro-batch 0"
     assert len(kfac.waiting) == 5
-    kfac.forget()
+    kfac.discard_step()
     assert not kfac.waiting and kfac.records and all(factor.sums is None for factor in kfac.factors.values())
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.errors import BadInput
-from parallel.kfac.fisher import works as kfac_works
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, bubbles, pack
 from parallel.pipeline.simulator.simulate import costs, simulate
+from tests.support.kfac_work import works as kfac_works
 
 # Milliseconds of one block and micro-batch of 32 (of 16 on V100): forward, backward, curvature, inversion; a stage of the pipeline here.
 # kazukiosawa/pipe-fisher at 753fdf0, prof/*_time_memory_*.csv.
