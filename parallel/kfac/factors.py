@@ -5,7 +5,7 @@
     direction                =  (G + s I)^-1 M (A + t I)^-1         M: W's gradient, or its mean over steps
 
 Damping is relative: t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O, which is Martens and Grosse's choice (arXiv 1503.05671,
-section 6.3) for lambda = damping (tr A / I) (tr G / O). So the scale of a factor cancels, and factors are stored with a mean eigenvalue of 1.
+section 6.3) for lambda = damping (tr A / I) (tr G / O). So the scale of a factor cancels, and each is stored with a mean eigenvalue of 1.
 All matrices are fp32. A factor is zero until its linear has received a token.
 """
 
@@ -78,7 +78,7 @@ def _cholesky(matrix_EWW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def direction(gradient: Tensor, a_inverse_EII: Tensor, g_inverse_EOO: Tensor) -> Tensor:
-    """Return K-FAC's direction in fp32: G^-1 M A^-1 for a gradient M [O, I]; A^-1 M G^-1 for a stack of transposed gradients M [E, I, O]."""
+    """Return K-FAC's direction in fp32: G^-1 M A^-1 for a gradient M [O, I]; A^-1 M G^-1 for a stack of gradients M [E, I, O]."""
     if gradient.ndim == 2:
         return g_inverse_EOO[0] @ gradient.float() @ a_inverse_EII[0]
     return a_inverse_EII @ gradient.float() @ g_inverse_EOO

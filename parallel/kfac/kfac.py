@@ -163,7 +163,7 @@ class Kfac:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context for one forward pass in training. Recomputed forward passes must run outside of it, so that none counts twice."""
+        """Return a context for one forward pass in training. Recomputed forward passes run outside of it and are not recorded."""
         self._open = self.records
         self._sums_due |= self.records
         try:

@@ -1,6 +1,6 @@
 """SGD with momentum (Polyak 1964), like torch's SGD without dampening, but with decoupled weight decay as in AdamW.
 
-    M  <-  mu M + G        W  <-  W - lr M - lr decay W
+M  <-  mu M + G        W  <-  W - lr M - lr decay W
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOMENTUM = "momentum"  # name of the optimizer state M
 
 @dataclass(frozen=True)
 class Sgd(Rule):
-    """The Rule of SGD with momentum, computed in fp32 for weights of any dtype. decays: (name, parameter) -> True if weight decay applies."""
+    """The Rule of SGD with momentum, computed in fp32. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     weight_decay: float

@@ -187,7 +187,7 @@ def _best(
 def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
     """Seconds of a step: sums of weights' gradients run once, all else for each micro-batch."""
     weights = program.graph.parameters
-    once = sum(rates.seconds(move.step) for move in program.moves if move.direction == "backward" and move.tensor in weights)
+    once = sum(rates.seconds(move.step) for move in program.communication if move.direction == "backward" and move.tensor in weights)
     return microbatches * (program.seconds(rates) - once) + once
 
 
