@@ -34,7 +34,7 @@ _TIMES_SENT = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1
 
 @dataclass(frozen=True)
 class Sharding:
-    """A tensor's sharding. dims: for each dim the mesh axes that shard it, major first. partial: axes over which ranks have partial sums."""
+    """Sharding of a tensor. dims: for each dim the mesh axes that shard it, major first. partial: axes whose ranks have partial sums."""
 
     dims: tuple[Axes, ...]
     partial: Axes = ()
