@@ -53,10 +53,8 @@ class Rank:
 
     def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:
         """All-reduce `local` (sum) over the mesh axes that shard these factors, for example the mean square of a norm.
-
         read: backward pass. "in parts": each rank computes another part of the output from the sum (a norm), so gradients of the sum are
-        all-reduced too. "in copies": every rank computes the same from the sum (a loss), so gradients stay as they are.
-        """
+        all-reduced too. "in copies": every rank computes the same from the sum (a loss), so gradients stay as they are."""
         return self._all_reduce(local, letters, "sum", read)
 
     def largest(self, local: Tensor, letters: str) -> Tensor:
@@ -85,9 +83,7 @@ def product(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
 
 class Annotated:
     """Runs a program on real ranks. mesh: must have the program's axes in the same order. compute: computes an operator on local tensors.
-
-    Raises BadInput if the program shards a dim by several axes in another order than the mesh's.
-    """
+    Raises BadInput if the program shards a dim by several axes in another order than the mesh's."""
 
     def __init__(self, program: Program, mesh: DeviceMesh, compute: Compute = product) -> None:
         self.program, self.mesh, self.compute = program, mesh, compute

@@ -40,8 +40,7 @@ class Operator:
     rule: einsum rule: letters of each input, in the order of `inputs`, and of the output. flops: of the unsharded product in a forward
     pass; 0 if the operator is not a product. whole: factors that cannot be sharded. statistics: factors over which a norm or the loss
     computes one or two numbers a position; if they are sharded, ranks all-reduce only these numbers. layer: index of its block; -1: before
-    the first block; the number of blocks: after the last block.
-    """
+    the first block; the number of blocks: after the last block."""
 
     name: str
     kind: Kind
@@ -84,10 +83,8 @@ class Edge(NamedTuple):
 @dataclass(frozen=True)
 class Graph:
     """The operators of a forward pass, in the order in which they run.
-
     dims: letter -> factor. inputs (tokens, targets), parameters: name of the tensor -> its letters. Several operators may read the same
-    parameter (tied embeddings). itemsize: bytes of an element of activations.
-    """
+    parameter (tied embeddings). itemsize: bytes of an element of activations."""
 
     dims: Mapping[str, Dim]
     inputs: Mapping[str, str]

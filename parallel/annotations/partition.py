@@ -27,10 +27,8 @@ STATISTIC_BYTES = 8  # statistics of a norm or a loss for one position: two numb
 
 class Conflict(NamedTuple):
     """A decision between two shardings of a tensor or an operator that exclude each other.
-
     where: name of the tensor or operator. kept: the chosen sharding. instead: the rejected one. kept_bytes, instead_bytes: bytes that a
-    rank sends in a training step with the chosen and with the rejected sharding.
-    """
+    rank sends in a training step with the chosen and with the rejected sharding."""
 
     where: str
     kept: str
@@ -45,8 +43,7 @@ class Conflict(NamedTuple):
 @dataclass(frozen=True)
 class Work:
     """Sharding of one operator. cuts: of its factors. needs: for each input, the sharding in which the operator reads it. made: sharding of
-    its result. gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient.
-    """
+    its result. gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient."""
 
     operator: Operator
     cuts: Cuts
@@ -71,8 +68,7 @@ class Communication(NamedTuple):
 @dataclass(frozen=True)
 class Machine:
     """Rates of a machine. flops: floating-point operations a second of a rank. bandwidth: bytes a second that a rank sends: one number, or
-    mesh axis -> number. latency_s: seconds of each collective in addition to the time of its bytes.
-    """
+    mesh axis -> number. latency_s: seconds of each collective in addition to the time of its bytes."""
 
     flops: float = 1e14
     bandwidth: Mapping[str, float] | float = 1e11
@@ -88,8 +84,7 @@ class Machine:
 @dataclass(frozen=True)
 class Program:
     """SPMD program of a graph. mesh: axis -> size. shardings: name of each tensor -> its sharding between operators. work: sharding of each
-    operator, in order. conflicts: decisions by which the shardings were found.
-    """
+    operator, in order. conflicts: decisions by which the shardings were found."""
 
     graph: Graph
     mesh: Sizes
@@ -220,10 +215,8 @@ def flops(work: Work, mesh: Sizes) -> float:
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
     """Return the peak total size of activations and their gradients in both passes. held: name -> size of each tensor but parameters.
-
     An activation is freed after the backward pass of its own operator; an input, after that of its first reader. A gradient exists from the
-    backward pass of the last reader until that of its own operator.
-    """
+    backward pass of the last reader until that of its own operator."""
     change, steps = [0.0] * (2 * len(graph.operators) + 2), 2 * len(graph.operators)
 
     def add(first: int, last: int, amount: float) -> None:

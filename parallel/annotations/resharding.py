@@ -56,9 +56,7 @@ class Sharding:
 @dataclass(frozen=True)
 class Step:
     """One collective or slice over one mesh axis. sent: bytes that a rank sends.
-
-    source: dim that the step makes whole, or None. target: dim that the step shards over the axis, or None.
-    """
+    source: dim that the step makes whole, or None. target: dim that the step shards over the axis, or None."""
 
     kind: Kind
     axis: str
@@ -96,9 +94,7 @@ def sent_by(kind: Kind, ranks: int, held: float) -> float:
 
 def reshard(held: Sharding, wanted: Sharding, shape: tuple[int, ...], mesh: Sizes, *, itemsize: int = 4) -> tuple[Step, ...]:
     """Return the steps that change the sharding `held` of a tensor into `wanted` with the fewest bytes sent, and among those the fewest.
-
-    An axis that is partial in `wanted` must be partial in `held` too, because no step makes partial sums. itemsize: bytes of an element.
-    """
+    An axis that is partial in `wanted` must be partial in `held` too, because no step makes partial sums. itemsize: bytes of an element."""
     assert set(wanted.partial) <= set(held.partial), f"{wanted} is partial over axes over which {held} is not"
     return _cheapest(held, wanted, shape, tuple(mesh.items()), itemsize)
 

@@ -42,9 +42,7 @@ def mean_eigenvalue(factor_EWW: Tensor) -> Tensor:
 
 def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
     """Return the updated running factor: ema * running + (1 - ema) * new, where `new` is sums_EWW scaled to a mean eigenvalue of 1.
-
-    sums_EWW: sums of r r^T over the new rows. The first factor has weight 1. An expert without new rows keeps its running factor.
-    """
+    sums_EWW: sums of r r^T over the new rows. The first factor has weight 1. An expert without new rows keeps its running factor."""
     scale_E11 = mean_eigenvalue(sums_EWW)
     has_rows, has_running = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
     new_EWW = sums_EWW / torch.where(has_rows, scale_E11, 1.0)
@@ -54,10 +52,8 @@ def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
 
 def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     """Return (F + sqrt(damping) I)^-1 by Cholesky, for factors F with a mean eigenvalue of 1; zero for a factor that is zero.
-
     sqrt(damping) is raised to at least fp32's rounding error for this width, and multiplied by ten as long as the sum is not positive
-    definite.
-    """
+    definite."""
     width = factor_EWW.shape[-1]
     least = width * torch.finfo(torch.float32).eps
     eye_WW = torch.eye(width, device=factor_EWW.device)

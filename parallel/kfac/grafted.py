@@ -68,9 +68,7 @@ def grafted(direction: Tensor, length: Tensor) -> Tensor:
 
 class KfacEngine:
     """Wrapper of an engine that has a `Grafted` optimizer: it also records forward passes, and finishes K-FAC's work before each update.
-
-    Other methods and attributes are forwarded to `engine`.
-    """
+    Other methods and attributes are forwarded to `engine`."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac

@@ -36,8 +36,7 @@ class Settings:
 
     damping: number added to all eigenvalues of G (x) A, relative to their mean. ema: weight of the old factor in the running mean.
     refresh_every: number of updates from one refresh to the next. delay: number of updates from the start of a refresh until its
-    inverses are used.
-    """
+    inverses are used."""
 
     damping: float
     ema: float
@@ -48,18 +47,12 @@ class Settings:
 @dataclass(frozen=True)
 class Linear:
     """A linear layer with a weight [O, I], or a stack of experts' linears with a weight [E, I, O].
-
-    name: name of the weight. inputs: name of the linear whose factor A is used; linears that read the same input rows share one A.
-    """
+    name: name of the weight. inputs: name of the linear whose factor A is used; linears that read the same input rows share one A."""
 
     name: str
     weight: nn.Parameter
     layout: Layout
     inputs: str
-
-    @property
-    def num_matrices(self) -> int:
-        return len(self.weight) if self.weight.ndim == 3 else 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -76,9 +69,7 @@ class Linear:
 
 class KfacUnit(NamedTuple):
     """One unit of K-FAC's work: kind "curvature" or "inversion", for factor "A" or "G" of the linear `name`.
-
-    microbatch: index of the linear's forward pass in the step; -1 for an inversion.
-    """
+    microbatch: index of the linear's forward pass in the step; -1 for an inversion."""
 
     kind: str
     factor: str
@@ -93,10 +84,8 @@ class KfacUnit(NamedTuple):
 @dataclass
 class Factor:
     """One Kronecker factor of one linear, as tensors [E, W, W] (W: input or output width). Zero for an expert without any token so far.
-
     running: running mean, scaled to a mean eigenvalue of 1. inverse: its damped inverse, as used in updates now. sums: sum of r r^T over
-    the rows r of the current step; None: no rows yet. next: new inverse, not used yet; None: not computed yet.
-    """
+    the rows r of the current step; None: no rows yet. next: new inverse, not used yet; None: not computed yet."""
 
     layout: Layout
     running: Tensor
@@ -116,8 +105,7 @@ class Kfac:
     linears: name -> linear. total: (name -> tensor, name -> layout) -> None: all-reduces the tensors in place over the ranks with copies.
     place: layout -> (this rank's index among the ranks with copies, number of these ranks).
     at_once: True: units run as soon as they are ready; False: they wait for `run`, `do_next` or the end of the step.
-    updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor.
-    """
+    updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
     linears: dict[str, Linear]
     settings: Settings
@@ -139,7 +127,8 @@ class Kfac:
             for factor, name in (("A", linear.inputs), ("G", linear.name)):
                 if (factor, name) not in self.factors:
                     width = linear.sizes[factor]
-                    zeros = torch.zeros(linear.num_matrices, width, width, device=linear.weight.device)
+                    stack = len(linear.weight) if linear.weight.ndim == 3 else 1
+                    zeros = torch.zeros(stack, width, width, device=linear.weight.device)
                     self.factors[factor, name] = Factor(linear.layout_of(factor), zeros, zeros.clone())
         self.inverts = self._own_inversions()
 
@@ -315,9 +304,7 @@ class Kfac:
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
         """Yield (kind, name of the linear, layout, this rank's shard) for each tensor of a checkpoint. Collective.
-
-        kind: the factor with a suffix: "A" (running), "A_inverse" or "A_next"; the same for G.
-        """
+        kind: the factor with a suffix: "A" (running), "A_inverse" or "A_next"; the same for G."""
         self.settle()
         for (factor, name), held in self.factors.items():
             for kind, tensor in held.tensors().items():
@@ -325,9 +312,7 @@ class Kfac:
 
     def load(self, stored: Callable[[str, str, Layout], Tensor | None], *, updates: int) -> bool:
         """Load the tensors of a checkpoint that was made after `updates` updates. Return False if any tensor is missing.
-
-        stored: (kind, name of the linear, layout), as from `state` -> this rank's shard; None if the checkpoint lacks it.
-        """
+        stored: (kind, name of the linear, layout), as from `state` -> this rank's shard; None if the checkpoint lacks it."""
         self.updates, complete = updates, True
         pending = 0 < updates % self.settings.refresh_every <= self.settings.delay
         for (factor, name), held in self.factors.items():

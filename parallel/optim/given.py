@@ -35,10 +35,8 @@ _STEPS = 3
 @dataclass
 class Given(Rule):
     """The Rule of an optimizer that a user's function makes.
-
-    factory: the function. key: the recipe's key that names the function, for error messages. lr: the recipe's learning rate. decays:
-    (name, parameter) -> True if weight decay applies.
-    """
+    factory: the function. key: the recipe's key that names the function, for error messages. lr: the recipe's learning rate. decays: (name,
+    parameter) -> True if weight decay applies."""
 
     factory: Factory
     key: str
@@ -75,10 +73,9 @@ class Given(Rule):
 
     def kept(self, name: str, num_dims: int) -> StateDims:
         """Return the names of a parameter's optimizer states (see Rule). Raises BadInput if checkpoints cannot save or load them."""
-        at = name, num_dims
-        if at not in self._kept:
-            self._kept[at] = self._tried(name, num_dims)
-        return self._kept[at]
+        if (name, num_dims) not in self._kept:
+            self._kept[name, num_dims] = self._tried(name, num_dims)
+        return self._kept[name, num_dims]
 
     def cuts(self, name: str, num_dims: int) -> frozenset[int]:
         """Return the dims along which the parameter may be sharded: the optimizer updates each shard alone as it would in the whole."""
@@ -133,9 +130,7 @@ class Given(Rule):
     ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
         """Return (final value, optimizer, parameter) after a few steps of a parameter with the initial value `whole`, or of a slice of it:
         `part` along dim `dim`.
-
-        again: names of optimizer states; if given, the last step is made by a new optimizer with these states, as from a checkpoint.
-        """
+        again: names of optimizer states; if given, the last step is made by a new optimizer with these states, as from a checkpoint."""
         at = (slice(None),) * dim + (part,)
         parameter = nn.Parameter(whole[at].clone())
         optimizer = self.build(self.groups([(name, parameter)]))

@@ -36,8 +36,7 @@ class Muon(Rule):
 
     matrix: (name, number of dims) -> orientation of the parameter's matrices; None if the parameter takes AdamW's step. lr_factor:
     learning rate of the matrices divided by that of the other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if
-    weight decay applies.
-    """
+    weight decay applies."""
 
     momentum: float
     scale: Scale
@@ -120,10 +119,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 def scale(kind: Scale, shape: tuple[int, ...], orientation: Orientation) -> float:
     """Return the factor s that multiplies an orthogonal step, for matrices of this shape [..., rows, columns].
-
     rms: 0.2 sqrt(max(rows, columns)), so that steps have the size of AdamW's (Liu et al., eq. 4) and both use the same learning rate.
-    spectral: sqrt(max(1, out / in)), which is Jordan's and needs its own learning rate.
-    """
+    spectral: sqrt(max(1, out / in)), which is Jordan's and needs its own learning rate."""
     if kind == "rms":
         return 0.2 * math.sqrt(max(shape[-2:]))
     out_size, in_size = (shape[-2], shape[-1]) if orientation == "out_in" else (shape[-1], shape[-2])

@@ -34,9 +34,7 @@ Wait = Callable[[], list[Tensor]]  # waits until a round's results have arrived;
 @dataclass(frozen=True)
 class Stack:
     """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's shard of each matrix, or of the whole matrix.
-
-    number: identifies the parameter; chosen by the caller. dtype: of the results. whole: the ranks that have copies or the other shards.
-    """
+    number: identifies the parameter; chosen by the caller. dtype: of the results. whole: the ranks that have copies or the other shards."""
 
     number: int
     count: int
@@ -58,10 +56,8 @@ class Stack:
 
 def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *, cost: Cost) -> Iterator[tuple[int, Tensor]]:
     """Yield (number, this rank's shard [K, R, C] of the results) for each stack, in any order. Collective: stacks are equal on all ranks.
-
     part: number -> this rank's shard of the matrices, [K, R, C], in the dtype that `work` takes; called once for each stack. work: computes
-    the results of whole matrices; called on their owner. cost: of the work on one matrix.
-    """
+    the results of whole matrices; called on their owner. cost: of the work on one matrix."""
     groups: dict[tuple[object, ...], list[Stack]] = {}  # stacks with copies or shards on the same ranks
     for stack in stacks:
         key = stack.dtype, stack.whole.copies is None, *((axis.name, axis.ranks) for axis in stack.axes)
@@ -84,10 +80,8 @@ def assigned(costs: Sequence[float], ranks: int) -> list[int]:
 @dataclass(frozen=True)
 class _Matrices:
     """The matrices of a stack on the way to their owners, over one axis after another.
-
     tensor: this rank's shards of the K matrices, [K, R, C]. owners: for each of the K matrices, the indices of its owner on the axes over
-    which it has not been sent yet.
-    """
+    which it has not been sent yet."""
 
     stack: Stack
     tensor: Tensor

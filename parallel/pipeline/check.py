@@ -28,18 +28,14 @@ def check(schedule: Schedule) -> Schedule:
 
 def ordered_nodes(schedule: Schedule, *, all_reduce_blocks: bool = False) -> list[Node]:
     """Return the schedule's nodes in topological order: each after the nodes that it needs. Raises BadInput for a deadlock.
-
-    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S.
-    """
+    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S."""
     graph = action_graph(schedule, all_reduce_blocks=all_reduce_blocks)
     return [Node(graph.ranks[n], n - graph.first[graph.ranks[n]]) for n in graph.order]
 
 
 def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> ActionGraph:
     """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock.
-
-    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S.
-    """
+    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S."""
     cached: dict[bool, ActionGraph] = schedule.__dict__.setdefault("_graphs", {})
     if all_reduce_blocks not in cached:
         cached[all_reduce_blocks] = ActionGraph(schedule, all_reduce_blocks)
@@ -47,8 +43,8 @@ def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> Acti
 
 
 class ActionGraph:
-    """Dependency graph of a schedule's actions, numbered from rank 0's first action to the last rank's last. Each action needs the
-    previous action of its rank, and in addition:
+    """Dependency graph of a schedule's actions, numbered from rank 0's first action to the last rank's last. Each action needs the previous
+    action of its rank, and in addition:
 
     F: F of the previous stage. B and I: F of the same stage, and the next stage's B or I. W: I of the same stage.
     S: all gradients of the batch for its stage on its rank. U: the same gradients, or S on all replicas if the stage has replicas.
@@ -59,8 +55,7 @@ class ActionGraph:
     source: for each action, the action whose result it receives; NONE: it receives nothing.
     target: for each action, the rank to which its result is sent; NONE: it sends nothing.
     more: action -> further actions that it needs. For example, U needs S on every replica.
-    pairs: first action of each pair. Its result is sent together with that of the second.
-    """
+    pairs: first action of each pair. Its result is sent together with that of the second."""
 
     def __init__(self, schedule: Schedule, all_reduce_blocks: bool) -> None:
         self.schedule = schedule

@@ -30,8 +30,7 @@ class Traffic:
     expected: source rank -> the messages that it sends to this rank, in order of arrival.
     taken_at: message -> index, in the receiver's order, of the action that receives it. sent_at: message -> index, in the sender's
     order, of the action that sends it. Both have the messages between all ranks.
-    channels: ((source, target), first message) of every channel of the pipeline, sorted.
-    """
+    channels: ((source, target), first message) of every channel of the pipeline, sorted."""
 
     expected: dict[int, tuple[Message, ...]]
     taken_at: dict[Message, int]

@@ -67,10 +67,8 @@ class Recorder(Watcher):
 
 class StageReplicas:
     """All-reduces the gradients of parameters that several pipeline ranks hold: replicas of a stage (Chimera), or a tied embedding.
-
-    parameters, layouts: of this rank, by parameter name; `Layout.holders` lists the pipeline ranks that hold a copy.
-    of_stage: stage -> names of its parameters.
-    """
+    parameters, layouts: of this rank, by parameter name; `Layout.holders` lists the pipeline ranks that hold a copy. of_stage: stage ->
+    names of its parameters."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]
@@ -132,9 +130,7 @@ class OverlappedReduction(Watcher):
 
 class _Plan:
     """A schedule prepared for one rank. steps: for each action of the rank, (action, messages to receive, messages to send).
-
-    code: hash of the schedule, which ranks compare.
-    """
+    code: hash of the schedule, which ranks compare."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
@@ -147,10 +143,8 @@ class _Plan:
 @dataclass
 class Runtime:
     """Runs one rank of a pipeline.
-
     schedule: the schedule of one batch. axis: the pipeline's ranks. links: sends and receives. replicas: all-reduces the gradients of
-    parameters that several pipeline ranks hold.
-    """
+    parameters that several pipeline ranks hold."""
 
     schedule: Schedule
     axis: Axis
@@ -271,10 +265,8 @@ def hash_of(value: object) -> int:
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     """Return a schedule of forward passes only. Micro-batch j runs on the ranks on which `schedule`, which has m, trains number j modulo m.
-
     Each rank's order is by (group of num_ranks micro-batches, stage, micro-batch). F needs only F of the previous stage, which comes
-    earlier in this order, so there is no deadlock.
-    """
+    earlier in this order, so there is no deadlock."""
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):
         for stage in range(schedule.num_stages):

@@ -87,8 +87,7 @@ class Schedule:
     homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
     microbatches: number of micro-batches in all batches of the schedule. microbatches_per_update: number whose gradients one U applies.
     pairs: nodes of F actions. Each runs as one block with the B after it. The block waits for the inputs of both, and sends both results
-    at its end.
-    """
+    at its end."""
 
     name: str
     homes: tuple[tuple[int, ...], ...]
@@ -142,9 +141,7 @@ class Schedule:
 
     def input_maker(self, node: Node) -> Node | None:
         """Return the position of the action whose result this F, B or I reads: on the previous stage for F, on the next for B and I.
-
-        None for F of the first stage, B and I of the last stage, and for all W, S and U.
-        """
+        None for F of the first stage, B and I of the last stage, and for all W, S and U."""
         op, stage, microbatch, _ = self.action(node)
         if op is Op.F:
             return self.find(Op.F, stage - 1, microbatch)

@@ -20,9 +20,7 @@ OTHER = "activations"  # purpose of all storages without another name; includes 
 
 class Ledger:
     """Bytes of tensors over time. device: tensors on other devices do not count. now: bytes now. most: peak bytes since `begin`.
-
-    Storages are numbered in the order in which they are made. kinds: number of a storage -> its purpose.
-    """
+    Storages are numbered in the order in which they are made. kinds: number of a storage -> its purpose."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

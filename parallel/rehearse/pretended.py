@@ -52,9 +52,7 @@ class RehearsalError(RuntimeError):
 
 class Pretended(FakeTensorMode):
     """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes.
-
-    device: the rank's device, from which collectives must send.
-    """
+    device: the rank's device, from which collectives must send."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -111,7 +109,8 @@ class Pretended(FakeTensorMode):
         try:
             out = super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:
-            raise RehearsalError(f"{where()}: {func._opname}: {_first_line(error)}") from error
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RehearsalError(f"{where()}: {func._opname}: {said}") from error
         finally:
             self._within -= 1
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
@@ -126,9 +125,7 @@ class Pretended(FakeTensorMode):
 
     def _read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], everything: bool) -> Any:
         """Run an operator whose result is a Python number, or a tensor whose shape depends on values.
-
-        everything: True if all input values are known. If not, a floating-point number is 0, and any other result raises RehearsalError.
-        """
+        everything: True if all input values are known. If not, a floating-point number is 0, and any other result raises RehearsalError."""
         if everything:
             with _disable_current_modes():
                 real = func(*self._real(args), **self._real(kwargs))
@@ -139,9 +136,7 @@ class Pretended(FakeTensorMode):
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the arguments of `index()` with each boolean mask replaced by the indices at which it is True.
-
-        Raises RehearsalError if a mask's values are unknown.
-        """
+        Raises RehearsalError if a mask's values are unknown."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -256,7 +251,3 @@ def _is_of_meta(tensors: Sequence[Tensor], kwargs: Any) -> bool:
     if not tensors or device is not None:
         return device is not None and torch.device(device).type == "meta"
     return all(not isinstance(tensor, FakeTensor) and tensor.is_meta for tensor in tensors)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -31,9 +31,7 @@ _FSDP_MODULES = [f"torch.distributed.fsdp._fully_shard._fsdp_{name}" for name in
 @contextmanager
 def rehearsal(world: World) -> Iterator[Pretended]:
     """Return a context in which torch computes nothing, and this process is rank `world.rank` of a fake process group.
-
-    The process must not have a process group yet.
-    """
+    The process must not have a process group yet."""
     assert not dist.is_initialized(), "a rehearsal needs a process without a process group"
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
     pretended = Pretended(world.device)
@@ -165,10 +163,8 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """Scaled dot-product attention that allocates like a GPU's kernel.
-
     If the mask needs a gradient (T5's bias) and mask and heads are aligned to 16 bytes, a GPU uses its memory-efficient kernel. In all
-    other cases, the CPU's kernel allocates the same memory as the GPU's.
-    """
+    other cases, the CPU's kernel allocates the same memory as the GPU's."""
     aligned = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
     if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not aligned:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)

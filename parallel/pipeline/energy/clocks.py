@@ -32,10 +32,8 @@ Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> the poss
 @dataclass(frozen=True)
 class PowerModel:
     """Assumed power and time at clock f, where F is the full clock: P = static + dynamic (f / F) V^2, t = t_F (m + (1 - m) F / f).
-
-    V is the voltage relative to full clock; it falls linearly to `lowest_voltage` at the lowest clock. m is `memory_share`, the fraction
-    of the time that does not depend on the clock. The defaults resemble a V100 but were not measured.
-    """
+    V is the voltage relative to full clock; it falls linearly to `lowest_voltage` at the lowest clock. m is `memory_share`, the fraction of
+    the time that does not depend on the clock. The defaults resemble a V100 but were not measured."""
 
     static_w: float = 50
     dynamic_w: float = 250
@@ -114,7 +112,7 @@ def read_profile(path: str | Path) -> MeasuredProfile:
     idle = value.get("idle_w", 0) if isinstance(value, dict) else 0
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         raise wrong("no list of stages")
-    if not _number(idle, least=0):
+    if not is_number(idle):
         raise wrong(f"idle_w {idle!r}")
     found = []
     for at, stage in enumerate(stages):
@@ -132,12 +130,11 @@ def _clocks(value: Any) -> list[Clock]:
     clocks = []
     for mhz, cost in value.items() if isinstance(value, dict) else ():
         known = isinstance(cost, dict) and mhz.isdecimal() and 0 < float(mhz) < 1e12
-        if not known or not all(_number(cost.get(key), above=0) for key in "sj"):
+        if not known or not all(is_number(cost.get(key)) and cost[key] > 0 for key in "sj"):
             return []
         clocks.append(Clock(float(mhz), float(cost["s"]), float(cost["j"])))
     return clocks
 
 
-def _number(value: Any, *, least: float = 0, above: float | None = None) -> bool:
-    right = isinstance(value, int | float) and not isinstance(value, bool)
-    return right and (least <= value if above is None else above < value) and value < 1e12
+def is_number(value: Any, *, below: float = 1e12) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below

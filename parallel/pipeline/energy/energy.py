@@ -30,10 +30,8 @@ _EPSILON = 1e-9  # relative to the makespan: smaller slack is rounding error
 @dataclass(frozen=True)
 class EnergyPlan:
     """A GPU clock for every action, the resulting timeline, and the timeline at full clock for comparison.
-
-    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of all ranks in one step, including
-    waits. idle_power: watts of a rank that waits.
-    """
+    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of all ranks in one step, including waits.
+    idle_power: watts of a rank that waits."""
 
     schedule: Schedule
     clocks: tuple[tuple[Clock, ...], ...]
@@ -73,10 +71,8 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
     """Return for each rank the number of additional forward passes in 1F1B's warm-up: floor(T_B (p - s - 1) / T_F) on stage s of p.
-
-    T_B: time of B at full clock. T_F: time of F at the clock of least energy.
-    most: maximum, from the rank's memory; None: no limit. Each rank has at most one more than the previous rank, which prevents deadlock.
-    """
+    T_B: time of B at full clock. T_F: time of F at the clock of least energy. most: maximum, from the rank's memory; None: no limit. Each
+    rank has at most one more than the previous rank, which prevents deadlock."""
     extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
@@ -98,10 +94,8 @@ def envpipe(
     transfer_time: float = 0,
 ) -> EnergyPlan:
     """Plan the clocks of 1F1B, with a longer warm-up if that saves energy. The result compares the plan with 1F1B at full clock.
-
-    idle_power: watts of a rank that waits. most: maximum of `extra_warmup`; None: no limit. slowdown: time that the plan may add to a
-    step, as a fraction of its time at full clock. transfer_time: seconds of a message.
-    """
+    idle_power: watts of a rank that waits. most: maximum of `extra_warmup`; None: no limit. slowdown: time that the plan may add to a step,
+    as a fraction of its time at full clock. transfer_time: seconds of a message."""
 
     def at_full_clock(schedule: Schedule) -> Timeline:
         return _timeline(schedule, {node: fastest(profile(node.rank, action)) for node, action in schedule.nodes()}, transfer_time)
@@ -121,10 +115,8 @@ def plan_clocks(
     schedule: Schedule, profile: Profile, *, idle_power: float, limit: float | None = None, transfer_time: float = 0, rule: str = "envelope"
 ) -> EnergyPlan:
     """Choose a clock for each action of any schedule, such that the makespan is at most `limit` seconds (default: that at full clock).
-
     rule: `envelope` (top of this file), or `uniform`: every action at its clock of least energy, without a limit on the makespan. Raises
-    BadInput if `limit` is shorter than the makespan at full clock, or if the profile has no clock for an action.
-    """
+    BadInput if `limit` is shorter than the makespan at full clock, or if the profile has no clock for an action."""
     graph = Graph(schedule, transfer_time)
     options = {node: efficient_clocks(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
     options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # S does not use the GPU
@@ -158,8 +150,7 @@ def _timeline(schedule: Schedule, clocks: Mapping[Node, Clock], transfer_time: f
 
 def _raise(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Raise clocks in `chosen` and `at`, one step at a time, until the makespan is at most `limit`. Each time takes the action on the
-    critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first.
-    """
+    critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first."""
 
     def price(node: Node) -> float:
         faster = _faster(options[node], chosen[node])
@@ -204,8 +195,7 @@ class Graph:
     parallel with the next actions of their ranks. A message also needs the previous message of its link.
 
     vertices: node -> its vertex. before, after: for each vertex the vertices that it needs, and the vertices that need it.
-    transfers: the vertices of messages.
-    """
+    transfers: the vertices of messages."""
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self.vertices: dict[Node, int] = {}
@@ -249,9 +239,7 @@ class Graph:
 
 class ClockedGraph:
     """Makespan and slack of a graph at given clocks: like `simulate`, but one clock can be changed without simulating everything again.
-
-    times: duration of each vertex. ends: its end time. tails: longest path from its end to the end of the step, in seconds.
-    """
+    times: duration of each vertex. ends: its end time. tails: longest path from its end to the end of the step, in seconds."""
 
     def __init__(self, graph: Graph, clocks: Mapping[Node, Clock]) -> None:
         self.graph, self.times, self.ends = graph, [0.0] * len(graph.before), list[float]()

@@ -63,10 +63,8 @@ class Gpus:
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
     """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs.
-
-    Raises NoControl if the GPUs do not exist or their clocks may not be set; this is tested by setting the highest clock.
-    nvml: default: the module `pynvml`.
-    """
+    Raises NoControl if the GPUs do not exist or their clocks may not be set; this is tested by setting the highest clock. nvml: default:
+    the module `pynvml`."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -110,8 +108,7 @@ class ClockSetter(Watcher):
 
     gpus: the rank's one GPU. mhz: action -> its planned clock; other actions keep the previous clock. settle: waits until the GPU has
     executed all queued kernels. lost: called with the reason if the driver refuses a clock; training continues at the driver's clocks.
-    on: False after that.
-    """
+    on: False after that."""
 
     gpus: Gpus
     mhz: Mapping[Action, float]
@@ -156,9 +153,7 @@ def rehearse(
     now: Callable[[], float] = time.perf_counter,
 ) -> Rehearsal:
     """Set the GPUs' clocks as in `steps` steps of the plan, without computation, and measure the delay of each change.
-
-    sleep, now: replaced in tests.
-    """
+    sleep, now: replaced in tests."""
     begins = sorted(
         (span.start, rank, clock.mhz)
         for rank, spans in enumerate(plan.timeline.spans)

@@ -16,6 +16,7 @@ from typing import Any
 from parallel.errors import BadInput
 from parallel.fixes import Fix
 from parallel.pipeline.check import check
+from parallel.pipeline.energy.clocks import is_number
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Schedule
 from parallel.store.files import read_text, write_text
@@ -88,11 +89,10 @@ def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:
     found: list[list[tuple[str, float]]] = []
     for rank in value["ranks"]:
         entries: list[Any] = rank if isinstance(rank, list) else [None]
-        if not all(isinstance(entry, dict) and isinstance(entry.get("action"), str) and _is_clock(entry.get("mhz")) for entry in entries):
+        if not all(
+            isinstance(entry, dict) and isinstance(entry.get("action"), str) and is_number(entry.get("mhz"), below=_MOST_MHZ)
+            for entry in entries
+        ):
             return None
         found.append([(entry["action"], float(entry["mhz"])) for entry in entries])
     return found
-
-
-def _is_clock(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST_MHZ

@@ -19,10 +19,8 @@ from parallel.pipeline.schedule import Action, Op
 
 class Alternating:
     """Builds the orders of all ranks for one setting of the options late, waiting, skip and always (top of this file).
-
-    times: for each rank, F, I or W -> its duration. sent: duration of a message. memory: maximum number of micro-batches that a rank
-    keeps until their W; None: no limit.
-    """
+    times: for each rank, F, I or W -> its duration. sent: duration of a message. memory: maximum number of micro-batches that a rank keeps
+    until their W; None: no limit."""
 
     def __init__(
         self,
@@ -86,9 +84,7 @@ class Alternating:
 
     def _forward_ends(self) -> list[list[float]]:
         """Return for each rank the end times of its first F passes, up to `memory` of them, estimated as if they ran without pause.
-
-        With `waiting`, an F does not start before its input arrives.
-        """
+        With `waiting`, an F does not start before its input arrives."""
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]

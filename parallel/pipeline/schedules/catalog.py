@@ -106,8 +106,7 @@ def make_schedule(
 
     microbatches: number in one batch. chunks: stages a rank, for schedules that leave the choice; 2 by default.
     batches: 1 by default; 2 for two_bw, whose first batch alone is the same as 1F1B's.
-    vertical_sync: only for pipedream, False by default. pipelines: only for chimera, 2 by default.
-    """
+    vertical_sync: only for pipedream, False by default. pipelines: only for chimera, 2 by default."""
     kind = kind_of(name)
     own = {"vertical_sync": vertical_sync, "pipelines": pipelines}
     for option, value in own.items():

@@ -80,10 +80,8 @@ def _with_all_reduces(order: list[Action]) -> list[Action]:
 
 class _Greedy:
     """Finds orders for two pipelines and m > p by a simulation with F = 1 and B = 2: a free rank takes the action that can start first.
-
-    If several can start at the same time, F goes before B, and lower micro-batches go first. At most p micro-batches are in flight
-    on a rank. Directions are 0 (down) and 1 (up). Each direction numbers its own micro-batches from 0.
-    """
+    If several can start at the same time, F goes before B, and lower micro-batches go first. At most p micro-batches are in flight on a
+    rank. Directions are 0 (down) and 1 (up). Each direction numbers its own micro-batches from 0."""
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         self.ranks, self.each = ranks, microbatches // 2

@@ -19,9 +19,7 @@ DEFAULT_CHUNKS = 2  # stages a rank if the schedule leaves the choice and the us
 @dataclass(frozen=True)
 class Size:
     """Parameters of a schedule. microbatches: number in one batch. chunks: stages a rank.
-
-    vertical_sync: all stages read the first stage's weight version (PipeDream). pipelines: number of pipelines (Chimera).
-    """
+    vertical_sync: all stages read the first stage's weight version (PipeDream). pipelines: number of pipelines (Chimera)."""
 
     ranks: int
     microbatches: int
@@ -33,10 +31,8 @@ class Size:
 
 class PassTimes(NamedTuple):
     """Input of a closed form of a schedule's time.
-
     forward, backward: for each rank, seconds of one micro-batch's passes through all of its stages. waits: seconds that a rank waits for
-    the messages of one micro-batch, in both directions together.
-    """
+    the messages of one micro-batch, in both directions together."""
 
     forward: Sequence[float]
     backward: Sequence[float]

@@ -70,8 +70,7 @@ def search(
 
     cost, transfer_time, overlap: as for `simulate`; times must not depend on the micro-batch. chunks: stages a rank, for `loop`.
     memory: maximum number of micro-batches whose activations a rank keeps until W, counted over all of its stages; None: no limit.
-    rounds: number of changes that are tried; fewer for long schedules (MAX_TRIED_ACTIONS).
-    """
+    rounds: number of changes that are tried; fewer for long schedules (MAX_TRIED_ACTIONS)."""
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
     homes = homes_of(placement, ranks, chunks)
     problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap, homes)
@@ -116,10 +115,8 @@ def _orders(problem: Problem) -> Iterator[list[list[Action]] | None]:
 
 class _Greedy:
     """Builds the orders of all ranks by a simulation: a free rank takes the F or I that can start first; W fills waits or frees memory.
-
     first: the op (F or I) that is preferred if both can start at the same time. filled: W fills a wait of at least this fraction of W's
-    time. ahead: limits the micro-batches in flight of a stage to this multiple of 1F1B's.
-    """
+    time. ahead: limits the micro-batches in flight of a stage to this multiple of 1F1B's."""
 
     def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
         self.problem, self.first, self.filled, self.ahead = problem, first, filled, ahead
@@ -222,9 +219,7 @@ def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
 
 def _moved(schedule: Schedule, draw: random.Random) -> Schedule | None:
     """Return the schedule with a random F, B, I or W moved by up to four places in its rank's order.
-
-    None if the new place does not exist, or if F, B, I and W of one micro-batch and stage would be in a wrong order.
-    """
+    None if the new place does not exist, or if F, B, I and W of one micro-batch and stage would be in a wrong order."""
     rank = draw.randrange(schedule.num_ranks)
     order = [a for a in schedule.orders[rank] if a.op in COMPUTE]
     at = draw.randrange(len(order))

@@ -69,9 +69,7 @@ class _Rank:
 
 class _Builder:
     """Builds the orders of all ranks tick by tick: in each tick a rank runs the ready action with the earliest slot, or else a pending W.
-
-    limit: maximum number of chunks' activations on a rank. early: F may start before its slot while the rank would wait.
-    """
+    limit: maximum number of chunks' activations on a rank. early: F may start before its slot while the rank would wait."""
 
     def __init__(self, blocks: list[_Block], microbatches: int, limit: int, *, early: bool) -> None:
         self.microbatches, self.limit, self.early = microbatches, limit, early

@@ -83,9 +83,7 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 class NumberedOrder:
     """Builds a rank's order: each method appends an action, for the next micro-batch of the stage.
-
-    counts: (F, stage) -> number of F so far; (B, stage) -> number of B and I so far.
-    """
+    counts: (F, stage) -> number of F so far; (B, stage) -> number of B and I so far."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []

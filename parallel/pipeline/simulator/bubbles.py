@@ -21,10 +21,8 @@ _MOST_STEPS = 1000
 
 class BubbleWork(NamedTuple):
     """Work that a rank can do in a bubble. The name must be unique.
-
-    time: its duration, in the timeline's unit. after: actions of this rank, in the first step, that must end before it starts. needs:
-    names of other work, on any rank, that must end before it starts.
-    """
+    time: its duration, in the timeline's unit. after: actions of this rank, in the first step, that must end before it starts. needs: names
+    of other work, on any rank, that must end before it starts."""
 
     name: str
     rank: int
@@ -45,9 +43,7 @@ class Placed(NamedTuple):
 @dataclass(frozen=True)
 class Packing:
     """Result of `pack`. placed: all work, sorted by start. steps: number of steps until all work is done.
-
-    utilisation_before, utilisation: busy time of all ranks as a fraction of the steps' time, without and with the work.
-    """
+    utilisation_before, utilisation: busy time of all ranks as a fraction of the steps' time, without and with the work."""
 
     timeline: Timeline
     placed: tuple[Placed, ...]
@@ -70,22 +66,17 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
     found = []
     for rank, spans in enumerate(timeline.spans):
         at = 0.0
-        for span in spans:
-            if span.action.op is not Op.S:
-                if span.start > at:
-                    found.append(Bubble(rank, at, span.start))
-                at = max(at, span.end)
-        if timeline.makespan > at:
-            found.append(Bubble(rank, at, timeline.makespan))
+        for start, end in [*((s.start, s.end) for s in spans if s.action.op is not Op.S), (timeline.makespan, 0.0)]:
+            if start > at:
+                found.append(Bubble(rank, at, start))
+            at = max(at, end)
     return sorted(found, key=lambda bubble: (bubble.start, bubble.rank))
 
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
     """Place all work in bubbles. works: in order of priority.
-
     margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if work fits into no
-    bubble of its rank, if a need does not exist, or if needs form a cycle.
-    """
+    bubble of its rank, if a need does not exist, or if needs form a cycle."""
     found = _of_steps(timeline)
     _check(timeline, works, found, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
@@ -125,9 +116,7 @@ def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
     """Return (start, work) for the work in the queue that can start first in a bubble from `at` to `end`; None if none fits.
-
-    ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: as for `pack`.
-    """
+    ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: as for `pack`."""
     best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):

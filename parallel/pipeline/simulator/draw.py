@@ -34,9 +34,7 @@ def label(schedule: Schedule, action: Action) -> str:
 
 def text(timeline: Timeline, *, width: int | None = None) -> str:
     """Return text with a row for each rank and a column for each unit of time. width: maximum length of a row; longer rows end in ` ...`.
-
-    The unit is the largest time that divides all durations, or else the shortest duration. Actions of zero duration are not shown.
-    """
+    The unit is the largest time that divides all durations, or else the shortest duration. Actions of zero duration are not shown."""
     seen = [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
     unit = _unit([end - start for spans in seen for _, start, end in spans])
     schedule = timeline.schedule
@@ -73,9 +71,7 @@ def _unit(durations: list[float]) -> float:
 
 def trace(timeline: Timeline, *, microseconds: float = 1000) -> dict[str, Any]:
     """Return the timeline in Chrome's trace format. Each rank has one track for compute, and one for sends and all-reduces.
-
-    microseconds: length of the timeline's unit of time.
-    """
+    microseconds: length of the timeline's unit of time."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         for track, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} network")):
@@ -133,10 +129,8 @@ def draw_on(
     axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None, until: float | None = None
 ) -> None:
     """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. S is a thin line below its rank's row.
-
-    title: None: name, time and idle time of the schedule. unit: name of the unit of time; None: no axis label. until: end of the time
-    axis; None: end of the timeline.
-    """
+    title: None: name, time and idle time of the schedule. unit: name of the unit of time; None: no axis label. until: end of the time axis;
+    None: end of the timeline."""
     schedule = timeline.schedule
     until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):

@@ -15,10 +15,8 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 @dataclass(frozen=True)
 class RankPeaks:
     """Largest number of micro-batches whose activations one rank keeps.
-
-    stages: the rank's stages. most: moments of largest memory, each as the number of micro-batches kept for each stage; several moments
-    if none of them is largest in every stage. versions: number of weight versions, including the newest.
-    """
+    stages: the rank's stages. most: moments of largest memory, each as the number of micro-batches kept for each stage; several moments if
+    none of them is largest in every stage. versions: number of weight versions, including the newest."""
 
     stages: tuple[int, ...]
     most: tuple[tuple[int, ...], ...]

@@ -81,9 +81,7 @@ def costs(
     summation: float = 0,
 ) -> Cost:
     """Return a Cost. forward, backward: times of F and B of one micro-batch, as one number or as a list with a time for each stage.
-
-    W takes the fraction `weight_share` of `backward`, and I the rest. update: time of U. summation: time of S.
-    """
+    W takes the fraction `weight_share` of `backward`, and I the rest. update: time of U. summation: time of S."""
 
     def time_of(op: Op, stage: int) -> float:
         f, b = (times[stage] if isinstance(times, Sequence) else times for times in (forward, backward))
@@ -102,10 +100,8 @@ def simulate(
     overlap: bool = True,
 ) -> Timeline:
     """Compute the start and end of every action and message. Raises BadInput for a deadlock, and for negative times.
-
     cost: default: `costs()`. transfer_time, message_bytes: time and bytes of each message, as a number or a function of the message.
-    overlap: True: ranks compute during transfers and S (all-reduces of replicas' gradients). False: ranks wait for them.
-    """
+    overlap: True: ranks compute during transfers and S (all-reduces of replicas' gradients). False: ranks wait for them."""
     run = _Run(schedule, transfer_time, overlap)
     run.all(cost or costs())
     return run.timeline(message_bytes)
@@ -120,10 +116,8 @@ def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: flo
 
 def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] = makespan, *, batches: int = 2) -> float:
     """Return the time of a batch in a long run: the makespan of `batches` + 1 batches minus that of `batches`.
-
     build: n -> the schedule of n batches. time: schedule -> its makespan. The result is smaller than one batch's makespan if a rank can
-    start its next batch before the last rank has ended the current one.
-    """
+    start its next batch before the last rank has ended the current one."""
     return time(build(batches + 1)) - time(build(batches))
 
 
@@ -131,10 +125,8 @@ def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
     """Return `period` for a schedule of one batch that drains, by simulating this batch repeatedly.
-
     Costs must not depend on the micro-batch. Stops early in the steady state, when one more batch delays all ranks, links and all-reduces
-    by the same time.
-    """
+    by the same time."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):
