@@ -23,8 +23,7 @@ from parallel.numerics.supposed import supposed
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. With counts (number of rows of each expert, in order): one sum for each
-    expert, [E, W, W]."""
+    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. counts: number of rows of each expert: sums [E, W, W]."""
     wide_RW = rows_RW.float()
     if counts is None:
         return (wide_RW.t() @ wide_RW).unsqueeze(0)
@@ -52,8 +51,7 @@ def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
 
 def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     """Return (F + sqrt(damping) I)^-1 by Cholesky, for factors F with a mean eigenvalue of 1; zero for a factor that is zero.
-    sqrt(damping) is raised to at least fp32's rounding error for this width, and multiplied by ten as long as the sum is not positive
-    definite."""
+    sqrt(damping) is raised to at least fp32's rounding error for this width, and times ten until the sum is positive definite."""
     width = factor_EWW.shape[-1]
     least = width * torch.finfo(torch.float32).eps
     eye_WW = torch.eye(width, device=factor_EWW.device)

@@ -35,8 +35,7 @@ class Settings:
     """Settings of K-FAC.
 
     damping: number added to all eigenvalues of G (x) A, relative to their mean. ema: weight of the old factor in the running mean.
-    refresh_every: number of updates from one refresh to the next. delay: number of updates from the start of a refresh until its
-    inverses are used."""
+    refresh_every: updates from one refresh to the next. delay: updates from the start of a refresh until its inverses are used."""
 
     damping: float
     ema: float
@@ -259,8 +258,7 @@ class Kfac:
 
     @torch.no_grad()
     def _reduce_sums(self) -> None:
-        """If the sums of a recorded step are not yet all-reduced: run its curvature units, all-reduce the sums, update the running factors
-        and queue this rank's inversions."""
+        """Once after each recorded step: run its curvature units, all-reduce sums, update running factors, queue this rank's inversions."""
         if not self._sums_due:
             return
         self._sums_due = False

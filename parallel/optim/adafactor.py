@@ -28,8 +28,7 @@ FLOOR = 1e-3  # lower bound of rms(W) in a relative step
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """The Rule of Adafactor. step: relative to the root mean square of the weights, or absolute. decays: (name, parameter) -> True if
-    weight decay applies."""
+    """The Rule of Adafactor. step: relative to rms(W), or absolute. decays: (name, parameter) -> True if weight decay applies."""
 
     step: Literal["relative", "absolute"]
     weight_decay: float

@@ -34,9 +34,8 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 class Muon(Rule):
     """The Rule of Muon.
 
-    matrix: (name, number of dims) -> orientation of the parameter's matrices; None if the parameter takes AdamW's step. lr_factor:
-    learning rate of the matrices divided by that of the other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if
-    weight decay applies."""
+    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: it takes AdamW's step. lr_factor: learning rate of
+    matrices / that of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     scale: Scale
@@ -66,8 +65,7 @@ class Muon(Rule):
 
 
 class MuonOptimizer(AdamWExcept):
-    """AdamW, except that parameter groups whose "matrix" is an orientation take Muon's step. wholes: id of a weight -> the ranks that hold
-    copies or shards of its matrices."""
+    """AdamW, except for parameter groups with "matrix". wholes: id of a weight -> the ranks with copies or shards of its matrices."""
 
     def __init__(self, groups: list[Group], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)

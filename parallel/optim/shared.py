@@ -80,8 +80,7 @@ def assigned(costs: Sequence[float], ranks: int) -> list[int]:
 @dataclass(frozen=True)
 class _Matrices:
     """The matrices of a stack on the way to their owners, over one axis after another.
-    tensor: this rank's shards of the K matrices, [K, R, C]. owners: for each of the K matrices, the indices of its owner on the axes over
-    which it has not been sent yet."""
+    tensor: this rank's shards of the K matrices, [K, R, C]. owners: for each matrix, the owner's indices on the remaining axes."""
 
     stack: Stack
     tensor: Tensor
@@ -134,8 +133,7 @@ def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
 
 
 def _to_owners_and_back(level: int, batch: list[_Matrices], work: Work) -> Wait:
-    """Send a round's matrices over the axes from number `level` on to their owners, which do the work, and start to send the results back.
-    batch: one entry for each stack."""
+    """Send a round's matrices to their owners over the axes from number `level` on, do the work, and start to send the results back."""
     stack = batch[0].stack
     if level == len(stack.axes):
         results = [work(m.stack.number, m.tensor) if len(m.tensor) else m.tensor.to(m.stack.dtype) for m in batch]
@@ -173,8 +171,7 @@ def _over_shards(level: int, batch: list[_Matrices], work: Work) -> Wait:
 
 
 def _exchanged(sent: list[list[Tensor]], come: list[list[tuple[int, ...]]], axis: Axis) -> list[list[Tensor]]:
-    """All-to-all of lists of tensors. sent: for each rank, the tensors to it. come: for each rank, the shapes of the tensors from it, which
-    are returned."""
+    """All-to-all of lists of tensors. sent: for each rank, the tensors to it. come: for each rank, shapes of the tensors from it."""
     flats = [torch.cat([tensor.flatten() for tensor in row]) for row in sent]
     receive = [sum(map(math.prod, row)) for row in come]
     arrived = all_to_all(torch.cat(flats), axis, send=[len(flat) for flat in flats], receive=receive)

@@ -67,8 +67,7 @@ class Recorder(Watcher):
 
 class StageReplicas:
     """All-reduces the gradients of parameters that several pipeline ranks hold: replicas of a stage (Chimera), or a tied embedding.
-    parameters, layouts: of this rank, by parameter name; `Layout.holders` lists the pipeline ranks that hold a copy. of_stage: stage ->
-    names of its parameters."""
+    parameters, layouts: of this rank, by parameter name; `Layout.holders` lists ranks with a copy. of_stage: stage -> names."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]

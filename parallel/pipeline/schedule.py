@@ -86,8 +86,7 @@ class Schedule:
 
     homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
     microbatches: number of micro-batches in all batches of the schedule. microbatches_per_update: number whose gradients one U applies.
-    pairs: nodes of F actions. Each runs as one block with the B after it. The block waits for the inputs of both, and sends both results
-    at its end."""
+    pairs: nodes of F that run as one block with the next action, a B: a block waits for both inputs, and sends both results at its end."""
 
     name: str
     homes: tuple[tuple[int, ...], ...]
@@ -154,8 +153,7 @@ class Schedule:
         return tuple(n for n in found if n is not None)
 
     def sends(self, node: Node) -> tuple[Message, ...]:
-        """Return the messages that the rank sends when this action ends. The first action of a pair sends nothing, the second sends for
-        both."""
+        """Return the messages that are sent when this action ends. In a pair, the first action sends nothing, and the second sends both."""
         if node in self.pairs:
             return ()
         block = (Node(node.rank, node.at - 1), node)

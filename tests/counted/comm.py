@@ -121,10 +121,8 @@ def measure(
 
 def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int, bool, int, str, bool]]:
     """Return the arguments of `measure` for each case, with the number of ranks as (kind, ranks, sparse, micro-batches, precision, ahead).
-
     Dense and sparse (ep 2) models, 1 and 3 micro-batches, each number of ranks that divides nproc. Other projects' engines: only dense, in
-    bf16. bf16 and prefetching: only on two ranks, because the ratio does not depend on the number of ranks.
-    """
+    bf16. bf16 and prefetching: only on two ranks, because the ratio does not depend on the number of ranks."""
     numbers = [ranks for ranks in divisors(nproc) if ranks > 1]
     found = []
     for kind in chosen:

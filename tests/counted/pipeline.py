@@ -125,9 +125,7 @@ def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int =
 
 def main(*, nproc: int | None = None, kinds: str | None = None, json: str | None = None) -> int:
     """Print a row for each schedule on 2 and 4 ranks, or on nproc. Return 1 if a rank's measured bytes differ from the prediction.
-
-    kinds: names of schedules, separated by commas; None: all.
-    """
+    kinds: names of schedules, separated by commas; None: all."""
     torch.set_num_threads(1)
     names = kinds.split(",") if kinds else list(SCHEDULES)
     for name in names:

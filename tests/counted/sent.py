@@ -38,8 +38,7 @@ _SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatte
 
 class Sent(TorchDispatchMode):
     """Mode that counts the bytes sent by this rank. bytes: purpose (STATES, ROWS or NUMBERS) -> bytes. calls, bytes_of: only for STATES:
-    (collective, dtype, number of ranks) -> number of calls, and bytes.
-    """
+    (collective, dtype, number of ranks) -> number of calls, and bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,10 +50,8 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
 
 def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
     """Return the rows "sent", "weights" and "kept" of one form of tensor parallelism. chunks: tensor.overlap_chunks.
-
     Sent bytes (mean over ranks) must equal the closed form; for 1D and sliced also the number of calls. Weights and kept bytes (maximum
-    over ranks) must agree within 5 %.
-    """
+    over ranks) must agree within 5 %."""
     of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
     form = grid(kind, ranks)
     assert form is not None

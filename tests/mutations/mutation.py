@@ -43,8 +43,7 @@ class Edit:
 @dataclass(frozen=True)
 class Mutation:
     """A fault in the running code. fault: one sentence on what is wrong. source: owner/repo#number of the issue or change, or a paper, or
-    the reasoning if no report is known. kind: the kind of `moe verify` to which `case` belongs.
-    """
+    the reasoning if no report is known. kind: the kind of `moe verify` to which `case` belongs."""
 
     name: str
     fault: str

@@ -30,8 +30,7 @@ _EPSILON = 1e-9  # relative to the makespan: smaller slack is rounding error
 @dataclass(frozen=True)
 class EnergyPlan:
     """A GPU clock for every action, the resulting timeline, and the timeline at full clock for comparison.
-    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of all ranks in one step, including waits.
-    idle_power: watts of a rank that waits."""
+    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of a step. idle_power: watts."""
 
     schedule: Schedule
     clocks: tuple[tuple[Clock, ...], ...]
@@ -57,8 +56,7 @@ class EnergyPlan:
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """Return the nodes that stay at full clock: all of the last stage, and on the other stages the first micro-batch's forward pass and
-    the last micro-batch's backward pass."""
+    """Return the nodes at full clock: the last stage; elsewhere the first micro-batch's forward pass and the last one's backward pass."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -194,8 +192,7 @@ class Graph:
     """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. All S of a stage are one vertex, in
     parallel with the next actions of their ranks. A message also needs the previous message of its link.
 
-    vertices: node -> its vertex. before, after: for each vertex the vertices that it needs, and the vertices that need it.
-    transfers: the vertices of messages."""
+    vertices: node -> its vertex. before, after: vertices that each vertex needs, and that need it. transfers: vertices of messages."""
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self.vertices: dict[Node, int] = {}

@@ -63,8 +63,7 @@ class Gpus:
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
     """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs.
-    Raises NoControl if the GPUs do not exist or their clocks may not be set; this is tested by setting the highest clock. nvml: default:
-    the module `pynvml`."""
+    Raises NoControl if GPUs do not exist or their clocks may not be set, tested by setting the highest clock. nvml: default: `pynvml`."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -107,8 +106,7 @@ class ClockSetter(Watcher):
     """Watcher that locks a rank's GPU to the planned clock before each action of training, and unlocks it before an update.
 
     gpus: the rank's one GPU. mhz: action -> its planned clock; other actions keep the previous clock. settle: waits until the GPU has
-    executed all queued kernels. lost: called with the reason if the driver refuses a clock; training continues at the driver's clocks.
-    on: False after that."""
+    executed all queued kernels. lost: called with the reason if the driver refuses a clock, after which `on` is False."""
 
     gpus: Gpus
     mhz: Mapping[Action, float]
@@ -136,8 +134,7 @@ class ClockSetter(Watcher):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of a change, in seconds. joules: for each GPU, the
-    energy that it used."""
+    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of a change. joules: energy used by each GPU."""
 
     changes: int
     latest_s: float

@@ -19,8 +19,7 @@ from parallel.pipeline.schedule import Action, Op
 
 class Alternating:
     """Builds the orders of all ranks for one setting of the options late, waiting, skip and always (top of this file).
-    times: for each rank, F, I or W -> its duration. sent: duration of a message. memory: maximum number of micro-batches that a rank keeps
-    until their W; None: no limit."""
+    times: for each rank, F, I or W -> its duration. sent: time of a message. memory: most micro-batches kept until W; None: no limit."""
 
     def __init__(
         self,

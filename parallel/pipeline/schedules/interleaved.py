@@ -41,8 +41,7 @@ def groups(ranks: int, microbatches: int) -> list[int]:
 
 
 def interleaved_seconds(passes: PassTimes) -> float:
-    """Return the seconds of a step, where t is a rank's time for one micro-batch: m max t + (sum t - max t) / v if m >= p, otherwise
-    sum t + (m - 1) max t / v."""
+    """Return a step's seconds: m max t + (sum t - max t) / v, or sum t + (m - 1) max t / v if m < p. t: a rank's time of a micro-batch."""
     total, m, v = passes.total, passes.microbatches, passes.chunks
     if m < len(total):
         return sum(total) + (m - 1) * max(total) / v

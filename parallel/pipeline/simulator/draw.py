@@ -129,8 +129,7 @@ def draw_on(
     axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None, until: float | None = None
 ) -> None:
     """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. S is a thin line below its rank's row.
-    title: None: name, time and idle time of the schedule. unit: name of the unit of time; None: no axis label. until: end of the time axis;
-    None: end of the timeline."""
+    title: None: name, time and idle time of the schedule. unit: of time; None: no axis label. until: end of the time axis."""
     schedule = timeline.schedule
     until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):

@@ -125,8 +125,7 @@ def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
     """Return `period` for a schedule of one batch that drains, by simulating this batch repeatedly.
-    Costs must not depend on the micro-batch. Stops early in the steady state, when one more batch delays all ranks, links and all-reduces
-    by the same time."""
+    Costs must not depend on the micro-batch. Stops in the steady state, in which a batch delays all ranks and links by the same time."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):

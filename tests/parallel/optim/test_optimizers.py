@@ -57,9 +57,7 @@ Step = Callable[[str, Tensor, Tensor, dict[str, Tensor], int, float], Tensor]  #
 
 def twin(step_of: Step, weight_decay: float, decay_factor: Callable[[str], float] = lambda name: 1.0) -> dict[str, Tensor]:
     """Return what `stepped` should return, computed in float64 by `step_of` for one matrix or vector at a time.
-
-    decay_factor: name -> factor of the learning rate in weight decay.
-    """
+    decay_factor: name -> factor of the learning rate in weight decay."""
     found = {}
     for i, (name, shape) in enumerate(SHAPES.items()):
         weight = draw(shape, 50 + i).float().double()

@@ -54,9 +54,8 @@ def check_packing(packing: Packing, works: list[BubbleWork], margin: float = 1.0
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_k_fac_fits_into_the_bubbles_of_few_steps(name: str, profile: str) -> None:
-    """PipeFisher's performance model for m = p: a step takes c_F F + c_B B with (c_F, c_B) = (2 p - 1, 2 p - 1) for GPipe and 1F1B, and
-    (p, 2 p - 2) for Chimera. Work needs at least ceil(work / bubble) steps; units do not fit exactly, so up to one (Chimera: two) more.
-    """
+    """PipeFisher's performance model for m = p: a step takes c_F F + c_B B with (c_F, c_B) = (2 p - 1, 2 p - 1) for GPipe and 1F1B, and (p,
+    2 p - 2) for Chimera. Work needs at least ceil(work / bubble) steps; units do not fit exactly, so up to one (Chimera: two) more."""
     forward, backward, curvature, inversion = PROFILES[profile]
     p = 8
     timeline = simulate(make_schedule(name, ranks=p, microbatches=p), costs(forward, backward))

@@ -60,10 +60,8 @@ def test_never_slower_than_the_catalog_at_equal_memory() -> None:
 
 def optimum(p: int, m: int, F: Sequence[int], I: Sequence[int], W: Sequence[int], most: int, limit: float) -> float:  # noqa: E741
     """Return the smallest makespan of all orders with one stage a rank, or `limit` if it is not smaller: branch and bound, depth first.
-
     most: maximum number of micro-batches kept on a rank. Micro-batches keep their order, because all have the same times. Actions are
-    appended by start time, so that each order is built once.
-    """
+    appended by start time, so that each order is built once."""
     best = limit
     last = p - 1
 

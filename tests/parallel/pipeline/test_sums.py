@@ -37,10 +37,8 @@ def test_gradients_are_whole_when_no_action_adds_to_them(name: str) -> None:
 
 def exposed_seconds(timeline: Timeline, seconds: float) -> float:
     """Return how long the step still waits for reductions after its last action, if each stage's reduction takes `seconds`.
-
     A rank's reductions run one after another, so the last ends at the maximum over its stages of the stage's last gradient plus the time of
-    this reduction and all later ones.
-    """
+    this reduction and all later ones."""
     latest = timeline.makespan
     for spans in timeline.spans:
         ends: dict[int, float] = {}

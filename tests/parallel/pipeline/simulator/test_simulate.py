@@ -132,9 +132,7 @@ def test_chimera_has_no_bubbles_between_blocks_if_backward_takes_longer(p: int, 
 @pytest.mark.parametrize(("F", "I", "W"), [*THIRDS, (1, 2, 2), (3, 1, 2)])
 def test_bubble_of_zero_bubble_h1(p: int, m: int, F: int, I: int, W: int) -> None:  # noqa: E741
     """The idle time is (p - 1) (F + I - W) if W is not longer than F and I (zero bubble, 2401.10241, table 1, where I is called B).
-
-    For a longer W it is (p - 1) max(F + I - W, F, I).
-    """
+    For a longer W it is (p - 1) max(F + I - W, F, I)."""
     forward, backward, share = split(F, I, W)
     timeline = simulate(make_schedule("zb_h1", ranks=p, microbatches=m), costs(forward, backward, weight_share=share))
     assert idle(timeline, p - 1) == max(F + I - W, F, I)
@@ -157,9 +155,7 @@ def test_zero_bubble_h2_and_v_have_no_bubble_for_equal_times(p: int, m: int) -> 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0]])
 def test_bubble_of_dualpipe_v(p: int, m: int) -> None:
     """The idle time is (p - 1) (F&B + B - 3 W) for F = I (DualPipe's README), where a pair takes F&B = F + B.
-
-    With paired=False it is (p - 1) (F + I - W), like H1's, if I is not longer than F.
-    """
+    With paired=False it is (p - 1) (F + I - W), like H1's, if I is not longer than F."""
     for F, I, W in THIRDS:  # noqa: E741
         forward, backward, share = split(F, I, W)
         cost = costs(forward, backward, weight_share=share)
