@@ -19,7 +19,7 @@ from parallel.pipeline.schedule import Action, Op, Schedule, Span, Watcher
 from parallel.pipeline.simulator.bubbles import BubbleWork, Placed, bubbles, pack
 from parallel.pipeline.simulator.simulate import Timeline
 
-_MARGIN = 1.05  # a wait must be at least this multiple of a unit's time
+_MARGIN = 1.05  # a bubble must be at least this multiple of the time of a unit that is planned in it
 
 
 @dataclass

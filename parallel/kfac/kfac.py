@@ -142,7 +142,7 @@ class Kfac:
             mine += sorted(keys, key=lambda key: (-self.factors[key].running.shape[-1], key))[place::count]
         return frozenset(mine)
 
-    # --- recording ----------------------------------------------------------------------------------------------------
+    # --- recording of forward and backward passes ---------------------------------------------------------------------
 
     @property
     def records(self) -> bool:
@@ -177,7 +177,7 @@ class Kfac:
         if self.at_once:
             self.run(unit)
 
-    # --- units of work: done as they become ready, or deferred to times when the rank waits ---------------------------
+    # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
         """From now on, let units wait for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
@@ -287,7 +287,7 @@ class Kfac:
         layouts = {name: self.factors[key].layout for name, key in named.items()}
         self.total({name: tensors[key] for name, key in named.items()}, layouts)
 
-    # --- for the update -----------------------------------------------------------------------------------------------
+    # --- inverses for the optimizer's update --------------------------------------------------------------------------
 
     def inverses(self, linear: Linear) -> tuple[Tensor, Tensor]:
         """Return (A^-1 [E, I, I], G^-1 [E, O, O]) of a linear; zeros for an expert without any token so far."""
@@ -298,7 +298,7 @@ class Kfac:
         """Return True if the first refresh is complete, so that the inverses can be used. Valid after `finish`."""
         return self.updates > self.settings.delay
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- saving and loading of checkpoints ----------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
         """Yield (kind, name of the linear, layout, this rank's shard) for each tensor of a checkpoint. Collective.

@@ -50,7 +50,7 @@ class Adafactor(Rule):
             state["step"] = torch.zeros((), device=weight.device)
             state |= {kind: torch.zeros_like(mean, dtype=weight.dtype) for kind, mean in means.items()}
         state["step"] += 1
-        new = state["step"] ** -DECAY  # 1 in the first step
+        new = state["step"] ** -DECAY  # weight of the newest squares; 1 in the first step
         for kind, mean in means.items():
             state[kind].copy_(torch.lerp(state[kind].float(), mean, new))
         update = grad * _inverse_root({kind: state[kind].float() for kind in means})

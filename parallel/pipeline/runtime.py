@@ -263,7 +263,7 @@ def hash_of(value: object) -> int:
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Return a schedule of forward passes only. Micro-batch j runs on the ranks on which `schedule`, which has m, trains number j modulo m.
+    """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule` (m micro-batches).
     Each rank's order is by (group of num_ranks micro-batches, stage, micro-batch). F needs only F of the previous stage, which comes
     earlier in this order, so there is no deadlock."""
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]

@@ -28,7 +28,7 @@ class Ledger:
         self.kinds: dict[int, str] = {}
         self._events: list[tuple[int, int]] = []  # (number of a storage, bytes by which it grew; negative: shrank)
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
-        self._sizes: dict[int, int] = {}  # number of a live storage that counts -> its bytes
+        self._sizes: dict[int, int] = {}  # number of a live storage on `device` -> its bytes
         self._unknown: set[int] = set()  # numbers of live storages with unknown values
         self._made = self._first = 0  # number of storages made; number of events before `begin`
 

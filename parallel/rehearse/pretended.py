@@ -60,7 +60,7 @@ class Pretended(FakeTensorMode):
         self._within = 0  # depth of operators that are called by operators; a device runs one fused kernel for all of them
         self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ code needs real integer tensors
 
-    # --- values -------------------------------------------------------------------------------------------------------
+    # --- known values of fake tensors ---------------------------------------------------------------------------------
 
     def suppose(self, tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
         """Give the tensor known values and return it. values: computes them on the CPU, in the tensor's shape."""
@@ -164,7 +164,7 @@ class Pretended(FakeTensorMode):
         return tree_map(one, value)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
-        """Compute the known values of an operator's results, `made`. In-place operators so change all views."""
+        """Compute the known values of an operator's results, `made`. An in-place operator changes the known values of all views."""
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
@@ -182,7 +182,7 @@ class Pretended(FakeTensorMode):
             if hasattr(tensor, "_known"):
                 self.ledger.mark_unknown(tensor)
 
-    # --- collectives --------------------------------------------------------------------------------------------------
+    # --- collectives without communication ----------------------------------------------------------------------------
 
     def _collective(self, func: Any, args: Any, tensors: Sequence[Tensor]) -> Any:
         """Return the results of a collective without communication. The received values are known if all sent values are known."""

@@ -49,7 +49,7 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # dispatched again for its local shards
+            return NotImplemented  # torch then calls the operator on the local shards
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, Tensor):

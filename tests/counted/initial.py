@@ -38,7 +38,7 @@ SLACK_BYTES, MORE_BYTES, MORE_TIME = 16 * 2**20, 1.05, 1.5
 BY_INPUT = (".attention.out.weight", ".w2.weight")
 MATRIX = Layout((4096, 16384))  # an expert's matrix [in, out]
 
-Case = tuple[str, Model, dict[str, Layout], Degrees, int]  # name, model, layouts by module name, mesh degrees, rank
+Case = tuple[str, Model, dict[str, Layout], Degrees, int]  # (name of the case, model, parameter's name -> layout, mesh degrees, rank)
 
 
 def main(*, json: str | None = None, only: str | None = None) -> int:
@@ -121,7 +121,7 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
     first = FirstValues(model, layouts, mesh, seed=0)
     shapes = {n: layout.local_shape(mesh) for n, layout in layouts.items()}
     held = sum(map(math.prod, shapes.values()))
-    first.fill(*small(shapes))  # a small call first, so that imports and caches do not count
+    first.fill(*small(shapes))  # warm-up: one element, so that imports and caches are not measured
     before = _peak_resident_bytes(forget=True)
     drawn: dict[str, Tensor] = {}
     left, began = most, time.process_time()

@@ -33,7 +33,13 @@ _ONE_TO_ALL = ("reduce_", "broadcast_", "broadcast")
 _EXCHANGE = ("alltoall_base_", "alltoall_", "all_to_all_single")
 _SEND = ("send",)
 _NOTHING = ("barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
-_SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatter_", "alltoall")  # c10d operations whose output comes first
+_SECOND_IS_INPUT = (
+    "_allgather",
+    "allgather",
+    "_reduce_scatter",
+    "reduce_scatter_",
+    "alltoall",
+)  # c10d operators whose first argument is the output
 
 
 class Sent(TorchDispatchMode):
@@ -64,7 +70,7 @@ class Sent(TorchDispatchMode):
             parts = args[4] if name == "alltoall_base_" else ()  # number of rows to each rank; empty if all are equal
             self.bytes[ROWS] += size - size * parts[mine] // max(1, sum(parts)) if parts else sent
         elif dtype in (torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8) or sum(t.numel() for t in given) <= ranks:
-            self.bytes[NUMBERS] += sent  # norms, counts and agreed numbers
+            self.bytes[NUMBERS] += sent  # gradient norms, counts, numbers on which ranks agree
         else:
             key = did, str(dtype).removeprefix("torch."), ranks
             self.bytes[STATES] += sent

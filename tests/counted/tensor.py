@@ -26,7 +26,7 @@ from parallel.process.process import World
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
 FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))
-IN_RUNS = (("1d", 2, 3), ("sliced", 2, 3))  # (form, ranks, tensor.overlap_chunks) of the rows with overlap
+OVERLAPPED = (("1d", 2, 3), ("sliced", 2, 3))  # (form, ranks, tensor.overlap_chunks)
 ON_PAPER = (4, 8, 16, 64)
 PAPER = DenseLayer(tokens=4 * 2048, width=12288, heads=96, head_size=128, kv_heads=96, hidden=4 * 12288, gated=False, itemsize=2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -36,7 +36,7 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
     """Print the measured rows and the table of closed forms. Return 1 if sent bytes differ from the closed form, or others by over 5 %."""
     torch.set_num_threads(1)
     rows = []
-    for kind, ranks, chunks in [*((*form, 1) for form in FORMS), *IN_RUNS]:
+    for kind, ranks, chunks in [*((*form, 1) for form in FORMS), *OVERLAPPED]:
         for precision in DTYPES if ranks <= max(nproc, 4) or nproc >= 8 else ():
             found = measured(kind, ranks, precision, chunks=chunks)
             for row in (row for row in found if (row["what"] == "sent") == (what == "sent")):

@@ -91,8 +91,8 @@ def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: s
 
 
 def together(layouts: dict[str, Layout], *, apart: bool) -> int:
-    """Return the largest number of elements that are gathered together without tiling. apart: True: those of one module; False: those of
-    a whole feed-forward layer."""
+    """Return the largest number of elements that are gathered together without tiling. apart: True: weights are gathered for
+    each module; False: for a whole feed-forward layer."""
     sizes: Counter[str] = Counter()
     for name, layout in whole_layouts(layouts).items():
         if found := _WIDE.search(name):

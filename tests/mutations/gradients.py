@@ -223,7 +223,7 @@ def _copies_counted(real: Any) -> Any:
 _DENSE = Case("dense", "ddp", 2, 1, 1, "fp32")
 _DENSE_3 = Case("dense", "ddp", 2, 1, 3, "fp32")
 _EP = Case("switch", "ddp", 2, 2, 1, "fp32")
-_EDP = Case("switch", "ddp", 4, 2, 1, "fp32")  # experts over two ranks, in two copies
+_EDP = Case("switch", "ddp", 4, 2, 1, "fp32")  # ep 2 on 4 ranks: each expert has two copies
 _ROWS = Case("glam", "ddp", 2, 2, 1, "fp32", experts=8)
 
 MUTATIONS = (

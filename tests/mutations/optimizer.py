@@ -62,7 +62,7 @@ def _experts_not_stepped(real: Any) -> Any:
 
 
 def _first_group_alone(real: Any) -> Any:
-    """A new learning rate reaches only one parameter group."""
+    """Only the first parameter group gets the new learning rate; the others get half of their old one."""
 
     def wrong(self: Any, lr: float) -> None:
         rates = [group["lr"] or lr for group in self.optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Faults in pipelines: weight versions, lost or scaled micro-batches, tied embeddings, norms and losses of a single stage."""
+"""Faults in pipelines: wrong weight versions, wrong gradients of micro-batches, tied embeddings, gradient norms, auxiliary losses."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from tests.mutations.mutation import Mutation, applied
 def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Suppress[Say] = say_now) -> int:
     """Print the table. Return 1 if a fault is not found, or found without a place. only: runs only mutations with this text in their name.
     Raises AttributeError or ModuleNotFoundError if a mutation's target does not exist."""
-    torch.set_num_threads(1)  # as in `moe verify`
+    torch.set_num_threads(1)  # like `moe verify`, so that sums are rounded equally
     started = time.perf_counter()
     chosen = [m for m in MUTATIONS if only is None or only in m.name]
     if not chosen:

@@ -106,7 +106,7 @@ def _times_sp(real: Any) -> Any:
         bucket.buffer().mul_(sums.axis.size)
         return real(sums, bucket)
 
-    wrong.__annotations__ = {}  # torch checks a hook's annotations, and does not accept strings
+    wrong.__annotations__ = {}  # torch raises an error if a hook's annotations are strings
     return wrong
 
 

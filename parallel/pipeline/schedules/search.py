@@ -87,7 +87,7 @@ def _of_catalog(problem: Problem) -> Iterator[Schedule]:
         if not kind.continuous and kind.chunks in (None, problem.chunks):
             try:
                 made = make_schedule(name, ranks=problem.ranks, microbatches=problem.microbatches, chunks=problem.chunks)
-            except BadInput:  # impossible sizes
+            except BadInput:  # the schedule does not exist for these numbers of ranks and micro-batches
                 continue
             if made.homes == tuple(problem.homes):
                 yield made
@@ -210,7 +210,7 @@ def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
             continue
         try:
             took = problem.time(tried)
-        except BadInput:  # a deadlock
+        except BadInput:  # the changed order has a deadlock
             continue
         if took <= time:
             best, time = tried, took

@@ -25,7 +25,7 @@ def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
 
 
 def two_bw_refusal(size: Size) -> BadInput | None:
-    """Refuse fewer micro-batches than ranks: a forward pass would need weights that do not exist yet."""
+    """Return an error for fewer micro-batches than ranks, which would need more than two weight versions; otherwise None."""
     if size.microbatches >= size.ranks:
         return None
     needed = f"at least {size.ranks}, one a stage, for two_bw: fewer need more than two weight versions"

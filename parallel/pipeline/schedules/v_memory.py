@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, folded
 
-EVERY = 6  # slots between the starts of two micro-batches
+EVERY = 6  # time slots from the start of one micro-batch to the start of the next
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:

@@ -53,7 +53,7 @@ def unit(sums: Tensor) -> Tensor:
     return sums / mean_eigenvalue(sums)
 
 
-# --- the mathematics --------------------------------------------------------------------------------------------------
+# --- factors, damped inverses and directions --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
@@ -135,7 +135,7 @@ def test_damping_below_fp32s_precision_still_gives_a_finite_step(rows: int, widt
     assert torch.isfinite(moved).all() and float(moved.norm()) == pytest.approx(float(draw(1, width, width, seed=2).norm()), rel=1e-3)
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+# --- recording and units of work in one process -----------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -273,7 +273,7 @@ def test_experts_factors_equal_those_of_a_loop_over_experts(ffn: str) -> None:
             assert not running(kfac)["G experts.w1"][e].any()
 
 
-# --- a training step --------------------------------------------------------------------------------------------------
+# --- training steps ---------------------------------------------------------------------------------------------------
 
 MODEL = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 12, "ffn": "swiglu"}
 SPARSE: dict[str, Any] = {"model": MODEL | {"moe_every": 2}, "experts": {"num_experts": 4}, "router": {"capacity_factor": 1.5}}

@@ -21,7 +21,7 @@ from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 LRS = (0.1, 0.07, 0.02)
-SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,)}  # in_out: two experts
+SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,)}  # name -> shape; in_out is a stack of two experts
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -181,7 +181,12 @@ def steps_of(optimizer: torch.optim.Optimizer, held: dict[str, tuple[nn.Paramete
     return int(counted.get_total_flops())
 
 
-UNLIKE = {"out_in a": (9, 5), "in_out": (5, 3, 8), "out_in b": (6, 11), "out_in c": (4, 4)}  # in_out: five experts
+UNLIKE = {
+    "out_in a": (9, 5),
+    "in_out": (5, 3, 8),
+    "out_in b": (6, 11),
+    "out_in c": (4, 4),
+}  # name -> shape; in_out is a stack of five experts
 MUON = Muon(0.95, "rms", 1.0, (0.8, 0.9), 1e-6, 0.1, decays, lambda name, _: "in_out" if name == "in_out" else "out_in")
 
 

@@ -113,7 +113,10 @@ def test_the_sum_over_replicas_comes_between_curvature_and_inversion() -> None:
     assert set(works["sum A 0.0 rank 1"].needs) == {"curvature A 0.0 micro-batch 0 rank 0", "curvature A 0.0 micro-batch 1 rank 1"}
     inverted = [work for name, work in works.items() if name.startswith("inversion A 0.0")]
     assert [work.needs for work in inverted] == [("sum A 0.0 rank 0",)]
-    assert {w.rank for n, w in works.items() if n.startswith("inversion") and " 0.0 " in n} == {0, 1}  # one factor on each replica
+    assert {w.rank for n, w in works.items() if n.startswith("inversion") and " 0.0 " in n} == {
+        0,
+        1,
+    }  # the stage's two factors are inverted on different replicas
     assert works["curvature G 1.0 micro-batch 1 rank 0"].after == (Action(Op.B, 1, 1),)
 
 

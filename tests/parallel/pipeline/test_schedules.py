@@ -89,7 +89,7 @@ def swapped(schedule: Schedule, rank: int, a: int, b: int) -> Schedule:
 
 
 def test_a_deadlock_is_reported_with_every_ranks_next_action() -> None:
-    schedule = swapped(one_f_one_b(3, 2), 1, 0, 2)  # rank 1: B0 before its F0
+    schedule = swapped(one_f_one_b(3, 2), 1, 0, 2)  # on rank 1, B0 now comes before F0
     with pytest.raises(BadInput) as bad:
         check(schedule)
     assert str(bad.value).startswith("schedule 1f1b: got a deadlock after 2 of 15 actions: rank 0 waits at 0B0 for 1B0 of rank 1; ")
@@ -124,7 +124,7 @@ def test_check_refuses_all_reduces_in_different_orders() -> None:
         check(swapped(schedule, 1, *places))
 
 
-# --- weight versions -----------------------------------------------------------------------------------------------------
+# --- weight versions of PipeDream and 2BW --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -188,7 +188,7 @@ def test_schedules_that_drain_keep_one_weight_version() -> None:
             assert weight_versions(make_schedule(name, ranks=4, microbatches=8, batches=2)) == (1,) * 4
 
 
-# --- messages ------------------------------------------------------------------------------------------------------------
+# --- messages between ranks ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -304,7 +304,7 @@ def test_chimeras_order_equals_the_papers_figure(p: int, m: int, rank: int, slot
     assert ours(make_schedule("chimera", ranks=p, microbatches=m))[rank] == slots.split()
 
 
-# --- CSV -----------------------------------------------------------------------------------------------------------------
+# --- CSV files of schedules ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -312,7 +312,9 @@ def test_a_schedule_survives_a_csv_file(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, ranks=4, microbatches=8, batches=2)
     write_order(schedule, tmp_path / f"{name}.csv")
     assert read_order(tmp_path / f"{name}.csv") == schedule
-    (tmp_path / f"{name}.csv").write_text((tmp_path / f"{name}.csv").read_text(), encoding="utf-8-sig")  # as spreadsheets save it
+    (tmp_path / f"{name}.csv").write_text(
+        (tmp_path / f"{name}.csv").read_text(), encoding="utf-8-sig"
+    )  # with a byte order mark, as spreadsheets save it
     assert read_order(tmp_path / f"{name}.csv") == schedule
 
 

@@ -136,7 +136,7 @@ def test_fewer_changes_are_tried_for_long_schedules(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(search_file, "MAX_TRIED_ACTIONS", most)
         tried[:] = [0]
         search("line", 3, 5, costs([3, 1, 2], [5, 4, 7]), rounds=rounds)
-        assert len(tried) - 1 == rounds if rounds == 7 else most - 48 < sum(tried) <= most  # an order has at most 48 actions
+        assert len(tried) - 1 == rounds if rounds == 7 else most - 48 < sum(tried) <= most  # a schedule has at most 48 actions
 
 
 def test_search_refuses_a_memory_into_which_no_schedule_fits() -> None:

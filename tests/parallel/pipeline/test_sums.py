@@ -114,7 +114,7 @@ def _gradients(rank: int, case: Case) -> tuple[bool, list[str], dict[int, int]]:
 
 @pytest.mark.parametrize(("schedule", "layers"), [("interleaved", 5), ("zb_v", 5)])
 def test_reductions_start_when_a_stage_is_complete_and_gradients_equal_those_of_late_reductions(schedule: str, layers: int) -> None:
-    """Bit for bit, on three data-parallel ranks, with which a ring's order of summation depends on an element's position in the buffer."""
+    """Bit for bit, on three data-parallel ranks. With three, a ring's order of summation depends on an element's position in the buffer."""
     case = Case("gshard", "ddp", 6, 1, 4, "fp32", pp=2, schedule=schedule, layers=layers)
     for equal, log, places in run_on_ranks(_gradients, case.world, case, timeout_s=90):
         assert equal

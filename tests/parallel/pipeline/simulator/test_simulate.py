@@ -23,7 +23,7 @@ from tests.support.plain_simulation import needs_of
 
 SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
 RATIOS = [(1, 1), (1, 2), (3, 5)]
-THIRDS = [(1, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 2)]  # F, I, W
+THIRDS = [(1, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 2)]  # times of F, I and W
 
 
 def run(name: str, p: int, m: int, F: int = 1, B: int = 2, **size: int) -> Timeline:
@@ -194,7 +194,7 @@ def test_chunks_in_flight_of_interleaved(p: int, m: int, v: int) -> None:
     schedule = make_schedule("interleaved", ranks=p, microbatches=m, chunks=v)
     assert peak_activations(schedule) == tuple(min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p))
     if m > p:
-        layers = Fraction(int(peak_activations(schedule)[0]), v * p)  # of all layers, in micro-batches
+        layers = Fraction(int(peak_activations(schedule)[0]), v * p)  # activations of rank 0, in micro-batches of the whole model
         assert layers == 1 + Fraction(p - 1, p * v)
     assert peak_activations(make_schedule("looped_bfs", ranks=p, microbatches=m, chunks=v)) == (m * v,) * p
 
@@ -244,7 +244,7 @@ def test_micro_batches_in_flight_of_chimera(p: int, m: int) -> None:
     assert peak_activations(make_schedule("chimera", ranks=p, microbatches=m)) == (block if m == p else (p,) * p)
 
 
-# --- unequal stages, and times that were measured --------------------------------------------------------------------
+# --- unequal stages, and measured stage times ------------------------------------------------------------------------
 
 TIMES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)
 

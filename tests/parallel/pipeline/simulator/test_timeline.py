@@ -115,7 +115,7 @@ def read_size(png: Path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])  # type: ignore[return-value]
 
 
-# --- moe simulate ----------------------------------------------------------------------------------------------------
+# --- the command `moe simulate` --------------------------------------------------------------------------------------
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
