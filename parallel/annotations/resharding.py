@@ -93,7 +93,7 @@ def sent_by(kind: Kind, ranks: int, held: float) -> float:
 
 
 def reshard(held: Sharding, wanted: Sharding, shape: tuple[int, ...], mesh: Sizes, *, itemsize: int = 4) -> tuple[Step, ...]:
-    """Return the steps that change the sharding `held` of a tensor into `wanted` with the fewest bytes sent, and among those the fewest.
+    """Return the steps from the sharding `held` to `wanted` that send the fewest bytes; of equal solutions, the one with the fewest steps.
     An axis that is partial in `wanted` must be partial in `held` too, because no step makes partial sums. itemsize: bytes of an element."""
     assert set(wanted.partial) <= set(held.partial), f"{wanted} is partial over axes over which {held} is not"
     return _cheapest(held, wanted, shape, tuple(mesh.items()), itemsize)

@@ -23,7 +23,7 @@ from parallel.numerics.supposed import supposed
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. counts: number of rows of each expert: sums [E, W, W]."""
+    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. With counts (rows of each expert): [E, W, W]."""
     wide_RW = rows_RW.float()
     if counts is None:
         return (wide_RW.t() @ wide_RW).unsqueeze(0)

@@ -60,7 +60,7 @@ class Grafted(AdamWExcept):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Return `direction` [..., rows, columns] with each matrix scaled to the norm of that in `length`. A zero matrix is replaced by it."""
+    """Return `direction` [..., rows, columns] with each matrix scaled to the norm of that in `length`. Zero matrices are replaced."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 

@@ -25,7 +25,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") -> None:
-    """Write the schedule to `path`, and create its folder if needed. Raises BadInput, which names the option `what`, if it cannot."""
+    """Write the schedule to `path`; create its folder if needed. Raises BadInput (for option `what`) if the file cannot be written."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         cells: list[str] = []

@@ -34,7 +34,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def groups(ranks: int, microbatches: int) -> list[int]:
-    """Return the number of micro-batches in each group: at least `ranks`, as equal as possible, the larger first. One group if m < p."""
+    """Return the number of micro-batches in each group: at least `ranks`, as equal as possible, the larger first. If m < p: one group."""
     count = max(1, microbatches // ranks)
     each, more = divmod(microbatches, count)
     return [each + 1] * more + [each] * (count - more)
@@ -49,7 +49,7 @@ def interleaved_seconds(passes: PassTimes) -> float:
 
 
 def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
-    """Return the peak activations of each rank. More than 2 groups of p, or p + 1 groups of unequal sizes, do not change the peaks."""
+    """Return the peak activations of each rank. Counts 2 groups of p, or p + 1 unequal groups; more groups do not change the peaks."""
     p, more = size.ranks, size.microbatches % size.ranks
     return _peaks(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
 

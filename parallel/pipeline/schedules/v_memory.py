@@ -91,7 +91,7 @@ class _Builder:
         return tick
 
     def _chosen(self, rank: _Rank, tick: int) -> Action | None:
-        """Return a rank's action in this tick and record it as done; None if the rank must wait. At least one rank never has to wait."""
+        """Return a rank's action in this tick and record it as done; None if the rank must wait. In each tick, some rank has one."""
         found = [
             (rank.block.slot(op, chunk, microbatch), op, chunk, microbatch)
             for op in (Op.F, Op.I)

@@ -100,14 +100,14 @@ def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1
 
 
 def draw(timeline: Timeline, path: str | Path, *, unit: str, title: str | None = None) -> None:
-    """Write a picture of the timeline as a PNG file. unit: name of the unit of time, for the axis label. Raises BadInput if it cannot."""
+    """Write a picture as a PNG file. unit: name of the unit of time, for the axis. Raises BadInput if the file cannot be written."""
     figure = _figure(timeline)
     draw_on(figure.add_subplot(), timeline, title=title, unit=unit)
     _save(figure, path)
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
-    """Write a PNG file in which an action's colour shows its GPU clock. Actions with 0 MHz are not drawn. Raises BadInput if it cannot."""
+    """Write a PNG file with actions in the colours of their GPU clocks (0 MHz: not drawn). Raises BadInput if it cannot be written."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
@@ -129,7 +129,7 @@ def draw_on(
     axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None, until: float | None = None
 ) -> None:
     """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. S is a thin line below its rank's row.
-    title: None: name, time and idle time of the schedule. unit: of time; None: no axis label. until: end of the time axis."""
+    title: None: name, time and idle time of the schedule. unit: name of the unit; None: no label. until: end of the axis."""
     schedule = timeline.schedule
     until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):
