@@ -60,7 +60,7 @@ class Grafted(AdamWExcept):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Return `direction` [..., rows, columns] with each matrix scaled to the norm of that in `length`. Zero matrices are replaced."""
+    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. A zero matrix becomes that of `length`."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 
