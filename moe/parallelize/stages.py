@@ -15,7 +15,7 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import splittable
 from parallel.pipeline.links import Links
-from parallel.pipeline.runtime import OverlappedSums, Runtime, StageReplicas
+from parallel.pipeline.runtime import OverlappedReduction, Runtime, StageReplicas
 from parallel.pipeline.schedule import Schedule
 
 
@@ -66,12 +66,12 @@ def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, l
     return found
 
 
-def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedSums:
+def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedReduction:
     """Return the object that starts data-parallel all-reduces of the gradients of a stage's own parameters as soon as they are complete."""
     assert isinstance(engine.module, Transformer)
     names = _names_of(engine.module, parts_of(run, runtime.schedule))
     alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
-    return OverlappedSums(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
+    return OverlappedReduction(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
-from parallel.pipeline.simulator.held import RankPeaks, held
+from parallel.pipeline.simulator.held import RankPeaks, rank_peaks
 
 STEADY = 3  # all rounds after this one are equal; a round has one micro-batch for each rank
 
@@ -22,8 +22,8 @@ STEADY = 3  # all rounds after this one are equal; a round has one micro-batch f
 def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
     """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
     kind = kind_of(schedule)
-    if kind.held is not None:
-        return kind.held(Size(ranks, microbatches, kind.chunks or chunks))
+    if kind.peaks is not None:
+        return kind.peaks(Size(ranks, microbatches, kind.chunks or chunks))
     if kind.rounds is None:
         return _found(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
     fewer = range(kind.rounds * ranks, microbatches)
@@ -50,4 +50,4 @@ def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 @cache
 def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
-    return held(made(schedule, ranks, microbatches, chunks))
+    return rank_peaks(made(schedule, ranks, microbatches, chunks))

@@ -271,9 +271,9 @@ def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tup
         around = {tensor, *(name for op in read for name in (*op.inputs, op.name))}
         made = Program(graph, mesh, {name: Sharding(needed(of, graph.letters(name))) for name in around}, work)
         if read[0].name == tensor:
-            moved = [move for move in made.moves if move.why != "enter"]
+            moved = [move for move in made.communication if move.why != "enter"]
             return flops(work[0], mesh) / machine.flops + sum(machine.seconds(move.step) for move in moved)
-        return sum(machine.seconds(move.step) for move in made.moves if move.why == "enter" and move.tensor == tensor)
+        return sum(machine.seconds(move.step) for move in made.communication if move.why == "enter" and move.tensor == tensor)
 
     return seconds
 

@@ -181,7 +181,7 @@ def _best(
 def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
     """Return the seconds of a step: gradients of weights are summed once, all else runs for each micro-batch."""
     weights = program.graph.parameters
-    once = sum(rates.seconds(move.step) for move in program.moves if move.direction == "backward" and move.tensor in weights)
+    once = sum(rates.seconds(move.step) for move in program.communication if move.direction == "backward" and move.tensor in weights)
     return microbatches * (program.seconds(rates) - once) + once
 
 
