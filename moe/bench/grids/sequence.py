@@ -1,11 +1,11 @@
-"""Time of sequence-parallel attention, forward and backward, compared with other methods that compute the same.
+"""Measures the time of sequence-parallel attention, forward and backward, and compares it with other methods of the same result.
 
     ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
     zigzag, lightseq                       compared with the contiguous ring, whose ranks have unequal shares of the work
     ulysses                                compared with gathering all keys and values, as Llama 3 does
-    hidden                                 on a link slowed by a known time: how many of a ring's messages its computation does not hide
+    hidden                                 each message takes LINK_S longer: for how many messages of zigzag does a rank then wait
 
-All run in turn. A ratio is taken within each round and is the median over rounds, with its quartiles (moe/bench/timing.py).
+All methods run in turn. Ratios are of times in the same round; the table has their median and quartiles (moe/bench/timing.py).
 `moe bench sequence --nproc 2 --json FILE`.
 """
 
@@ -37,8 +37,7 @@ from parallel.sequence.ring import Ring
 from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
-CPU = torch.device("cpu")
-LINK_S = 0.02  # seconds of a message on the slowed link; less than attention to one block of keys takes
+LINK_S = 0.02  # least seconds of a message if messages are slowed; attention to one block of keys takes longer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 RACES = (
@@ -51,19 +50,20 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench sequence`: returns 1 if the lower quartile of a method's seconds / its peer's is above 1."""
+    """`moe bench sequence`. Returns 1 if a method is slower than its peer: if the lower quartile of their ratio of seconds is above 1."""
     torch.set_num_threads(1)
     with_peer = peers != "none" and _peer() is not None
-    seconds = run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600)
-    times = slowest(seconds)
+    times = slowest(run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600))
     rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
     rows.append(_hidden_row(times, nproc))
     return conclude(json, "sequence", rows, shape=[BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE], rounds=rounds)
 
 
 def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    """Print and return the row on messages not hidden, from the seconds of "zigzag" and "zigzag slowed" (names in `seconds`)."""
-    hops = 3 * ranks - 2  # forward N - 1 messages with keys; backward N - 1 with keys and N with gradients, of which the last is not hidden
+    """Print and return the table row of `hidden`: the difference of seconds["zigzag slowed"] and seconds["zigzag"], in messages."""
+    # messages of one rank: N - 1 with keys in the forward pass; N - 1 with keys and N with gradients in the backward pass. No computation
+    # is left to hide the last message with gradients
+    hops = 3 * ranks - 2
     seen = statistics.median(slow - fast for slow, fast in zip(seconds["zigzag slowed"], seconds["zigzag"], strict=True)) / LINK_S
     row = {"race": "hops not hidden", "ranks": ranks, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S}
     print(f"{'hops not hidden':<36}{ranks} ranks {seen:8.2f} of {hops}, each {LINK_S} s; 1 has nothing to hide behind", flush=True)
@@ -86,7 +86,7 @@ def _times(rank: int, ranks: int, rounds: int, with_peer: bool) -> dict[str, lis
         with patch.object(ring, "start_shift", _slowed_shift):
             both_ways(Ring(axis, Order("zigzag", ranks, LENGTH)))
 
-    return in_turn(work | {"zigzag slowed": slowed}, rounds=rounds, device=CPU, warmups=1)
+    return in_turn(work | {"zigzag slowed": slowed}, rounds=rounds, warmups=1)
 
 
 def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
@@ -101,7 +101,7 @@ def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
 
 
 def _gathered(axis: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks, which are gathered first."""
+    """All-gather the keys and values, then compute the attention output of this rank's queries."""
     k, v = (all_gather(x, axis, dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     place = torch.arange(q.shape[2]) + axis.index * q.shape[2]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(LENGTH) <= place.unsqueeze(1))
@@ -124,7 +124,7 @@ def _peer() -> Callable[..., Tensor] | None:
 
 
 class _Slowed(Messages):
-    """Messages, each of which takes LINK_S seconds at least."""
+    """Messages that arrive at least LINK_S seconds after they were sent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.started = time.perf_counter()
