@@ -20,7 +20,8 @@ from unittest import mock
 
 import torch
 
-from moe.bench.training.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import PLAIN, ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU, Training
 from moe.launch import exit_codes
 from moe.plan.job.states import Storage, sent_bytes
 from moe.records.results import write_json
@@ -59,7 +60,7 @@ def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, pr
     return values
 
 
-def expected(kind: ShardedKind, started: Started) -> float:
+def expected(kind: ShardedKind, started: Training) -> float:
     """Bytes of one step by the closed form: dense parameters over dp, a rank's experts over edp, plus FSDP's tied table (`table_bytes`)."""
     held, bytes_of = {"dp": 0, "edp": 0}, travels(kind, started.run.precision.compute)
     for layout in started.layouts.values():
@@ -79,7 +80,7 @@ def expected(kind: ShardedKind, started: Started) -> float:
     )
 
 
-def table_bytes(kind: ShardedKind, started: Started) -> float:
+def table_bytes(kind: ShardedKind, started: Training) -> float:
     """Extra bytes of FSDP's tied table: it is gathered at both ends of the model, in both passes, always in fp32."""
     run, dp = started.run, started.mesh.axis("dp").size
     gathers = 4 * 4 - 2 * travels(kind, run.precision.compute).parameters

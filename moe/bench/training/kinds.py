@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe.bench.timing import conclude, in_turn, ratio
-from moe.bench.training.sharded import CPU, ShardedKind, Started, adamw_of, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, adamw_of, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU, Training
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build
@@ -105,17 +106,17 @@ def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
     return loss / (BATCH * LENGTH)
 
 
-def _whole_model(started: Started) -> Transformer:
+def _whole_model(started: Training) -> Transformer:
     return build(started.run.model_copy(update={"sharding": Sharding()}), started.mesh, device=CPU)[0]
 
 
-def _torch(started: Started, rank: int) -> Step:
+def _torch(started: Training, rank: int) -> Step:
     model = DistributedDataParallel(_whole_model(started))
     optimizer = adamw_of(started.run, ((name.removeprefix("module."), p) for name, p in model.named_parameters()))
     return torch_step(model, optimizer, started.run.optimizer.clip_norm, lambda number: _loss(model, rank, number))
 
 
-def _deepspeed(started: Started, rank: int) -> Step:
+def _deepspeed(started: Training, rank: int) -> Step:
     from parallel.data.deepspeed import start_deepspeed
 
     model, config = _whole_model(started), copy.deepcopy(started.engine.engine.config)  # type: ignore[attr-defined]

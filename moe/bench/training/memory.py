@@ -26,7 +26,8 @@ import torch
 
 from moe.bench.timing import conclude
 from moe.bench.training.held import Arriving, Held, held, living, resident_bytes
-from moe.bench.training.sharded import ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import Training
 from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
 from moe.train.start.prediction import storages
 from parallel.mesh.mesh import divisors
@@ -100,7 +101,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
     return _row(kind, shape, started, found, resident=resident - before, disk=disk)
 
 
-def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
+def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
     """Return a row: measured and expected bytes, and relative errors. resident: growth of the process's memory; disk: bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
