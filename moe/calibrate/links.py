@@ -1,11 +1,11 @@
-"""Times of collectives between ranks of this machine: microseconds by kind, number of ranks and bytes.
+"""Measures collectives between ranks of this machine: microseconds by kind, number of ranks and bytes.
 
-    bytes     of the whole tensor on every rank, as moe/plan/time/collective_times.py counts: input of all-reduce and all-to-all, output
-              of all-gather; a message counts the bytes sent
-    backend   gloo between processes of a CPU, NCCL between GPUs
+    bytes     of a rank's input of all-reduce and all-to-all, of its output of all-gather, or of a message, as in
+              moe/plan/time/collective_times.py
+    backend   gloo between processes on CPU cores, NCCL between GPUs
 
-A call takes as long as its slowest rank, and the median over calls counts. Processes share cores, so the times of eight on two cores
-include waiting for a core, as in training.
+The time of a call is that of the slowest rank; the result is the median over calls. If there are more ranks than cores, times include
+waiting for a core, as in training.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch.distributed as dist
 SIZES = (4096, 65536, 524288, 4 * 2**20)
 KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
 CALLS = 25
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer torch deprecates the second name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first name is that of newer versions of torch
 
 
 def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
-    """Return kind of collective -> bytes -> median microseconds of a call on running ranks. place: cpu or cuda. Collective."""
+    """Measure every kind of collective on these ranks. Return kind -> bytes -> median microseconds of a call. place: cpu or cuda."""
     device = torch.device(place, rank) if place == "cuda" else torch.device(place)
     group = dist.new_group(backend="nccl") if place == "cuda" else dist.group.WORLD
     found: dict[str, dict[int, float]] = {}
@@ -35,13 +35,13 @@ def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
             seconds = torch.tensor(_calls(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
             found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
-        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes cannot take longer, so a longer time is other work's
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes cannot take longer: then another program was running
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found
 
 
 def _calls(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> list[float]:
-    """Seconds of each of CALLS calls on this rank, after two warm-up calls. size: bytes of the whole tensor."""
+    """Return the seconds of each of CALLS calls on this rank, after two warm-up calls. size: bytes, as defined above."""
     whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
     part = whole[: whole.numel() // ranks].clone()
     other = torch.empty_like(whole)

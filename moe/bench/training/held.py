@@ -1,8 +1,8 @@
-"""The memory that a process holds for a model in training, by purpose, as torch and the system report it.
+"""Measures the memory that a process holds for a model in training, by purpose, as torch and the system report it.
 
 parameters, gradients, optimizer      storages of tensors that the model, its engine and its optimizers refer to
-buckets                               buffers of a fixed size in which DeepSpeed collects its messages
-other                                 every other storage that is newer than the model, including forgotten ones
+buckets                               buffers of a fixed size in which DeepSpeed collects gradients before it sends them
+other                                 every other tensor storage allocated since before the model, also those kept by mistake
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +23,26 @@ from parallel.data.engine import Engine
 
 
 def resident_bytes() -> int:
-    """Return the anonymous memory of this process, after the C library has returned its free memory to the system."""
+    """Return the bytes of this process's anonymous memory, after the C library has returned its free memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def living() -> list[Tensor]:
-    """Return every tensor known to Python's garbage collector, after a wait in which gloo's threads drop the last message's tensors."""
-    time.sleep(0.1)
+    """Return every tensor known to Python's garbage collector."""
+    time.sleep(0.1)  # gloo's threads drop the tensors of the last message a little later
     gc.collect()
     return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
 
 
 def shards_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yield DeepSpeed's shards of parameters (ZeRO stage 3)."""
+    """Yield this rank's shards of the parameters in DeepSpeed's ZeRO stage 3; nothing in other engines."""
     yield from (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
 
 
 def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield (tensor, its gradient or None) for every parameter and state of all optimizers of this process."""
+    """Yield (tensor, its gradient or None) for every parameter and every state of all optimizers in this process."""
     for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
         for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
             yield stepped, stepped.grad
@@ -59,7 +58,7 @@ def _buckets(engine: Engine) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held, by purpose. shards: bytes of `states.parameters` that are DeepSpeed's parameter shards (ZeRO stage 3)."""
+    """Bytes in tensors, by purpose (see above). shards: the part of states.parameters that is DeepSpeed's parameter shards (ZeRO-3)."""
 
     states: States
     shards: int
@@ -68,36 +67,28 @@ class Held:
 
 
 def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
-    """Return the bytes that torch now holds for the model, without the storages whose addresses are in `before`."""
+    """Return the bytes that torch now holds for the model. before: addresses of storages that are older than the model."""
     shards = storages(shards_of(model))
     parameters = shards | storages(model.parameters())
     stepped = list(_of_optimizers())
     waiting = [p.grad for p in model.parameters()] + [grad for _, grad in stepped] + [grad for _, grad in engine.owned_gradients()]
-    parts, named = [], set(before)
-    for tensors in (parameters, storages(t for t, _ in stepped), storages(_there(waiting)), storages(_buckets(engine)), storages(living())):
-        parts.append(sum(size for where, size in tensors.items() if where not in named))
-        named |= tensors.keys()
-    return Held(States(parts[0], parts[2], parts[1]), sum(shards.values()), parts[3], parts[4])
+    gradients = (grad for grad in waiting if grad is not None)
+    sizes, counted = [], set(before)
+    for tensors in (parameters, storages(t for t, _ in stepped), storages(gradients), storages(_buckets(engine)), storages(living())):
+        sizes.append(sum(size for where, size in tensors.items() if where not in counted))
+        counted |= tensors.keys()
+    return Held(States(sizes[0], sizes[2], sizes[1]), sum(shards.values()), sizes[3], sizes[4])
 
 
-def _there(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
-    return (t for t in tensors if t is not None)
+class GradientPeak:
+    """Watches all later backward passes. gradients: peak bytes of all p.grad; resident: bytes of the process's memory at that peak."""
 
-
-@dataclass
-class Arriving:
-    """Watches a backward pass by hooks. gradients: peak bytes of all p.grad; resident: resident bytes of the process at that peak."""
-
-    model: nn.Module
-    gradients: int = 0
-    resident: int = 0
-    hooks: list[Any] = field(default_factory=list)
-
-    def watch(self) -> Arriving:
-        self.hooks = [p.register_post_accumulate_grad_hook(self._look) for p in self.model.parameters()]
-        return self
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.gradients, self.resident = model, 0, 0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, _: Tensor) -> None:
-        now = sum(storages(_there(p.grad for p in self.model.parameters())).values())
+        now = sum(storages(p.grad for p in self.model.parameters() if p.grad is not None).values())
         if now > self.gradients:
             self.gradients, self.resident = now, resident_bytes()
