@@ -1,11 +1,10 @@
-"""Sums within layers on one process in the order in which tensor-parallel ranks take them. In 16 bits such sums differ from whole ones;
-moe/verify/expected.py measures by how much.
+"""Makes one process sum partial results in the order of tensor-parallel ranks. In 16 bits, each partial result is rounded, so the sum
+differs from that of a whole product; moe/verify/expected.py measures by how much.
 
-    in parts     y = x W1_0 W2_0 + x W1_1 W2_1: the partial results of a line of ranks, each in the compute dtype, and then their sum
-    in blocks    y_j = sum over t of x_t W_tj: products in q x q blocks, as a grid of ranks has them, each term in the compute dtype
+    in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1, in which each partial result has the compute dtype
+    in blocks    as a q x q grid of ranks: y_j = sum over t of x_t W_tj, in which each term has the compute dtype
 
-In the backward pass the gradient of x is summed likewise. In an encoder-decoder, so is the gradient of the encoder's output in each layer,
-and each partial result uses the columns of its heads of the position bias.
+In the backward pass the gradients of x and of the encoder's output, which cross-attention reads, are summed in the same order.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make attention, cross-attention and dense networks of a whole model sum the partial results that tp ranks would have. `run` gives
-    degrees.tp and tensor.kind. Partial results are added in the order of the ranks, starting with rank `first`.
+    """Make the attention, cross-attention and dense networks of a whole model sum the partial results of tp ranks, in the order of the
+    ranks beginning with rank `first`. run: recipe with these degrees.tp and tensor.kind.
     """
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
@@ -48,15 +47,15 @@ def in_parts(model: Transformer, run: Run, *, first: int) -> None:
 
 
 def _without_hooks(layer: nn.Module) -> nn.Module:
-    """A shallow copy without hooks, which runs once for each part; the original's hooks then see only the sum."""
+    """A shallow copy without hooks. It computes the partial results, so that the layer's own hooks see only their sum."""
     other = copy(layer)
     other._forward_hooks, other._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
     return other
 
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """The layer's output, summed over `regions`: for each rank, parameter name -> the slice that the rank has. Each partial result uses its
-    own view of x and of the encoder's output, so that autograd sums their gradients in the same order.
+    """Compute each rank's partial result and return the sum. regions: for each rank, parameter name -> the rank's slice of it. Each partial
+    result gets its own view of x and of the encoder's output, so that autograd also sums their gradients by rank.
     """
     held = dict(layer.named_parameters())
     shares = []
@@ -69,7 +68,7 @@ def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: A
 
 
 def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
-    """A keyword argument for one partial result: a position bias cut to the heads of `region`, and a new view of any tensor."""
+    """Return a layer's keyword argument for one rank: of a position bias only the rank's heads, of a tensor a new view."""
     if isinstance(given, Bias):
         rows = region["q.weight"][0]
         return given._replace(table_UH=given.table_UH[:, rows.start // layer.head_size : rows.stop // layer.head_size])
@@ -77,7 +76,7 @@ def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
 
 
 def in_blocks(model: Transformer, side: int) -> None:
-    """Make the attention, dense networks and untied head of a whole model multiply in side x side blocks. MoE layers stay whole."""
+    """Make the attention, dense networks and untied head of a whole model multiply in side x side blocks, but not its MoE layers."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and fits("layers.*.attention.*", name) | fits("layers.*.ffn.*", name):
             module.product = partial(_product, side=side)
@@ -86,7 +85,7 @@ def in_blocks(model: Transformer, side: int) -> None:
 
 
 def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
-    """x W^T in side x side blocks. Each block of outputs has its own view of x, so that its gradient of x is rounded before the sum."""
+    """x W^T in side x side blocks. Each block of outputs gets its own view of x, so that its gradient is rounded before the sum."""
     outputs = []
     for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
         pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)
@@ -96,7 +95,7 @@ def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
 
 
 class _Alone:
-    """Replaces the ranks that share a vocabulary (`Others` of moe/nn/vocabulary.py): nothing is sent, and products run in blocks."""
+    """An `Others` (moe/nn/vocabulary.py) of one process: sends nothing, and makes the head multiply in blocks."""
 
     def __init__(self, side: int) -> None:
         self.product: Product | None = partial(_product, side=side)

@@ -1,7 +1,7 @@
-"""Attention on one process, rounded as sequence-parallel ranks round it: slice by slice, then merged.
+"""Computes attention on one process with the roundings of sequence-parallel ranks: one slice of keys after another, then merged.
 
-Colossal-AI's ring computes whole rows of scores, so nothing is merged. For it each rank's own code runs, one rank after another, and gets
-the keys and values of all ranks.
+The ranks of Colossal-AI's ring compute all scores of a query at once and merge nothing. To simulate it, the code of each rank runs in turn,
+with the keys and values of all ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend
 
 
 def in_slices(model: Transformer, case: Case) -> None:
-    """Replace every attention by one that rounds as on `case.slices` sequence-parallel ranks with the method `case.attention`."""
+    """Replace every attention of the model by one that rounds as the method `case.attention` does on `case.slices` ranks."""
     form = sections.Sequence(**attentions()[case.attention])
     kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
-    slices = case.slices // form.heads_of(case.slices)  # ranks that exchange heads attend to joint slices
+    slices = case.slices // form.heads_of(case.slices)  # ring with ulysses: ranks that exchange heads use one slice
     order = Order(form.position_order, slices, case.length)
     for block in model.layers:
         assert isinstance(block, Block)
@@ -36,7 +36,7 @@ def in_slices(model: Transformer, case: Case) -> None:
 
 
 class _InSlices(Method):
-    """Ring attention of all ranks, computed on one process rank by rank. Its `order` says which positions each rank's slice has."""
+    """Ring attention of all simulated ranks, one after another. self.order: the sequence positions of each rank's slice."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -58,11 +58,13 @@ class _InSlices(Method):
                 total.q_BHLC[:, :, queries] += found.q_BHLC
                 total.k_BKSC[:, :, there] += found.k_BKSC
                 total.v_BKSC[:, :, there] += found.v_BKSC
-                total.add(found, queries=None, keys=None)  # adds only the gradient of the bias table
+                total.add(found, queries=None, keys=None)  # without slices, `add` adds only the gradient of the bias table
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Yield for each rank (its queries' positions, blocks). A block: (slice of queries, positions of keys, arguments of `attend`)."""
+        """Yield for each rank (positions of its queries, list of the blocks of scores that it computes). A block is (slice of these
+        queries, positions of the keys, further arguments of `attend`).
+        """
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []
@@ -74,7 +76,7 @@ class _InSlices(Method):
 
 
 class _ColossalInSlices(Method):
-    """Colossal-AI's ring attention of all ranks on one process: runs each rank's code in turn and sums gradients of keys and values."""
+    """Colossal-AI's ring attention of all simulated ranks: runs each rank's code in turn, and sums the gradients of keys and values."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         found = [rank.forward(self._mine(q, rank), self._mine(k, rank), self._mine(v, rank), known) for rank in self._ranks(k, v)]
@@ -103,7 +105,7 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One rank of a simulated ring. rounds: for each trip around the ring, in order, the tensor of all ranks (keys or values) sent."""
+    """One simulated rank. rounds: for each trip of keys or values around the ring, the tensor of all ranks that it brings."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

@@ -1,11 +1,10 @@
-"""Makes a user's recipe small for `moe verify`, with the user's own parts and plug-ins. Needs no torch.
+"""Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
 
-    the recipe's choices (router, experts, layers, optimizer, dispatcher)   kept
-    its sizes, text and degrees                                             from moe/verify/cases.py, and from each layout
+    router, experts, layers, optimizer, dispatcher     as in the recipe
+    sizes, text, degrees                               replaced by those of a case (moe/verify/cases.py)
 
-The reference is the plain twin if it implements everything that the recipe asks for: built-in parts, and AdamW. Otherwise it is one process
-of the trainer's own code, so that faults that every layout shares are not seen, and the tolerance is twice the measured deviation that
-other orders of the same sums cause.
+The small recipe is compared with the plain twin if the twin implements it: AdamW, and no plug-ins that change numbers. Otherwise it is
+compared with one process of the trainer's code. Then faults that all layouts share are not found, and the tolerance is measured.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ from moe.recipe.sections import Run
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 
-# keys that are sizes, which cases set; the user's recipe gives all other keys
+# keys of sizes, which are not taken from the user's recipe
 _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_size", "d_ff", "max_length", "moe_every", "moe_layers"}
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
-_WINDOW = 4  # sliding window, if layers have one; shorter than any case's sequence
-# parameters that begin at 0 equal their first update: lr g / (|g| + eps), which is as exact as g only if eps is larger than most |g|
+_WINDOW = 4  # largest sliding window; shorter than the sequences of all cases
+# for parameters that begin at 0. After step 0 these are lr g / (|g| + eps). If eps is small, an error of a tiny g changes that fully
 LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
 
 def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
-    """Return settings of the recipe at `path` (section -> key -> value) without sizes and degrees, which come from a case of `moe verify`.
-
-    ep: number of expert-parallel ranks; above 1 the dispatcher is included. Raises BadInput for an optimizer object of the user's program,
-    which ranks cannot import.
+    """Return the settings that the small version takes from the recipe at `path` (section -> key -> value), with the dispatcher if ep > 1.
+    Raises BadInput for an optimizer object of the user's program, which ranks cannot import.
     """
     run, _ = load(path)
     if run.optimizer.kind == "given":
@@ -44,13 +41,13 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     model |= {"num_layers": 4} if m.kind == "encoder_decoder" else {}
     model["moe_every"] = 0 if not sparse else 1 if len(sparse) == m.num_layers else 2
     model["num_kv_heads"] = 2 if m.num_kv_heads not in (None, m.num_heads) else None
-    if m.sliding_window is not None:  # in one of the two layers, if the recipe has layers without a window
+    if m.sliding_window is not None:  # if only some layers have a window, one of the two small layers has
         some = m.sliding_layers is not None and len(m.sliding_layers) != m.num_layers
         layers = (min(layer % 2 for layer in m.sliding_layers or ()),) if some else None
         model |= {"sliding_window": min(m.sliding_window, _WINDOW), "sliding_layers": layers}
     experts |= {"shared_d_ff": 12} if x.shared_d_ff is not None else {}
     model["ahead"] = min(m.ahead, 2)
-    if m.rope.fraction < 1:  # 2 or 4 of a head's 6 channels are rotated
+    if m.rope.fraction < 1:  # rotary positions on 2 or 4 of a head's 6 channels
         model["rope"]["fraction"] = min(2, max(1, round(3 * m.rope.fraction))) / 3
     if m.latent.key_rank is not None:
         model["latent"] = _latent(run)
@@ -65,23 +62,25 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
         experts["num_experts"] = _num_experts(run)
         if ep > 1:
             values["dispatch"] = {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)}
-            values["dispatch"] |= {"node_size": ep} if run.dispatch.node_size else {}  # hierarchical: all ranks are one node
+            values["dispatch"] |= {"node_size": ep} if run.dispatch.node_size else {}  # hierarchical: one node with all ranks
     return values
 
 
 def _latent(run: Run) -> dict[str, Any]:
-    """Small sizes of latent attention (key -> size), all different and unlike a head's 6 channels; None if the recipe sets none."""
+    """Small sizes of latent attention (key -> size). All differ from each other and from a head's 6 channels. None: unset in the recipe."""
     given = run.model.latent
     query, value = given.query_rank is not None, given.value_size not in (None, run.model.latent_sizes.content)
     return {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
 
 
 def _router(run: Run) -> dict[str, Any]:
-    """Settings of the recipe's router, but capacity and balance count over a sequence: counts over a rank's tokens depend on the layout."""
+    """The recipe's router settings. Capacity and balance that count over the tokens of a rank, which no two layouts share, count over a
+    sequence instead.
+    """
     spec = run.router
     changed = {"preset": spec.preset, "allow_noncausal": spec.allow_noncausal} | spec.own
     changed |= {"group": 1} if spec.group != "sequence" else {}
-    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table is for the recipe's vocabulary
+    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table has a row for each id of the recipe's vocabulary
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
     return changed | ({"min_capacity": 1} if spec.min_capacity > 1 else {})
 
@@ -94,7 +93,7 @@ def _num_experts(run: Run) -> int:
 
 
 def not_compared(run: Run) -> list[str]:
-    """Return lines of text, each about a setting of the recipe that the small recipe leaves out or replaces."""
+    """Return lines of text for the user: one for each setting of the recipe that the small version leaves out or replaces."""
     lines, by_definition = [], "which depends on the layout by definition; capacity is counted over a sequence instead"
     if run.router.group == "rank" and run.model.layers_with_experts():
         lines.append(f"not compared: router.group rank, {by_definition}")
@@ -107,6 +106,6 @@ def not_compared(run: Run) -> list[str]:
 
 
 def known(run: Run) -> bool:
-    """Whether the plain twin (moe/verify/twin.py) can compute the small recipe's numbers: AdamW, and no plug-ins that change them."""
+    """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW, and no plug-ins that change numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
     return run.optimizer.kind == "adamw" and not named

@@ -1,16 +1,16 @@
-"""Finds where two runs first differ: the first line of their tapes (moe/verify/tape.py) that differs by more than rounding explains.
+"""Finds where a layout first deviates from its reference: the first tensor on their tapes that differs by more than rounding explains.
 
-    step 0   forward, from the embedding up; the numbers of each MoE layer; the loss
-             recomputed outputs; gradients, from the head down; norms of their families
-             moments and weights after the update, from the embedding up
-    step 1   the same, then step 2; then the first loss that differs
+A tape (moe/verify/tape.py) is read line by line. A line is one tensor, and lines are sorted so that a deviation comes before its effects:
 
-So a deviation in a layer's output is named before its consequences. Each of these groups of lines is a phase. A line may deviate by twice
-the largest effect of rounding on any line of its phase or of an earlier one, because later phases inherit deviations. That is measured:
+    step 0   phases: outputs of modules, from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients, from head to
+             embedding; gradient norms; moments and weights after the update
+    step 1   the same phases, then step 2; then the losses of the remaining steps
 
-    fp32        the twin again, in fp32 and with every number changed at random by up to the unit roundoff of fp32 (as for the bound
-                of 16-bit rows, moe/verify/expected.py); at most the 1e-5 of a row, because a failed row exceeds rounding
-    bf16, fp16  one process in that precision, in the other orders of its sums that give a row its tolerance
+Deviations grow from phase to phase. So a line may deviate by twice the largest effect that rounding has in its own or an earlier phase,
+which is measured by runs of the reference:
+
+    fp32        with every number changed at random by up to the unit roundoff of fp32 (as in moe/verify/expected.py); at most 1e-5
+    bf16, fp16  in that precision with the sums in other orders (`reorderings`)
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from moe.verify.twin import Result, reference
 
 ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
-# names of a layer's modules in order of depth; the last, empty one is the layer itself
+# modules of a layer in the order in which the forward pass runs them; the last, empty name is the layer itself
 _INSIDE = "attention_norm attention cross_norm cross ffn_norm router experts output_bias residual shared coefficient shared_gate moe ffn "
 _DEPTHS = {name: number for number, name in enumerate(_INSIDE.split(" "))}
 
 
 class Line(NamedTuple):
-    """A recorded tensor to compare. name: of a module or a parameter. Its deviation is max |a - b| / max(max |value|, floor)."""
+    """One tensor of a tape, to be compared. name: its module or parameter. Divisors of relative deviations are at least `floor`."""
 
     step: int
     phase: str
@@ -55,8 +55,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, more than `allowed`. place: micro-batch, rank and number of tokens. then: for a gradient norm, the
-    first parameter that was updated wrongly.
+    """A line that deviates by `found`, more than `allowed`. place: text with micro-batch, rank and number of tokens. then: if the line is a
+    gradient norm, the first parameter whose update is wrong.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Deviation:
 
 
 def depth(name: str) -> tuple[float, ...]:
-    """Return a sort key for modules and parameters: larger for one that the forward pass reaches later."""
+    """Return a sort key for names of modules and parameters, in the order in which the forward pass uses them."""
     found = re.match(r"layers\.(\d+)(?:\.(\w+))?", name)
     if found is None:
         return (-1,) if name.startswith("embedding") else (float("inf"), name.startswith("head"))
@@ -82,7 +82,7 @@ def depth(name: str) -> tuple[float, ...]:
 
 
 def lines(tape: Tape) -> Iterator[Line]:
-    """Yield all lines of a tape in the order in which a first deviation is searched."""
+    """Yield all lines of a tape, sorted as described above."""
     for number, step in enumerate(tape.steps):
         names = sorted((name for at, name in tape.forward if at == number), key=depth)
         for name in names:
@@ -103,7 +103,7 @@ def _forward(tape: Tape, step: int, name: str, phase: str) -> Iterator[Line]:
 
 
 def _update(number: int, step: Step) -> Iterator[Line]:
-    """Yield lines of step `number`: gradients from the head down, gradient norms, then moments and weights from the embedding up."""
+    """Yield lines of step `number`: gradients from head to embedding, gradient norms, moments and weights from embedding to head."""
     floor = 1e-3 * max((g.abs().max().item() for g in step.gradients.values()), default=0.0)
     for name in sorted(step.gradients, key=depth, reverse=True):
         yield Line(number, "gradient", name, step.gradients[name], floor)
@@ -117,7 +117,7 @@ def _update(number: int, step: Step) -> Iterator[Line]:
 
 
 def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
-    """The values of both lines, with 0 at tokens that are NaN in both, such as the encoder's tokens in a line of the decoder."""
+    """The values of both lines, with 0 for tokens that neither tape has (NaN), such as source tokens in a line of the decoder."""
     if got.value.shape != want.value.shape:
         return got.value, want.value
     neither = got.value.isnan() & want.value.isnan()
@@ -125,7 +125,7 @@ def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
 
 
 def _deviation(got: Line, want: Line) -> float:
-    if want.phase == "losses and load":  # compared number by number, because counts are larger than losses
+    if want.phase == "losses and load":  # relative to each single number, because counts are larger than losses
         if got.value.shape != want.value.shape or not bool(got.value.isfinite().all()):
             return float("inf")
         return ((got.value - want.value).abs() / want.value.abs().clamp(min=1e-3)).max().item()
@@ -133,7 +133,7 @@ def _deviation(got: Line, want: Line) -> float:
 
 
 class Standard:
-    """The reference of failed cases: its tape, and the allowed deviation of each line. Both are computed when first used."""
+    """The tape of a reference case, and the allowed deviations from it."""
 
     def __init__(self, expected: Expected) -> None:
         self.twin, self.expected = expected.twin, expected
@@ -149,7 +149,7 @@ class Standard:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, str], float]:
-        """(step, phase) -> largest allowed relative deviation of its lines: twice the effect of rounding, up to this phase."""
+        """(step, phase) -> largest allowed relative deviation of its lines: twice the effect of rounding in this and earlier phases."""
         first, *others = [{line.key: line for line in lines(tape)} for tape in self._rounded()]
         found: dict[tuple[int, str], float] = {}
         most = 0.0
@@ -159,7 +159,7 @@ class Standard:
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """Yield tapes of the reference: first the reference itself, then runs with random rounding or with other orders of sums."""
+        """Yield tapes whose differences show the effect of rounding: of the reference, then with random rounding or sums reordered."""
         if rounds(self.twin):
             one = alone(self.twin)
             yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
@@ -176,13 +176,15 @@ class Standard:
         return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
-        """Return the first line of a case's tape `got`, or else loss of its `result`, that deviates too far; None if none does."""
+        """Return the first line of the tape `got` that deviates too far, else the first such loss of `result`, else None. Both are of
+        `case`.
+        """
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
         for want in lines(self.tape):
             first = {line.key: line for line in recomputed if want.phase == "loss" and line.step == want.step}
             pairs = [(want, held.get(want.key))]
-            # the twin recomputes nothing, so a recomputed output is compared with the case's own first one
+            # the twin recomputes nothing, so recomputed outputs are compared with the same case's outputs of the forward pass
             pairs += [(held[line.step, "forward", line.name], line) for line in first.values()]
             for right, line in pairs:
                 found = self._judged(right, line, case)
@@ -212,11 +214,11 @@ class Standard:
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """Text about a layer's output: first micro-batch that deviates, its data rank, number of deviating tokens; "" for other lines."""
+    """Text on which tokens of a module's output deviate: first micro-batch, its data-parallel rank, number; "" for other lines."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
     got, right = _known_values(line, want)
-    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # [T], True where a token deviates; NaN does
+    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # [T]: whether the token deviates, also by NaN
     length = case.run().model.read_length
     sequences = sorted({int(t) // length for t in off_T.nonzero()[:, 0]})
     each, size = case.batch // case.dp, max(1, case.batch // case.dp // case.microbatches)
