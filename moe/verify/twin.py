@@ -41,9 +41,7 @@ _EXPERT = ("w1", "w2", "w3")  # matrices of an expert
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers of a run. losses: of every step. Of step 0: balance loss, gradient norm, gradients and updated weights, by checkpoint
-    name.
-    """
+    """Numbers of a run: the losses of all steps, and of step 0 balance loss, gradient norm, gradients and weights after the update."""
 
     losses: list[float]
     balance: float

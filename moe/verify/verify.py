@@ -32,7 +32,7 @@ from parallel.errors import BadInput, counted, cut
 
 Say = Callable[[str], None]
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
-say_now: Say = partial(print, flush=True)  # so that each row is printed at once, also into a pipe
+say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
 
 
 def main(
@@ -95,7 +95,7 @@ def main(
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return the case's table row: name in NUMBERS -> deviation, `passed`, and in 16 bits `of_bound`, the largest ratio of deviation to limit.
+    """Return the case's table row: name in NUMBERS -> deviation, `passed`, and in 16 bits `of_bound`: largest ratio of deviation to limit.
 
     If a row in 16 bits fails, it is compared again with one process that takes all sums in the same order as its ranks, because a token
     that is nearly tied between experts may get another one only in that order.
@@ -119,9 +119,7 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], say: Say) -> None:
-    """For each (case, table row) that failed, print the errors of its ranks, or run it again on a tape and print where it first
-    deviates.
-    """
+    """For each (case, table row) that failed, print its ranks' errors, or run it again on a tape and print where it first deviates."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin, where = twin_of(case), "its ranks failed"

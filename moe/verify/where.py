@@ -176,9 +176,7 @@ class Standard:
         return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
-        """Return the first line of the tape `got` that deviates too far, else the first such loss of `result`, else None. Both are of
-        `case`.
-        """
+        """Return the first line of the case's tape `got` that deviates too far, else the first such loss in its `result`, else None."""
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
         for want in lines(self.tape):

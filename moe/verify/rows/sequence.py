@@ -1,4 +1,4 @@
-"""Layouts of sequence parallelism."""
+"""Lists the cases of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from parallel.sequence.kinds.catalog import SEQUENCES
 
 
 def sequence_cases() -> list[Case]:
-    """Return cases of every method with rotary and T5 positions; of every router, with groups of tokens that span ranks; and of some
-    methods with engines, data, expert, tensor and pipeline parallelism, recompute and 16 bits.
+    """Return cases of every method with rotary and T5 positions; of every router, whose capacity groups have tokens of several ranks; and
+    of some methods with engines, with other kinds of parallelism, with recompute and in 16 bits.
 
-    Pipelines use 16 tokens. With gshard, five layers and 24 tokens, one token is nearly tied between experts in the ninth step, and
-    rounding routes it differently, also on one process with attention in slices (docs/inside/log.md).
+    Sequences in pipelines have 16 tokens, not 24: with 24, gshard and five layers, a token is so nearly tied between two experts in the
+    ninth step that fp32 rounding changes its expert (docs/inside/log.md).
     """
     found = []
     for sp in divisors(BATCH)[1:]:
