@@ -63,9 +63,7 @@ def _empty_stage_cases() -> list[Case]:
 
 
 def staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    """Return a case of a pipeline, with ep = dp if the model has experts, and the least number >= 4 of micro-batches that the schedule
-    allows.
-    """
+    """Return a case of a pipeline, with ep = dp if the model has experts, and the fewest micro-batches >= 4 that its schedule allows."""
     dp, kind = world // pp, SCHEDULES[schedule]
     least = 2 * pp - 1 if schedule == "zb_h2" else 4  # zb_h2 needs more, or it moves no weight gradient into a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
