@@ -24,9 +24,7 @@ def in_turn(
     warmups: int = 2,
     before: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Return name in `work` -> seconds of its function in each round. Every second round runs the functions in reverse order, so that none
-    always runs after the same one. before: called before each function, outside the measured time.
-    """
+    """Return name in `work` -> its seconds in each round. Every second round runs them in reverse order. before: called before each."""
     for run in work.values():
         for _ in range(warmups):
             run()

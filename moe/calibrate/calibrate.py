@@ -47,9 +47,7 @@ SHARDED = (6, 64, 256, 2, 64, 16)  # the same sizes, for the FSDP and DDP steps 
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
-    """Measure, print the results and write the cluster file. out: its path (None: the user's machine.yaml). nproc: largest number of ranks
-    in measured collectives (None: number of cores or GPUs).
-    """
+    """Measure, print and write the cluster file `out` (None: the user's machine.yaml). nproc: most ranks in collectives, None: all."""
     if out is not None:
         check_writable(out, what="--out")
     began = time.perf_counter()

@@ -101,9 +101,7 @@ def launch_us(device: torch.device) -> float:
 
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Return all measurements of a device: `rates` (name in `dtypes` -> what `products` returns), `attention` (the same keys -> what
-    `attention` returns), `memory_gb_s` and `launch_us`.
-    """
+    """Return `rates` and `attention` (name in `dtypes` -> what these functions return), `memory_gb_s` and `launch_us` of the device."""
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
         "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},

@@ -1,15 +1,7 @@
 """Defines the tiny models of `moe verify`, and a Case: one of these models in one layout. Needs no torch.
 
-    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision, recompute, tiles
-    --kinds expert   every router  x  every dispatcher  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
-    --kinds tensor   every kind of tensor parallelism  x  models  x  engines  x  (tp, dp, pp, ep, etp)  x  precision, recompute, tiles
-    --kinds sequence every method of sequence parallelism  x  models and routers  x  engines  x  precision, recompute
-    --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  engines  x  precision, recompute
-
-moe/verify/kinds.py lists the cases, also `--kinds hybrid` (moe/verify/hybrid.py), which combines all of these kinds.
-
 Sizes differ from each other, so that swapped dims fail. Capacity and balance are counted over a sequence in models whose preset counts them
-over a rank or a micro-batch, because results would then depend on the layout by definition.
+over a rank or a micro-batch, because results would then depend on the layout by definition. moe/verify/kinds.py lists the cases.
 """
 
 from __future__ import annotations
@@ -144,7 +136,7 @@ LINES = ("1d", "dtensor", *FORMS)
 @dataclass(frozen=True)
 class Case:
     """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the dispatcher. Fields marked
-    "reference:" are of runs on one process, which they make sum partial results in the order of a layout's ranks.
+    "reference:" make a run on one process sum partial results in the order of a layout's ranks.
     """
 
     model: str

@@ -1,18 +1,16 @@
 """Computes the expected result of a case, and how far its numbers may deviate from it.
 
-    fp32           Expected: the plain twin, which computes in float64. Tolerance: 1e-5 for each number.
-    bf16, fp16     Expected: one process in that precision. Tolerance: twice the largest deviation between runs on one process that take the
-                   same sums in other orders (`reorderings`). A row that fails is compared again with one process in the row's own order.
-                   A row must also be near the plain twin, or errors that one process shares with it would not be seen: every number and
-                   every gradient within a bound that follows from the dtype's unit roundoff.
+    fp32           the plain twin in float64; tolerance 1e-5 for each number
+    bf16, fp16     one process in that precision. Tolerance: twice the largest deviation between runs on one process that take the same sums
+                   in other orders (`reorderings`). A row that fails is compared again with one process in the row's own order. Each number
+                   and gradient must also be near the float64 twin (`Bound`), or errors that all processes share would not be seen
 
-Cases in fp32 whose experts' matrix products round (moe/kernels/products.py) are compared as in 16 bits.
+In fp32, cases whose experts' matrix products round (moe/kernels/products.py) are compared as in 16 bits.
 
-The bound is measured by Monte Carlo arithmetic (Parker 1997). The twin runs in fp32, and every number that a 16-bit run would round
-(moe/verify/plain/model.py, Rounding) is multiplied by a random factor, forward and backward, which differs from 1 by at most the unit
-roundoff, 2^-8 or 2^-11. The bound is twice the largest deviation in MOST_DRAWS such runs, because a token that is nearly tied between two
-experts changes its expert only in some. Later runs can only raise the bound, so none are made for a row within the bound of the first
-DRAWS.
+The bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
+multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff, 2^-8 or 2^-11. The bound is twice the
+largest deviation in MOST_DRAWS such runs, because a token that is nearly tied between two experts changes its expert only in some. More
+than DRAWS runs are made only for rows beyond the bound so far.
 """
 
 from __future__ import annotations
@@ -42,9 +40,7 @@ DRAWS, MOST_DRAWS = 5, 32  # least and largest number of runs with random roundi
 
 
 def twin_of(case: Case) -> Case:
-    """Return the reference case: the same model and precision on one process. In 16 bits it also records how `case` splits the head, the
-    loss, layers and sequences, which changes only the tolerance (see `reorderings`).
-    """
+    """Return the reference case: one process. In 16 bits it records the splits of `case`, from which only the tolerance depends."""
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
     if case.precision != "fp32":
@@ -68,11 +64,9 @@ def alone(twin: Case) -> Case:
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
-    """Yield (case, kernels) of runs on one process that compute the same as `alone(twin)`, but take its sums in other orders.
-
-    Micro-batches also represent data-parallel replicas, which sum the same partial results over ranks. The kernels "reference" multiply by
-    gates later than "cpu". Tiles, parts, blocks and slices round partial results; they are used only if `twin` has them, because each
-    of them can move results more than micro-batches do, and would widen the tolerance of other rows.
+    """Yield (case, kernels) of runs on one process that compute the same as `alone(twin)` with sums in other orders. Micro-batches also
+    stand for data-parallel replicas. Tiles, parts, blocks and slices are used only if `twin` has them, because each would widen the
+    tolerance.
     """
     one = alone(twin)
     own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # set by `twin_of` if CUTS lacks the row's number
@@ -101,9 +95,7 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected `result` of cases with the reference case `twin`. tolerance: name in NUMBERS -> largest relative deviation allowed;
-    bound: limits the deviation from the float64 twin, only in 16 bits.
-    """
+    """The expected `result` of cases with reference case `twin`. tolerance: name in NUMBERS -> limit; bound: see `Bound`, None in fp32."""
 
     twin: Case
     result: Result
@@ -150,8 +142,8 @@ def _spread(twin: Case, baseline: Result) -> dict[str, float]:
 
 @dataclass
 class Bound:
-    """Limits the deviation of 16-bit runs from `exact`, the result of the float64 twin. drawn: number of runs with random rounding so far;
-    largest: name in NUMBERS or of a parameter (for its gradient) -> largest relative deviation allowed after these runs.
+    """Limits the deviation of 16-bit runs from the float64 twin's result, `exact`. drawn: number of runs with random rounding so far;
+    largest: name in NUMBERS, or of a parameter for its gradient -> largest relative deviation allowed.
     """
 
     twin: Case

@@ -1,18 +1,8 @@
 """Lists layouts that combine all kinds of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
 
-    feature     values                                                      ranks
-    schedule    none, and every schedule of the catalog                     2 stages
-    sequence    none, ring (three orders, and with ulysses inside),
-                lightseq, colossal_ring, ulysses                            2; ring with ulysses 4
-    tensor      none, 1d, 1d with slices, dtensor, 2d, 2.5d, 3d             2; 2d 4; 2.5d and 3d 8
-    dispatch    none, all_to_all (whole, in chunks), padded, all_gather,
-                hierarchical                                                the ranks of ep
-    data        ddp, fsdp, zero1, zero2, zero3                              all ranks that the other features leave
-    experts     whole, split over ep, over etp, over both                   the same ranks as the other features
-    model, recompute, precision
-
-A row has one value of every feature and becomes one case. moe/verify/pairwise.py chooses rows so that every two values of different
-features occur together in at least one row, unless the checks of recipes refuse this pair.
+A row has one value of each feature in FACTORS and becomes one case. moe/verify/pairwise.py chooses rows so that every two values of
+different features occur together in at least one row, unless the checks of recipes refuse this pair. Ranks that pp, tp and sp leave are
+data-parallel; ep and etp use the same ranks as the other axes.
 """
 
 from __future__ import annotations
@@ -57,9 +47,7 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return the rows of `--kinds hybrid`, in which every allowed pair of values occurs, and the refused pairs. Rows get fp32, which has
-    the fastest reference run, unless another precision adds more new pairs.
-    """
+    """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows prefer fp32, whose reference run is fastest."""
 
     def refuse(choice: Choice) -> BadInput | None:
         try:
@@ -91,9 +79,7 @@ def as_json(found: Covering) -> dict[str, dict[str, Any]]:
 
 
 def completed(chosen: Choice) -> Choice:
-    """Complete a row by the simplest value of every feature not in `chosen`. Features on which a chosen dispatcher or split of experts
-    depends get values with which it works.
-    """
+    """Complete a row by the simplest value of each other feature, or by those without which a chosen dispatcher or split cannot run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -105,8 +91,8 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row's case on `world` ranks; None: on as many ranks as the row needs, with dp of at least 2. Raises BadInput if `world` is
-    too small, and Idle if a value of the row has no effect.
+    """Return a row's case on `world` ranks; None: on as many as it needs, with dp of at least 2. Raises BadInput if `world` is too small,
+    and Idle if a value of the row has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
@@ -137,9 +123,8 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """Return the row's dp. ranks: pp * tp * sp; experts: ep * etp; sharers: sp. Raises BadInput if `world` is too small, also because an
-    engine that shards states needs at least two ranks of dp or sp.
-    """
+    """Return the row's dp. ranks: pp * tp * sp; experts: ep * etp; sharers: sp. Raises BadInput if `world` is too small."""
+    # an engine that shards states needs at least two ranks of dp or sp
     least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:
         return max(2, experts)

@@ -31,8 +31,8 @@ from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make the attention, cross-attention and dense networks of a whole model sum the partial results of tp ranks, in the order of the
-    ranks beginning with rank `first`. run: recipe with these degrees.tp and tensor.kind.
+    """Make the layers of a whole model, except MoE layers, sum the partial results that tp ranks have in the recipe `run`. The first is
+    that of rank `first`.
     """
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
@@ -54,8 +54,8 @@ def _without_hooks(layer: nn.Module) -> nn.Module:
 
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Compute each rank's partial result and return the sum. regions: for each rank, parameter name -> the rank's slice of it. Each partial
-    result gets its own view of x and of the encoder's output, so that autograd also sums their gradients by rank.
+    """Return the sum of the ranks' partial results. regions: for each rank, parameter -> its slice. Each partial result gets its own view
+    of x and of the encoder's output, so that autograd also sums their gradients by rank.
     """
     held = dict(layer.named_parameters())
     shares = []

@@ -1,8 +1,5 @@
-"""Computes attention on one process with the roundings of sequence-parallel ranks: one slice of keys after another, then merged.
-
-The ranks of Colossal-AI's ring compute all scores of a query at once and merge nothing. To simulate it, the code of each rank runs in turn,
-with the keys and values of all ranks.
-"""
+"""Computes attention on one process with the roundings of sequence-parallel ranks: one slice of keys after another, then merged. The
+ranks of Colossal-AI's ring compute all scores of a query at once, so their code runs instead, with the keys and values of all ranks."""
 
 from __future__ import annotations
 
@@ -62,9 +59,7 @@ class _InSlices(Method):
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Yield for each rank (positions of its queries, list of the blocks of scores that it computes). A block is (slice of these
-        queries, positions of the keys, further arguments of `attend`).
-        """
+        """Yield for each rank (positions of its queries, blocks): (slice of queries, positions of keys, more arguments of `attend`)."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []

@@ -44,9 +44,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (cases of a small version of the recipe at `path`, lines of text about refused layouts and about settings not tested). Raises
-    BadInput if one process cannot run it.
-    """
+    """Return (cases of a small version of the recipe, lines of text on refused layouts and settings not tested). Raises BadInput."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())

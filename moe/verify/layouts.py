@@ -59,10 +59,8 @@ def compute(
     tape: Tape | None = None,
     delayed_as: Case | None = None,
 ) -> Result:
-    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`).
-
-    meshes: degrees -> mesh, to reuse meshes of earlier cases. tape: records the first steps. delayed_as: a case with PipeDream or 2BW; on
-    one process, compute gradients at the older weights that its stages use.
+    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). meshes:
+    to reuse; tape: records the first steps; delayed_as: case whose pipeline stages (PipeDream, 2BW) give the older weights for gradients.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
@@ -204,8 +202,8 @@ def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """Return parameter name -> tensor of the whole shape. It has this rank's part of the gradient, weight or exp_avg (`what`), divided by
-    `scale`, and zeros elsewhere. Of equal copies on several ranks only one rank reports, so the sum over ranks is the whole tensor.
+    """Return name -> whole tensor with this rank's part of the gradient, weight or exp_avg (`what`) divided by `scale`, and zeros
+    elsewhere. Of equal copies on several ranks only one rank reports, so the sum over ranks is the whole tensor.
     """
     found: dict[str, Tensor] = {}
     layouts = engine.layouts if what == "weight" else parts(engine.layouts)[0]  # frozen parameters have neither gradients nor moments
@@ -224,9 +222,8 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
 def run_world(
     chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
 ) -> Iterator[tuple[Case, Ran]]:
-    """Run cases of `world` ranks on forked processes. Yield (case, its result) as soon as a case has ended; if its ranks fail, with the
-    text of their errors, and the remaining cases run on new processes. taped: also record the first steps. inside: see `Inside`. timeout_s:
-    limit for a case of up to four ranks, twice that for eight; None: LIMIT_S.
+    """Run cases of `world` ranks. Yield (case, its result) as soon as it has ended, or the errors of its ranks, after which new ranks run
+    the others. taped: also record the first steps. timeout_s: limit for a case of up to four ranks, twice that for eight; None: LIMIT_S.
     """
     left, loaded = list(chosen), {ENGINES[PLAIN].load}
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)

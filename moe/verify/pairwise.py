@@ -3,9 +3,8 @@
     factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
 
-Most faults of combinations need two values and few need three (Kuhn, Wallace, Gallo 2004), so rows with all pairs find most. Rows are
-chosen greedily as in AETG (Cohen, Dalal, Fredman, Patton 1997). A row begins with a pair that no earlier row has. Then it gets, one by one,
-the allowed value that adds the most new pairs. The result is deterministic.
+Most faults of combinations need only two values (Kuhn, Wallace, Gallo 2004). Rows are chosen greedily as in AETG (Cohen, Dalal, Fredman,
+Patton 1997): a row begins with a pair that no earlier row has, then gets, one by one, the allowed value that adds the most new pairs.
 """
 
 from __future__ import annotations

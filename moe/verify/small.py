@@ -1,10 +1,8 @@
 """Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
 
-    router, experts, layers, optimizer, dispatcher     as in the recipe
-    sizes, text, degrees                               replaced by those of a case (moe/verify/cases.py)
-
-The small recipe is compared with the plain twin if the twin implements it: AdamW, and no plug-ins that change numbers. Otherwise it is
-compared with one process of the trainer's code. Then faults that all layouts share are not found, and the tolerance is measured.
+Router, experts, layers, optimizer and dispatcher are those of the recipe; sizes, text and degrees those of a case (moe/verify/cases.py). If
+the plain twin does not implement the recipe (`known`), layouts are compared with one process of the trainer's code, which does not find
+faults that all layouts share.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adaf
 
 
 def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
-    """Return the settings that the small version takes from the recipe at `path` (section -> key -> value), with the dispatcher if ep > 1.
-    Raises BadInput for an optimizer object of the user's program, which ranks cannot import.
+    """Return the settings taken from the recipe at `path` (section -> key -> value), with its dispatcher if ep > 1. Raises BadInput for an
+    optimizer object of the user's program, which ranks cannot import.
     """
     run, _ = load(path)
     if run.optimizer.kind == "given":
@@ -74,9 +72,7 @@ def _latent(run: Run) -> dict[str, Any]:
 
 
 def _router(run: Run) -> dict[str, Any]:
-    """The recipe's router settings. Capacity and balance that count over the tokens of a rank, which no two layouts share, count over a
-    sequence instead.
-    """
+    """The recipe's router settings. Capacity and balance over a rank's tokens, which depend on the layout, are counted over a sequence."""
     spec = run.router
     changed = {"preset": spec.preset, "allow_noncausal": spec.allow_noncausal} | spec.own
     changed |= {"group": 1} if spec.group != "sequence" else {}

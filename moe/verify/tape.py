@@ -29,9 +29,7 @@ AGAIN = " again"  # ends the name of a module whose outputs come from recompute
 
 @dataclass
 class Step:
-    """Record of one step. reports: name of a router -> losses and counts (`_report` of twin.py); gradients, moments (exp_avg), weights:
-    parameter name -> tensor; norms: family of parameters or "total" -> gradient norm.
-    """
+    """Record of one step: router -> losses and counts (`_report` of twin.py), parameter -> tensor, family or "total" -> gradient norm."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -56,8 +54,7 @@ class Tape:
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record a module's outputs `values` [..., width] for the tokens with indices `places_T`. first: channel at which this rank's
-        outputs begin. A second record for the same tokens counts as recomputed."""
+        """Record outputs [..., width] of tokens, by their indices. first: channel at which this rank's outputs begin."""
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])

@@ -94,9 +94,7 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
 def _gradients(
     run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None
 ) -> tuple[float, Weights, dict[str, Layer]]:
-    """Run a batch forward and backward. Return (mean loss over predicted tokens, gradients of the weights named in `trained`, name of an
-    MoE layer -> its results).
-    """
+    """Run a batch forward and backward. Return (mean loss, gradients of the weights in `trained`, MoE layer's name -> its results)."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
     predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
     places = torch.arange(sequences[:, :-1].numel())
@@ -123,9 +121,7 @@ def _adapters(names: list[str]) -> list[str]:
 
 
 def _with_adapters(weights: Weights, lora: Lora) -> Weights:
-    """Merge LoRA adapters (arXiv 2106.09685) into their weights: W + alpha / r B A, with B [out, r] and A [r, in] for dense W [out, in].
-    For an expert's w1 [in, out] it is w1 + alpha / r w1_a w1_b.
-    """
+    """Merge LoRA adapters (arXiv 2106.09685): W + alpha / r B A for dense W [out, in]; w + alpha / r w_a w_b for experts' w [in, out]."""
     found = {name: w for name, w in weights.items() if name not in _adapters(list(weights))}
     for name in weights:
         if name.endswith(".lora_a"):

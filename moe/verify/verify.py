@@ -49,8 +49,8 @@ def main(
     """Run `moe verify`: print a table with a row for each layout of up to `nproc` processes. Returns 1 if a layout fails.
 
     kinds: comma-separated names of moe/verify/kinds.py. only: text that a row's layout, kind or precision contains. json: file of the
-    table. timeout_s: seconds after which a layout of up to four ranks fails (None: 120), for eight ranks doubled. go_on: keep rows of the
-    file that passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. say: prints a line.
+    table. timeout_s: limit for a layout of up to four ranks (None: 120), for eight ranks doubled. go_on: keep rows of the file that
+    passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. say: prints a line.
     """
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     started = time.perf_counter()
@@ -95,14 +95,11 @@ def main(
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return the case's table row: name in NUMBERS -> deviation, `passed`, and in 16 bits `of_bound`: largest ratio of deviation to limit.
-
-    If a row in 16 bits fails, it is compared again with one process that takes all sums in the same order as its ranks, because a token
-    that is nearly tied between experts may get another one only in that order.
-    """
+    """Return the case's table row: name in NUMBERS -> deviation, `passed`, and in 16 bits `of_bound`: largest deviation / limit."""
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row or not rounds(case):
         return row
+    # a token that is nearly tied between experts may get another one only in the order in which this layout takes its sums
     again = _row(case, ran, expected.in_the_order_of(case))
     return again if again["passed"] else row
 

@@ -1,13 +1,10 @@
 """Finds where a layout first deviates from its reference: the first tensor on their tapes that differs by more than rounding explains.
 
-A tape (moe/verify/tape.py) is read line by line. A line is one tensor, and lines are sorted so that a deviation comes before its effects:
+A line is one tensor of a tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step these
+phases follow each other: outputs of modules from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients from head to
+embedding; gradient norms; moments and weights after the update. After TAPED steps come the losses of the others.
 
-    step 0   phases: outputs of modules, from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients, from head to
-             embedding; gradient norms; moments and weights after the update
-    step 1   the same phases, then step 2; then the losses of the remaining steps
-
-Deviations grow from phase to phase. So a line may deviate by twice the largest effect that rounding has in its own or an earlier phase,
-which is measured by runs of the reference:
+A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. That is measured by runs of the reference:
 
     fp32        with every number changed at random by up to the unit roundoff of fp32 (as in moe/verify/expected.py); at most 1e-5
     bf16, fp16  in that precision with the sums in other orders (`reorderings`)
@@ -55,9 +52,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, more than `allowed`. place: text with micro-batch, rank and number of tokens. then: if the line is a
-    gradient norm, the first parameter whose update is wrong.
-    """
+    """A line that deviates by `found` > `allowed`. place: text; then: for a gradient norm, the first parameter whose update is wrong."""
 
     name: str
     phase: str

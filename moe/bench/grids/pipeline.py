@@ -50,9 +50,7 @@ HEADS = {
 def main(
     *, nproc: int | None = None, only: str = ",".join(HEADS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`. Returns 1 if a measured step time differs by more than 10 % from the simulated one, if torch's pipelining is
-    faster than ours, or if losses or gradients differ from torch's.
-    """
+    """`moe bench pipeline`. Returns 1 if a measured time differs by over 10 % from the simulated one, or if torch is faster or differs."""
     parts = only.split(",")
     for part in parts:
         if part not in HEADS:
@@ -114,9 +112,7 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
 
 
 def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int) -> list[dict[str, Any]]:
-    """Run every schedule on this rank. Return for each a dict: `steps`, the results of `_time`; `transfer`, seconds of a message between
-    two ranks; `all_reduce`, seconds of an all-reduce of one stage's gradient.
-    """
+    """Run every schedule on this rank. Return for each: `steps` (see `_time`), seconds of a `transfer` and of an `all_reduce`."""
     mesh = connect(rank, ranks)
     axis, found = mesh.axis("pp"), []
     for name in names:
@@ -126,9 +122,7 @@ def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: in
 
 
 def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
-    """Run `steps` steps after a warm-up step. Return for each a dict: `start` and `end`, the clock's seconds at its two ends; `actions`,
-    name of an action (operation and stage, as "F0") -> mean seconds.
-    """
+    """Run `steps` steps after a warm-up. Return for each: `start`, `end` in seconds, `actions`: operation and stage ("F0") -> seconds."""
     axis = mesh.axis("pp")
     # PASS_S is divided among a rank's stages; if each stage has copies on several ranks (chimera), every copy takes PASS_S
     share = 1.0 if len(schedule.homes[0]) > 1 else schedule.num_ranks / schedule.num_stages
@@ -181,9 +175,7 @@ def _all_reduce_seconds(axis: Axis) -> float:
 
 
 def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, reduction: float) -> Timeline:
-    """Simulate the schedule from measured seconds: actions[rank][name of an action], `transfer` of a message between two ranks,
-    `reduction` of an all-reduce of one stage's gradient.
-    """
+    """Simulate from measured seconds: actions[rank]["F0"], `transfer` of a message, `reduction` of an all-reduce of a gradient."""
 
     def cost(rank: int, action: Action) -> float:
         return reduction if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]
@@ -195,9 +187,7 @@ def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer:
 
 
 def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int = 2, rounds: int = 15) -> dict[str, Any]:
-    """Return a schedule's table row: step times of our and torch's pipelining, their median ratio, and the largest relative differences of
-    losses and gradients. size: sequences of a micro-batch.
-    """
+    """Return a schedule's table row: step times of our and torch's pipelining, and the largest relative differences of their results."""
     ranks = 2
     found = run_on_ranks(_compared, ranks, ranks, name, microbatches, width, size, rounds, timeout_s=300)
     seconds = slowest([rank["seconds"] for rank in found])
@@ -212,9 +202,7 @@ def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int =
 
 
 def _compared(rank: int, ranks: int, name: str, microbatches: int, width: int, size: int, rounds: int) -> dict[str, Any]:
-    """Run this rank's part of both pipelines. Return `seconds` ("ours" and "torch" -> seconds of each round), `losses` (the same keys ->
-    loss of each micro-batch, empty without the last stage) and `gradients`, their largest relative difference.
-    """
+    """Return `seconds` ("ours", "torch" -> of each round), `losses` (-> of each micro-batch) and largest difference of `gradients`."""
     mesh, schedule = connect(rank, ranks), schedule_for(name, ranks, microbatches)
     config = Model(num_layers=4, d_model=width, num_heads=4, d_ff=4 * width, max_length=128, tied_embeddings=False)
     inputs, targets = batch(microbatches, size, config.max_length)

@@ -32,9 +32,8 @@ from parallel.process.process import World
 
 
 class Stages:
-    """What the pipeline runtime calls on one rank (`Work` of parallel/pipeline/runtime.py). stages: stage number -> module, of this rank;
-    inputs: first stage's input for each micro-batch; crossing: shape of the tensors sent between stages; loss(output of the last stage,
-    index of the micro-batch); change(module): updates a stage's weights, None: weights are not updated.
+    """Work of the pipeline runtime on one rank. stages: number -> module; inputs: of the first stage, for each micro-batch; crossing: shape
+    of tensors between stages; loss(last output, micro-batch); change(module): updates a stage's weights, None: never.
     """
 
     dtype, device = torch.float32, CPU

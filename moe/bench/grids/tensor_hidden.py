@@ -41,9 +41,7 @@ Start = Callable[[Tensor, Axis], Started]
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward pass with one collective. collective: name of the function in parallel/tensor/overlapped.py that starts it;
-    run(axis, chunks): runs the pass; expected(chunks): exposed part of the collective's time.
-    """
+    """A pass with one collective: a function of parallel/tensor/overlapped.py. run(axis, chunks); expected(chunks): exposed part."""
 
     name: str
     collective: str
@@ -52,9 +50,7 @@ class Pass:
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Return on this rank, for each pass and number of chunks, three keys -> seconds of each round: "PASS CHUNKS", the same with " alone"
-    (without the collective) and with " slowed" (the collective takes LINK_S).
-    """
+    """Return key -> seconds of each round. Keys: "PASS CHUNKS", also with " alone" (no collective) and " slowed" (takes LINK_S)."""
     axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:

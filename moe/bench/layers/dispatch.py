@@ -102,9 +102,7 @@ def _label(case: LayerCase) -> str:
 
 
 def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """Time the limit, our layers and the named peers, with relu or swiglu networks (ffn). Print and return a table row for each; the last
-    rows are of peers that cannot run.
-    """
+    """Time the limit, our layers and the peers, with relu or swiglu networks (ffn). Print and return a table row for each."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
@@ -189,8 +187,8 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_moves(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return two table rows for each case: permute (tokens [T, D] to rows [R, D], sorted by expert) and unpermute. `share` is the
-    time of a plain copy of equal bytes, divided by the time of the permutation; at 1, it runs at the full memory bandwidth.
+    """Print and return two table rows for each case: permute (tokens [T, D] to rows [R, D], sorted by expert) and unpermute. `share`: time
+    of a plain copy of equal bytes / time of the permutation; at 1, it runs at full memory bandwidth.
     """
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _moves(case, rounds=rounds)]

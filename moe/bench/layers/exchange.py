@@ -119,9 +119,7 @@ def _exchanges(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> 
 
 
 def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, Any]]:
-    """Return a table row for each dispatcher and dtype: bytes that this rank sends, counted and by the formula; seconds; and their ratio
-    to the seconds of a plain all-to-all.
-    """
+    """Return a table row for each dispatcher and dtype: bytes that this rank sends, counted and by the formula, and seconds."""
     found, divide = [], divisors(ranks)
     degrees = (Degrees(dp=ranks, ep=ranks, ep_inner=divide[len(divide) // 2]), Degrees(dp=ranks, etp=ranks))
     mesh, by_hidden = (process.connect(d, World(rank, ranks)) for d in degrees)
@@ -142,9 +140,7 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Measure skewed routing before and after experts are moved. Return `largest_rank_before` and `largest_rank_after`: rows on the fullest
-    rank, divided by the mean over ranks; `over_before`: seconds after moving, divided by seconds before.
-    """
+    """Return `largest_rank_before` and `_after` experts are moved: rows on the fullest rank / mean; `over_before`: ratio of seconds."""
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
     load_E = torch.bincount(routing.expert_TK.flatten(), minlength=s.experts)

@@ -47,9 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Sizes and dtype of a layer, and its routing: balanced (experts get equally many rows), or skewed (expert 0 gets half of all rows, but
-    at most one row of each token; the other experts share the rest).
-    """
+    """Sizes, dtype and routing of a layer. balanced: equal loads; skewed: expert 0 gets half of all rows, at most one of each token."""
 
     shape: Shape
     dtype: torch.dtype
@@ -111,8 +109,8 @@ class Pass:
 
 
 def router_settings(k: int) -> dict[str, Any]:
-    """Return settings of a dropless top-k router: of preset switch (k = 1), glam (k = 2) or mixtral (k > 2). They are repeated here because
-    a machine with a GPU may lack the packages that read recipes and presets.
+    """Return settings of a dropless top-k router, as in preset switch (k = 1), glam (k = 2) or mixtral (k > 2). Not read from the presets,
+    because a machine with a GPU may lack the packages that they need.
     """
     plain: dict[str, Any] = dict(
         num_choices=k, input_norm="none", logits="linear", logit_cap=None, score="softmax", softmax_over="all", jitter=0.0, noise="none",
@@ -259,8 +257,8 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 
 def deepspeed_autoep(case: LayerCase) -> Pass:
-    """The layer with which DeepSpeed's AutoEP replaces transformers' Mixtral block, on one rank. AutoEP's classes build it without engine,
-    because the engine of DeepSpeed 0.19.8 fails with transformers 5.23.
+    """The layer by which DeepSpeed's AutoEP replaces transformers' Mixtral block, built without the engine, which does not run here
+    (DeepSpeed 0.19.8 with transformers 5.23).
     """
     auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
     from transformers import MixtralConfig, MixtralForCausalLM

@@ -50,9 +50,7 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Train on this rank with torch, with ours and, for kinds that use it, with DeepSpeed. Return `seconds`: each one's name -> seconds of
-    each round, and `losses`: name -> loss of each step.
-    """
+    """Train on this rank. Return `seconds`: "torch", "ours" and maybe "deepspeed" -> seconds of each round; `losses`: -> of each step."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": _torch(started, rank), "ours": lambda number: started.step(_tokens(rank, number), step=number).loss}
     if kind.by_deepspeed:

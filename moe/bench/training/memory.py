@@ -1,13 +1,11 @@
 """Measures the bytes of model states on each rank, and compares them with the ZeRO formulas (moe/plan/job/states.py).
 
-    torch holds    between the backward pass and the update: parameters, gradients, optimizer states and all other tensors
-                   (moe/bench/training/held.py), without buckets of a fixed size. In ZeRO stages 0 and 1 gradients count at their peak,
-                   because an engine may drop the gradients of other ranks before the backward pass returns
+    torch holds    bytes in tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
+                   1 gradients count at their peak, because an engine may drop other ranks' gradients before the backward pass returns
     resident       the process's memory at the same time, as the system reports it, minus its memory before the model and minus buckets
     device         with offload: bytes that remain on the device, and bytes moved to the host or to files on disk
 
-Every case runs in new processes, which return freed memory to the system. The model has two wide layers and few tokens, so that nearly all
-memory is model states.
+Every case runs in new processes. The model has two wide layers and few tokens, so that nearly all memory is model states.
 
 moe bench memory            ddp and ZeRO's stages on two ranks, 25M parameters: about 20 s on two idle cores
 moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, also a sparse model: many minutes
@@ -16,20 +14,24 @@ moe bench memory --kinds ddp,fsdp --only dense          only some rows of --full
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from moe.bench.timing import conclude
-from moe.bench.training.held import GradientPeak, Held, held, living, resident_bytes
 from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
 from moe.calibrate.own_step import Training
-from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
+from moe.plan.job.states import MIXED, STAGES, States, model_states, sparse_model_states
 from moe.train.start.prediction import storages
+from parallel.data.engine import Engine
 from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import DTYPES
 from parallel.process.extensions import missing_for_nvme
@@ -74,6 +76,83 @@ SPARSE = Shape(width=1152, hidden=4608, experts=8)
 QUICK = Shape(width=1024, hidden=4096)
 
 
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process's anonymous memory, after the C library has returned its free memory to the system."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def living() -> list[Tensor]:
+    """Return every tensor known to Python's garbage collector."""
+    time.sleep(0.1)  # gloo's threads drop the tensors of the last message a little later
+    gc.collect()
+    return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+
+
+def shards_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield this rank's shards of the parameters in DeepSpeed's ZeRO stage 3; nothing in other engines."""
+    yield from (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
+
+
+def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield (tensor, its gradient or None) for every parameter and every state of all optimizers in this process."""
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
+            yield stepped, stepped.grad
+        for state in optimizer.state.values():
+            yield from ((value, None) for value in state.values() if isinstance(value, Tensor))
+
+
+def _buckets(engine: Engine) -> Iterator[Tensor]:
+    zero = getattr(getattr(engine, "engine", None), "optimizer", None)
+    for bucket in getattr(zero, "ipg_buckets", {}).values():
+        yield from [bucket.buffer] if isinstance(bucket.buffer, Tensor) else bucket.buffer or ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes in tensor storages, by purpose. shards: the part of states.parameters that is DeepSpeed's parameter shards (ZeRO-3); buckets:
+    in which DeepSpeed collects gradients; other: all other storages that are newer than the model, also those kept by mistake.
+    """
+
+    states: States
+    shards: int
+    buckets: int
+    other: int
+
+
+def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
+    """Return the bytes that torch now holds for the model. before: addresses of storages that are older than the model."""
+    shards = storages(shards_of(model))
+    parameters = shards | storages(model.parameters())
+    stepped = list(_of_optimizers())
+    waiting = [p.grad for p in model.parameters()] + [grad for _, grad in stepped] + [grad for _, grad in engine.owned_gradients()]
+    gradients = (grad for grad in waiting if grad is not None)
+    sizes, counted = [], set(before)
+    for tensors in (parameters, storages(t for t, _ in stepped), storages(gradients), storages(_buckets(engine)), storages(living())):
+        sizes.append(sum(size for where, size in tensors.items() if where not in counted))
+        counted |= tensors.keys()
+    return Held(States(sizes[0], sizes[2], sizes[1]), sum(shards.values()), sizes[3], sizes[4])
+
+
+class GradientPeak:
+    """Watches all later backward passes. gradients: peak bytes of all p.grad; resident: bytes of the process's memory at that peak."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.gradients, self.resident = model, 0, 0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._look)
+
+    def _look(self, _: Tensor) -> None:
+        now = sum(storages(p.grad for p in self.model.parameters() if p.grad is not None).values())
+        if now > self.gradients:
+            self.gradients, self.resident = now, resident_bytes()
+
+
 def warm_up(shape: Shape, precision: str) -> None:
     """Run matrix products of the model's sizes, so that the matrix library allocates its scratch memory before memory is measured."""
     dtype = DTYPES[precision]
@@ -102,9 +181,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
 
 
 def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """Return a table row: measured and expected bytes of a rank, and relative errors. resident: growth of the process's memory; disk: bytes
-    in files, divided by the number of ranks.
-    """
+    """Return a rank's table row: measured and expected bytes. resident: growth of the process's memory; disk: its bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
     sizes = {name: torch.Size(layout.shape).numel() for name, layout in started.layouts.items()}
@@ -143,8 +220,8 @@ def print_papers_table(say: Callable[[str], None] = print) -> None:
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
-    """Return cases as (shape, kind, number of ranks): the kinds `names` (None: all) on each number of ranks that divides nproc. Left out:
-    peers on one rank, offload on other numbers than two, sparse models on one rank, of peers or offloaded to disk. Raises BadInput.
+    """Return (shape, kind, number of ranks) for the kinds `names` (None: all) on each number of ranks that divides nproc, without those
+    cases that cannot run or would repeat others. Raises BadInput.
     """
     nvme = missing_for_nvme()
     if names is None and nvme:
@@ -162,8 +239,8 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
-    """`moe bench memory`. Returns 1 if a kind's bytes (with offload: its bytes on the device) differ by over 5 % from the formula. only:
-    dense or sparse. If kinds, only and full are not given, four kinds run on two ranks with a smaller model.
+    """`moe bench memory`. Returns 1 if a kind's bytes (with offload: on the device) differ by over 5 % from the formula. only: dense or
+    sparse. Without kinds, only and full, four kinds run on two ranks with a smaller model.
     """
     quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]
     chosen = quick if kinds is None and only is None and not full else cases(kinds, nproc)

@@ -101,9 +101,7 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print for each recipe its validation losses and their differences from the dense recipe's. Return whether all mean differences of
-    sparse recipes are negative.
-    """
+    """Print each recipe's losses and their differences from the dense recipe. Return whether every sparse recipe's mean is lower."""
     by: dict[str, list[dict[str, Any]]] = {recipe: [r for r in rows if r["recipe"] == recipe] for recipe in RECIPES}
     base = {r["seed"]: r["validation_loss"] for r in by[BASELINE]}
     print(f"{'recipe':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} {'minus dense, by seed':>28}")

@@ -32,9 +32,7 @@ Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 
 @dataclass(frozen=True)
 class Layer:
-    """Results of an MoE layer. y: output [T, D]; gates [T, E]: 0 for experts without a slot for the token; counts: for each expert, number
-    of tokens that chose it; kept: number of choices with a slot. The auxiliary losses are not yet weighted.
-    """
+    """Results of an MoE layer. y [T, D]: output; gates [T, E]: 0 without a slot; counts: choices by expert; kept: choices with a slot."""
 
     y: Tensor
     gates: Tensor
@@ -141,10 +139,9 @@ def network(
     swiglu: Swiglu = _PLAIN_GATING,
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
-    """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices are [in, out].
-
-    `biases` are added to x w1 and x w3; `scale` (dropout) multiplies the hidden units. With `swiglu`, h = x w1 and g = x w3 give
-    h sigmoid(alpha h) (g + offset), with h and |g| at most `limit`.
+    """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices are [in, out]. biases: added to x w1
+    and x w3; scale: multiplies hidden units (dropout); swiglu: (h sigmoid(alpha h) (g + offset)) w2 with h = x w1 <= limit, |g = x w3| <=
+    limit.
     """
     assert w1 is not None and w2 is not None
     hidden, up = (None if w is None else cast(multiply(x, cast(w))) for w in (w1, w3))

@@ -34,9 +34,7 @@ Begins = list[list[bool]] | None  # [sequence][position]: whether a document beg
 
 @dataclass
 class Rounding:
-    """Casts tensors to `dtype`. With unit > 0 it casts to fp32 and multiplies each number by a random factor between 1 - unit and 1 + unit,
-    forward and backward: the effect of a format with this unit roundoff.
-    """
+    """Casts tensors to `dtype`. With unit > 0 it multiplies each number by a random factor in 1 +- unit instead, forward and backward."""
 
     dtype: torch.dtype = torch.float32
     unit: float = 0.0
@@ -69,9 +67,7 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of a forward pass. loss: cross-entropy, summed over tokens; layers: name of an MoE layer -> its results; ahead: loss of
-    multi-token prediction, summed over tokens, mean over depths.
-    """
+    """Results of a forward pass. loss, and ahead (multi-token prediction, mean over depths): summed over tokens; layers: by name."""
 
     loss: Tensor
     layers: dict[str, Layer]
@@ -274,9 +270,7 @@ def _rotated(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
 
 
 def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
-    """Angle in radians by which channel pair `pair` (of `half` pairs) rotates per position: base^(-pair / half), scaled by rope.scaling
-    (YaRN: 2309.00071).
-    """
+    """Angle in radians by which channel pair `pair` of `half` rotates per position: base^(-pair / half), scaled by rope.scaling."""
     rate = math.pow(rope.base, -pair / half)
     if rope.scaling in ("ntk", "dynamic"):  # pair p is divided by factor^(p / last pair)
         factor = rope.factor
@@ -290,7 +284,7 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
     most = rope.high or (4 if rope.scaling == "llama3" else 32)
     if rope.scaling == "llama3":
         share = (rope.trained_length * rate / (2 * math.pi) - rope.low) / (most - rope.low)
-    else:  # yarn: `share`, the weight of the unscaled rate, falls linearly from 1 at pair `fast` to 0 at pair `slow`
+    else:  # yarn (arXiv 2309.00071): `share`, the weight of the unscaled rate, falls linearly from 1 at pair `fast` to 0 at pair `slow`
         fast, slow = (half * math.log(rope.trained_length / (2 * math.pi * turns), rope.base) for turns in (most, rope.low))
         if rope.whole_pairs:
             fast, slow = math.floor(fast), math.ceil(slow)

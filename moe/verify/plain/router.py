@@ -21,9 +21,7 @@ from parallel.numerics.random import key_of, uniform
 
 @dataclass(frozen=True)
 class Tokens:
-    """The T tokens of an MoE layer. places [T]: index of each token in the step's batch; valid: False for padding; sequence_tokens: tokens
-    of a sequence; seed, step: seeds of `draw`.
-    """
+    """Tokens of an MoE layer. places [T]: indices in the step's batch; valid: False for padding; sequence_tokens: tokens of a sequence."""
 
     ids: list[int]
     places: Tensor
@@ -69,9 +67,7 @@ def route(
 
 
 def _gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
-    """Gates [T, E], 0 for experts not chosen. By spec.gates they are not normalised, or sum to 1 over a token's choices, or over its
-    choices that have a slot.
-    """
+    """Gates [T, E], 0 for experts not chosen. spec.gates: as they are, or with sum 1 over a token's choices, or over those with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -147,9 +143,7 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[
 
 
 def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
-    """SparseMixer: draw each token's experts one after another among those with logits near the best. Return (for each token its experts,
-    gates [T, E]).
-    """
+    """Draw each token's experts among those with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]

@@ -50,8 +50,8 @@ def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterab
 
 
 def tiled_cases() -> list[Case]:
-    """Return cases of tiled networks, heads and losses, in uneven tiles and chunks, on several engines, with ep and etp. In 16 bits
-    networks are not tiled, because the measured tolerance does not include their rounding; tests/parallel/data/test_tiling.py tests these.
+    """Return cases of tiled networks, heads and losses, with ep and etp. In 16 bits networks are not tiled, because the measured tolerance
+    does not include their rounding (see tests/parallel/data/test_tiling.py).
     """
     return [
         Case(model, kind, world, ep, m, precision, recompute, etp, tiles=5 if precision == "fp32" else 1, head_tiles=3, chunks=chunks)

@@ -11,9 +11,8 @@ from parallel.mesh.mesh import divisors
 
 
 def expert_cases() -> list[Case]:
-    """Return cases of every router with every dispatcher that ep allows, then of models with options of published models, each with one
-    dispatcher. To save cases, routers with an even number have full recompute only with 1 micro-batch and selective recompute only with
-    3, and routers with an odd number the reverse, so that every dispatcher is tested with all four combinations.
+    """Return cases of every router with every dispatcher that ep allows, then of options of published models with one dispatcher each. To
+    save cases, every second router has full recompute only with 1 micro-batch and selective only with 3, the others the reverse.
     """
     found = [
         Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)

@@ -14,9 +14,7 @@ THREE = ("dense", "gshard", "deepseek")
 
 
 def pipeline_cases() -> list[Case]:
-    """Return cases of every schedule, with recompute, in each precision, and with engines that shard states over replicas of the pipeline.
-    They include tied embeddings on two stages of one rank or of two, and stages with and without experts.
-    """
+    """Return cases of every schedule in each precision, with recompute, and with engines that shard over replicas of the pipeline."""
     found = []
     for world, pp in ((2, 2), (4, 4), (4, 2)):
         for name, kind in SCHEDULES.items():

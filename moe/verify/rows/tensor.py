@@ -21,10 +21,7 @@ def tensor_cases() -> list[Case]:
 
 
 def _line_cases() -> list[Case]:
-    """Cases of tensor.kind 1d, which splits heads, hidden units and vocabulary over tp. With tp 4, each of the 2 key-value heads is on two
-    ranks. tp ranks are also ep ranks, and in some cases etp ranks. The vocabulary splits evenly, unlike in
-    tests/parallel/tensor/test_vocabulary.py.
-    """
+    """Cases of tensor.kind 1d, which splits heads, hidden units and vocabulary over tp. tp ranks are also ep ranks, some also etp."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
         one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
@@ -55,9 +52,7 @@ def _halves_cases() -> list[Case]:
 
 
 def _grid_cases() -> list[Case]:
-    """Cases of 2D, 2.5D and 3D tensor parallelism, which split weights and activations into blocks. The batch of 24 sequences divides
-    evenly over eight ranks, and so does the vocabulary, unlike in tests/parallel/tensor/test_grids.py.
-    """
+    """Cases of 2D, 2.5D and 3D tensor parallelism, which split weights and activations into blocks."""
     found = []
     for tensor, tp in SMALLEST.items():
         one = partial(Case, world=tp, tp=tp, tensor=tensor, microbatches=1, batch=24)
@@ -108,9 +103,7 @@ def _sliced_cases() -> list[Case]:
 
 
 def _overlapped_cases() -> list[Case]:
-    """Cases of tensor.overlap_chunks: collectives in chunks of unequal lengths that overlap with matrix products. With and without
-    sequence_parallel, with engines, recompute, bf16, and a schedule that delays weight gradients (zb_h1).
-    """
+    """Cases of tensor.overlap_chunks, in unequal chunks: with sequence_parallel, engines, recompute, bf16, and a pipeline."""
     one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
     found = [one("gshard", "fsdp", ep=2, tensor="overlapped"), one("dense", "zero3", ep=1, tensor="overlapped", recompute="full")]
     found += [one("gshard", kind, ep=2, tensor="overlapped_sliced") for kind in ("ddp", "zero3")]
