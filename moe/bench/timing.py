@@ -14,15 +14,11 @@ from moe.launch import exit_codes
 from parallel.errors import BadInput, did_you_mean
 
 CPU = torch.device("cpu")
+Run = Callable[[], object]
 
 
 def in_turn(
-    work: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    device: torch.device = CPU,
-    warmups: int = 2,
-    before: Callable[[], object] | None = None,
+    work: Mapping[str, Run], *, rounds: int, device: torch.device = CPU, warmups: int = 2, before: Run | None = None
 ) -> dict[str, list[float]]:
     """Return name in `work` -> its seconds in each round. Every second round runs them in reverse order. before: called before each."""
     for run in work.values():
@@ -77,7 +73,7 @@ def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict
     return row if race.most is None else row | {"passed": low <= race.most}
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+def peak_bytes(run: Run, device: torch.device) -> int:
     """Return how many bytes torch allocates at most during run(), in addition to those allocated before. On a CPU, only tensors count."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

@@ -1,8 +1,9 @@
 """`moe plan --calibrate`: measures this machine and writes a cluster file, by which `moe plan --cluster FILE` and `moe train` predict time.
 
-    kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel      one rank for each core, in parallel
-    links.py        collectives by number of ranks and bytes                                   2, 4, 8, ... ranks up to --nproc
-    own_step.py     whole training steps of small models, each rank by itself                  time that is not spent in products
+    kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel: one rank on each core, in parallel
+    collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, by gloo on CPU cores or NCCL on GPUs. With more ranks than
+                    cores, times include waiting for a core, as in training
+    own_step.py     whole training steps of small models, each rank by itself: the time that is not spent in products
 
 The predicted time of a step is products + attention + launch_us * kernels + pointwise * streamed bytes + step_ms. A least-squares fit of
 relative errors, without negative values, to the measured steps gives launch_us, pointwise and step_ms. gather_us is the time that each of
@@ -14,14 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
-from moe.calibrate import kernels, links, own_step
+from moe.calibrate import kernels, own_step
 from moe.launch import exit_codes
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Between, Cluster, Inside, mapping_of, measured_file
@@ -39,6 +42,11 @@ from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
 SOURCE = "moe plan --calibrate"
+# collectives: bytes of a rank's input of all_reduce and all_to_all, of its output of all_gather, or of a message (send)
+SIZES = (4096, 65536, 524288, 4 * 2**20)
+KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
+CALLS = 25
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first name is that of newer versions of torch
 MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same time
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
 # (layers, width, hidden, heads, positions, sequences) of each model, ordered by the part of a step's time that products take
@@ -71,7 +79,7 @@ def host(ranks: int) -> Cluster:
     """Measure a host without accelerators. In the returned cluster each of `ranks` processes (at least two) is a device on shared cores."""
     ranks, cores = max(2, ranks), usable_cores()
     at_once = min(cores, MOST_AT_ONCE)
-    found = _typical(run_on_ranks(_of_core, at_once, timeout_s=TIMEOUT_S))
+    found = _typical(run_on_ranks(_measured, at_once, "cpu", timeout_s=TIMEOUT_S))
     core = device(processor(), memory_limit_bytes() / 2**30, 1, found)
     times = _times(ranks, "cpu")
     between = Between(node_gb_s=1.0, device_gb_s=1.0, share=1.0, latency_us=100.0, tree_us=100.0)
@@ -83,7 +91,7 @@ def host(ranks: int) -> Cluster:
 def _gpus(count: int, ranks: int) -> Cluster:
     """Measure `count` GPUs of one kind: kernels on the first, and NCCL collectives on up to `ranks` of them."""
     times = _times(min(ranks, count), "cuda")  # first, because processes forked after CUDA's start cannot use it
-    (found,) = run_on_ranks(_of_gpu, 1, timeout_s=TIMEOUT_S)
+    (found,) = run_on_ranks(_measured, 1, "cuda:0", timeout_s=TIMEOUT_S)
     gpu = device(found["name"], found["memory_gib"], found["units"], found)
     linked = inside(times) if times else Inside({1: 1.0}, 10.0, 0.0, 1.0)
     between = Between(node_gb_s=25.0, device_gb_s=25.0, share=0.85, latency_us=14.0, tree_us=14.0)
@@ -94,23 +102,59 @@ def _gpus(count: int, ranks: int) -> Cluster:
 # --- measurements on ranks -------------------------------------------------------------------------------------------
 
 
-def _of_core(_: int) -> dict[str, Any]:
-    return kernels.measure(own_step.CPU, {kind: d for kind, d in _DTYPES.items() if kind == "fp32" or multiplies(d, own_step.CPU)})
-
-
-def _of_gpu(_: int) -> dict[str, Any]:
-    made, device = torch.cuda.get_device_properties(0), torch.device("cuda", 0)
-    found = kernels.measure(device, {kind: dtype for kind, dtype in _DTYPES.items() if multiplies(dtype, device)})
+def _measured(_: int, place: str) -> dict[str, Any]:
+    device = torch.device(place)
+    with_bf16 = {"bf16": torch.bfloat16} if multiplies(torch.bfloat16, device) else {}
+    found = kernels.measure(device, {"fp32": torch.float32, **with_bf16})
+    if device.type == "cpu":
+        return found
+    made = torch.cuda.get_device_properties(device)
     return found | {"name": made.name, "memory_gib": made.total_memory / 2**30, "units": made.multi_processor_count}
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
+    """Measure every kind of collective on these ranks. Return kind -> bytes -> median microseconds of a call. place: cpu or cuda."""
+    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
+    group = dist.new_group(backend="nccl") if place == "cuda" else dist.group.WORLD
+    found: dict[str, dict[int, float]] = {}
+    for kind in KINDS:
+        found[kind] = {}
+        for size in SIZES:
+            seconds = torch.tensor(_collective_seconds(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+            found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes cannot take longer: then another program was running
+            found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
+    return found
+
+
+def _collective_seconds(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> list[float]:
+    """Return the seconds of each of CALLS calls on this rank, after two warm-up calls."""
+    whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
+    part = whole[: whole.numel() // ranks].clone()
+    other = torch.empty_like(whole)
+    seconds: list[float] = []
+    for _ in range(CALLS + 2):
+        dist.barrier(group=group)
+        began = time.perf_counter()
+        if kind == "all_reduce":
+            dist.all_reduce(whole, group=group)
+        elif kind == "all_gather":
+            _all_gather(other, part, group=group)
+        elif kind == "all_to_all":
+            dist.all_to_all_single(other, whole, group=group)
+        elif rank < 2:
+            (dist.send if rank == 0 else dist.recv)(whole, 1 - rank, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds[2:]
 
 
 def _times(ranks: int, place: str) -> dict[int, dict[str, dict[int, float]]]:
     """Measure collectives. Return number of ranks (2, 4, 8 ... and `ranks`) -> kind -> bytes -> microseconds. place: cpu or cuda."""
     counts = sorted({n for n in (2, 4, 8, 16, 32, 64, ranks) if 1 < n <= ranks})
-    return {n: run_on_ranks(links.measure, n, n, place, timeout_s=TIMEOUT_S)[0] for n in counts}
+    return {n: run_on_ranks(collectives, n, n, place, timeout_s=TIMEOUT_S)[0] for n in counts}
 
 
 def _threads(cores: int) -> dict[int, float]:
@@ -170,9 +214,9 @@ def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> D
 
 def inside(times: dict[int, dict[str, dict[int, float]]]) -> Inside:
     """Return bandwidth and latency inside one machine. times: number of ranks -> kind of collective -> bytes -> microseconds."""
-    smallest, largest, two = min(links.SIZES), max(links.SIZES), times[min(times)]
+    smallest, largest, two = min(SIZES), max(SIZES), times[min(times)]
     bus = {n: round((n - 1) / n * largest / found["all_gather"][largest] / 1e3, 4) for n, found in times.items()}
-    tables = {kind: {n: found[kind] for n, found in times.items()} for kind in links.KINDS if kind != "send"}
+    tables = {kind: {n: found[kind] for n, found in times.items()} for kind in KINDS if kind != "send"}
     pair, tables["send"] = round(largest / two["send"][largest] / 1e3, 4), {2: two["send"]}
     return Inside(bus_gb_s=bus, latency_us=two["all_reduce"][smallest], hop_us=0.0, pair_gb_s=pair, times=tables)
 

@@ -29,7 +29,6 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
 from parallel.process import process
-from parallel.process.process import World
 
 CPU = torch.device("cpu")
 STEPS = 9
@@ -48,7 +47,7 @@ class Training:
     executor: Executor
 
     @staticmethod
-    def start(values: dict[str, Any], world: World, *, peer: Peer | None = None) -> Training:
+    def start(values: dict[str, Any], world: process.World, *, peer: Peer | None = None) -> Training:
         """Start the run of a recipe (section -> key -> value). peer: makes the engine instead of the trainer. Collective."""
         run = check_run(build_run(values), world.size)
         mesh = process.connect(run.mesh_degrees(), world)
@@ -86,7 +85,7 @@ def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = 
     step in turn, so that changes of the machine's speed affect them equally. alone: every rank trains by itself; seconds are CPU time.
     """
     clock = time.process_time if alone else time.perf_counter
-    runs = [Training.start(values, World() if alone else World(rank, ranks, rank, ranks)) for values in recipes]
+    runs = [Training.start(values, process.World() if alone else process.World(rank, ranks, rank, ranks)) for values in recipes]
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(WARM_UP + STEPS):
         for run, of in zip(runs, seconds, strict=True):

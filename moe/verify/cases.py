@@ -72,10 +72,9 @@ HALVES: dict[str, dict[str, Any]] = {
     },
 }
 # models that combine options of published models
-_LINEAR = {"optimizer": LINEAR}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gpt_oss": _LINEAR
-    | {
+    "gpt_oss": {
+        "optimizer": LINEAR,
         "model": {
             "sliding_window": 4, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
             "rope": {"fraction": 2 / 3, "base": 300.0}, "swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0},
@@ -166,7 +165,7 @@ class Case:
     blocks: int = 1  # reference: matrix products are summed from blocks x blocks blocks, as on a grid of tp ranks (moe/verify/in_parts.py)
     sp: int = 1
     attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`
-    slices: int = 0  # reference: attention is merged from this number of sequence slices (moe/verify/in_slices.py); 0: torch's attention
+    slices: int = 0  # reference: attention is merged from this number of sequence slices (moe/verify/in_parts.py); 0: torch's attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
     recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)

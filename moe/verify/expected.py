@@ -108,7 +108,8 @@ class Expected:
         if plain and not rounds(twin):
             return Expected(twin, reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE))
         result = compute(alone(twin), delayed_as=twin)
-        tolerance = {number: max(FP32_TOLERANCE, 2 * value) for number, value in _spread(twin, result).items()}
+        others = [compare(compute(case, kernels=kernels, delayed_as=twin), result) for case, kernels in reorderings(twin)]
+        tolerance = {number: max(FP32_TOLERANCE, *(2 * other[number] for other in others)) for number in NUMBERS}
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
@@ -132,12 +133,6 @@ def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
         while found.bound is not None and found.bound.drawn < DRAWS:
             found.bound.draw()
         yield asdict(found)
-
-
-def _spread(twin: Case, baseline: Result) -> dict[str, float]:
-    """Run all `reorderings`. Return name in NUMBERS -> largest relative deviation of one from `baseline`."""
-    found = [compare(compute(case, kernels=kernels, delayed_as=twin), baseline) for case, kernels in reorderings(twin)]
-    return {number: max(f[number] for f in found) for number in NUMBERS}
 
 
 @dataclass

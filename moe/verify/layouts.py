@@ -26,8 +26,7 @@ from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.numbers import LayerNumbers, Numbers
 from moe.train.start.state import extra_owned
 from moe.verify.cases import OVERFLOWS, Case
-from moe.verify.in_parts import in_blocks, in_parts
-from moe.verify.in_slices import in_slices
+from moe.verify.in_parts import in_blocks, in_parts, in_slices
 from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result, ages, version_read
@@ -39,7 +38,6 @@ from parallel.numerics.precision import LossScale
 from parallel.optim.given import Given
 from parallel.process import process
 from parallel.process.fork import each_on_ranks
-from parallel.process.process import World
 from parallel.store.checkpoint import pieces
 
 _CPU = torch.device("cpu")
@@ -66,7 +64,7 @@ def compute(
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
     degrees, meshes = run.mesh_degrees(), {} if meshes is None else meshes
     if degrees not in meshes:
-        meshes[degrees] = process.connect(degrees, World(rank, case.world))
+        meshes[degrees] = process.connect(degrees, process.World(rank, case.world))
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=_CPU)
     if case.slices:

@@ -16,6 +16,7 @@ from itertools import combinations
 
 from parallel.errors import BadInput
 
+Factors = Mapping[str, Sequence[str]]  # factor -> its values
 Choice = dict[str, str]  # a row, or a part of one: factor -> value
 Pair = tuple[tuple[str, str], tuple[str, str]]  # ((factor, value), (later factor, value))
 
@@ -29,13 +30,13 @@ class Covering:
     refused: dict[Pair, BadInput]
 
 
-def every_pair(factors: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
+def every_pair(factors: Factors) -> Iterator[Pair]:
     """Yield every pair of values of two factors, in the order of the factors."""
     for one, other in combinations(factors, 2):
         yield from (((one, a), (other, b)) for a in factors[one] for b in factors[other])
 
 
-def pairs_of(row: Choice, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
+def pairs_of(row: Choice, factors: Factors) -> list[Pair]:
     """Return all pairs that the row contains."""
     return list(combinations([(factor, row[factor]) for factor in factors if factor in row], 2))
 
@@ -55,11 +56,7 @@ def together(pairs: Sequence[Pair]) -> list[str]:
 
 
 def cover(
-    factors: Mapping[str, Sequence[str]],
-    *,
-    complete: Callable[[Choice], Choice],
-    refuse: Callable[[Choice], BadInput | None],
-    first_of: Sequence[str] = (),
+    factors: Factors, *, complete: Callable[[Choice], Choice], refuse: Callable[[Choice], BadInput | None], first_of: Sequence[str] = ()
 ) -> Covering:
     """Choose rows that contain every pair that is not refused. complete(values): the simplest row with these values; refuse(row): why the
     row is refused, or None. A pair is refused if the simplest row with it is refused. Among values that add equally many new pairs, a

@@ -57,7 +57,9 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     values["train"] = {"compile": run.train.compile}
     if sparse:
         values["router"] = _router(run)
-        experts["num_experts"] = _num_experts(run)
+        at_least = 2 * method_of(run.router).experts_needed(run.router)
+        unit = lcm(4, run.router.expert_groups)
+        experts["num_experts"] = unit * max(1, -(-at_least // unit))
         if ep > 1:
             values["dispatch"] = {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)}
             values["dispatch"] |= {"node_size": ep} if run.dispatch.node_size else {}  # hierarchical: one node with all ranks
@@ -79,13 +81,6 @@ def _router(run: Run) -> dict[str, Any]:
     changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table has a row for each id of the recipe's vocabulary
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
     return changed | ({"min_capacity": 1} if spec.min_capacity > 1 else {})
-
-
-def _num_experts(run: Run) -> int:
-    spec = run.router
-    unit = lcm(4, spec.expert_groups)
-    needed = method_of(spec).experts_needed(spec)
-    return unit * max(1, -(-2 * needed // unit)) if needed * 2 > unit else unit
 
 
 def not_compared(run: Run) -> list[str]:

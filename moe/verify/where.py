@@ -135,12 +135,9 @@ class Standard:
 
     @cached_property
     def tape(self) -> Tape:
-        tape = Tape.of(self.twin)
         if rounds(self.twin):
-            compute(alone(self.twin), tape=tape, delayed_as=self.twin)
-        else:
-            reference(self.twin, tape=tape, steps=TAPED)
-        return tape
+            return self._of_process(alone(self.twin), "cpu")
+        return self._of_twin(None)
 
     @cached_property
     def allowed(self) -> dict[tuple[int, str], float]:
@@ -155,19 +152,20 @@ class Standard:
 
     def _rounded(self) -> Iterator[Tape]:
         """Yield tapes whose differences show the effect of rounding: of the reference, then with random rounding or sums reordered."""
-        if rounds(self.twin):
-            one = alone(self.twin)
-            yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
-            return
         yield self.tape
-        for seed in range(DRAWS):
-            tape = Tape.of(self.twin)
-            reference(self.twin, rounding=Rounding(unit=ROUNDOFF, seed=seed), tape=tape, steps=TAPED)
-            yield tape
+        if rounds(self.twin):
+            yield from (self._of_process(case, kernels) for case, kernels in reorderings(self.twin))
+        else:
+            yield from (self._of_twin(Rounding(unit=ROUNDOFF, seed=seed)) for seed in range(DRAWS))
 
-    def _taped(self, case: Case, kernels: str) -> Tape:
+    def _of_process(self, case: Case, kernels: str) -> Tape:
         tape = Tape.of(case)
         compute(case, kernels=kernels, tape=tape, delayed_as=self.twin)
+        return tape
+
+    def _of_twin(self, rounding: Rounding | None) -> Tape:
+        tape = Tape.of(self.twin)
+        reference(self.twin, rounding=rounding, tape=tape, steps=TAPED)
         return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:

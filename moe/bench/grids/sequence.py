@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +30,6 @@ from parallel.mesh.collectives import Messages, all_gather, start_shift
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from parallel.sequence import ring
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.order import Order
@@ -52,7 +52,7 @@ RACES = (
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
     """`moe bench sequence`. Returns 1 if a method is slower than its peer: if the lower quartile of their ratio of seconds is above 1."""
     torch.set_num_threads(1)
-    with_peer = peers != "none" and _peer() is not None
+    with_peer = peers != "none" and find_spec("ring_attention_pytorch") is not None
     times = slowest(run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600))
     rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
     rows.append(_hidden_row(times, nproc))
@@ -71,7 +71,7 @@ def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
 
 
 def _times(rank: int, ranks: int, rounds: int, with_peer: bool) -> dict[str, list[float]]:
-    axis = process.connect(Degrees(sp=ranks), World(rank, ranks)).axis("sp")
+    axis = process.connect(Degrees(sp=ranks), process.World(rank, ranks)).axis("sp")
     held = LENGTH // ranks
     generator = torch.Generator().manual_seed(rank)
     q, k, v = (torch.randn(BATCH, n, held, HEAD_SIZE, generator=generator).requires_grad_() for n in (HEADS, KV_HEADS, KV_HEADS))
@@ -108,19 +108,12 @@ def _gathered(axis: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _peers(axis: Axis, kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    attend, striped = _peer(), kind == "striped"
-    assert attend is not None
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    striped = kind == "striped"
     q, k, v = (rearrange(x, "b h l c -> b l h c") for x in (q, k, v))
-    found: Tensor = attend(q, k, v, None, True, q.shape[1] if striped else 512, True, striped, None, axis.size)
+    found: Tensor = ring_flash_attn(q, k, v, None, True, q.shape[1] if striped else 512, True, striped, None, axis.size)
     return found
-
-
-def _peer() -> Callable[..., Tensor] | None:
-    try:
-        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
-    except ImportError:
-        return None
-    return ring_flash_attn  # type: ignore[no-any-return]
 
 
 class _Slowed(Messages):

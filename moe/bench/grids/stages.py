@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,30 +29,26 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.weights import Versions
 from parallel.process import process
-from parallel.process.process import World
 
 
+@dataclass
 class Stages:
     """Work of the pipeline runtime on one rank. stages: number -> module; inputs: of the first stage, for each micro-batch; crossing: shape
     of tensors between stages; loss(last output, micro-batch); change(module): updates a stage's weights, None: never.
     """
 
+    stages: Mapping[int, nn.Module]
+    schedule: Schedule
+    rank: int
+    inputs: Sequence[Tensor]
+    crossing: tuple[int, ...]
+    loss: Callable[[Tensor, int], Tensor]
+    change: Callable[[nn.Module], None] | None = None
     dtype, device = torch.float32, CPU
 
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        schedule: Schedule,
-        rank: int,
-        *,
-        inputs: Sequence[Tensor],
-        crossing: tuple[int, ...],
-        loss: Callable[[Tensor, int], Tensor],
-        change: Callable[[nn.Module], None] | None = None,
-    ) -> None:
-        self.stages, self.inputs, self.crossing, self.loss, self.change = stages, inputs, crossing, loss, change
-        self.last, order = schedule.num_stages - 1, schedule.orders[rank]
-        self.versions = {s: Versions(list(m.parameters()), order, s) for s, m in stages.items()} if change is not None else {}
+    def __post_init__(self) -> None:
+        order, stages = self.schedule.orders[self.rank], {} if self.change is None else self.stages
+        self.versions = {stage: Versions(list(module.parameters()), order, stage) for stage, module in stages.items()}
         self.losses: dict[int, Tensor] = {}
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
@@ -59,7 +56,7 @@ class Stages:
 
     def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
         output: Tensor = self.stages[stage](self.inputs[microbatch] if x is None else x)
-        if stage < self.last:
+        if stage < self.schedule.num_stages - 1:
             return output
         loss = self.loss(output, microbatch)
         self.losses[microbatch] = loss.detach()
@@ -166,7 +163,7 @@ def schedule_for(name: str, ranks: int, microbatches: int) -> Schedule:
 
 def connect(rank: int, ranks: int) -> Mesh:
     """Return a mesh whose only axis is pp, with all `ranks` ranks. Collective: connects the processes."""
-    return process.connect(Degrees(pp=ranks), World(rank, ranks))
+    return process.connect(Degrees(pp=ranks), process.World(rank, ranks))
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:

@@ -29,7 +29,6 @@ from moe.bench.timing import in_turn
 from parallel.mesh.collectives import Started
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
-from parallel.process.process import World
 from parallel.tensor import overlapped
 
 LINK = 0.75  # `counted`: simulated time of a whole collective, if one product takes 1
@@ -51,7 +50,7 @@ class Pass:
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
     """Return key -> seconds of each round. Keys: "PASS CHUNKS", also with " alone" (no collective) and " slowed" (takes LINK_S)."""
-    axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
+    axis = process.connect(Degrees(tp=ranks), process.World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:
         real: Start = getattr(overlapped, one.collective)

@@ -211,7 +211,7 @@ def _moves(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
         source = torch.ones(numbers // 2, dtype=case.dtype, device=case.device)
         copied = torch.empty_like(source)
         times = min(MOST_MOVES, max(1, MOVED_BYTES[case.device.type] // moved))
-        repeated = {"ours": _repeated(move, times), "copy": _repeated(partial(copied.copy_, source), times)}
+        repeated = {"ours": partial(_repeat, move, times), "copy": partial(_repeat, partial(copied.copy_, source), times)}
         seconds = in_turn(repeated, rounds=rounds, device=case.device)
         speed = {name: moved * times / statistics.median(values) / 1e9 for name, values in seconds.items()}
         share, dtype = ratio(seconds["copy"], seconds["ours"]), str(case.dtype).removeprefix("torch.")
@@ -223,9 +223,6 @@ def _moves(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def _repeated(run: Callable[[], object], times: int) -> Callable[[], None]:
-    def work() -> None:
-        for _ in range(times):
-            run()
-
-    return work
+def _repeat(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()

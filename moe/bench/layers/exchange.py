@@ -37,7 +37,6 @@ from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
 from parallel.mesh.traffic import Load
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPARE = 1.25  # padded dispatch: an expert's slots are this many times its rows
@@ -122,7 +121,7 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
     """Return a table row for each dispatcher and dtype: bytes that this rank sends, counted and by the formula, and seconds."""
     found, divide = [], divisors(ranks)
     degrees = (Degrees(dp=ranks, ep=ranks, ep_inner=divide[len(divide) // 2]), Degrees(dp=ranks, etp=ranks))
-    mesh, by_hidden = (process.connect(d, World(rank, ranks)) for d in degrees)
+    mesh, by_hidden = (process.connect(d, process.World(rank, ranks)) for d in degrees)
     counters = (mesh.communicator, by_hidden.communicator)
     for dtype_name, dtype in DTYPES.items():
         x_TD = torch.ones(shape.tokens, shape.width, dtype=dtype)
@@ -141,7 +140,7 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
     """Return `largest_rank_before` and `_after` experts are moved: rows on the fullest rank / mean; `over_before`: ratio of seconds."""
-    mesh = process.connect(Degrees(dp=ranks, ep=ranks), World(rank, ranks))
+    mesh = process.connect(Degrees(dp=ranks, ep=ranks), process.World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
     load_E = torch.bincount(routing.expert_TK.flatten(), minlength=s.experts)
     dist.all_reduce(load_E)

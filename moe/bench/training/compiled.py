@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ def _rows(width: int, precision: str, rounds: int, *, with_peer: bool) -> list[d
     tokens_BL = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     steps = {"plain": _ours(width, precision, tokens_BL, compiled=False), "compiled": _ours(width, precision, tokens_BL, compiled=True)}
     races = [Race(f"compiled over plain, {width} wide, {precision}", "compiled", "plain", 1.0)]
-    if with_peer and (peer := _llama(width, precision, tokens_BL)) is not None:
-        steps["whole"] = peer
+    if with_peer and find_spec("transformers"):
+        steps["whole"] = _llama(width, precision, tokens_BL)
         races.append(Race(f"compiled over transformers compiled whole, {width} wide, {precision}", "compiled", "whole", None))
     first, losses = {}, {}
     for name, step in steps.items():
@@ -70,12 +71,10 @@ def _ours(width: int, precision: str, tokens_BL: Tensor, *, compiled: bool) -> S
     return step
 
 
-def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
-    """Return a step of transformers' Llama, or None if transformers is not installed. In bf16, weights stay in fp32 as in our model."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return None
+def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step:
+    """Return a step of transformers' Llama. In bf16, weights stay in fp32 as in our model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": LENGTH}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, **sizes)).train()
     fast: Any = torch.compile(model, dynamic=False)

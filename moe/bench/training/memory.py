@@ -18,7 +18,7 @@ import ctypes
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,13 +210,13 @@ def papers_gb(parameters: float, ranks: int) -> list[float]:
     return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
 
 
-def print_papers_table(say: Callable[[str], None] = print) -> None:
+def print_papers_table() -> None:
     """Print table 1 of the ZeRO paper, computed by the formulas with which the measurements are compared."""
-    say("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
-    say(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
+    print("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
+    print(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
     for parameters in (7.5e9, 128e9, 1e12):
         for ranks in (1, 4, 16, 64, 256, 1024):
-            say(f"{parameters / 1e9:>10g}B{ranks:>6}" + "".join(f"{size:>10.4g}" for size in papers_gb(parameters, ranks)))
+            print(f"{parameters / 1e9:>10g}B{ranks:>6}" + "".join(f"{size:>10.4g}" for size in papers_gb(parameters, ranks)))
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:

@@ -18,6 +18,8 @@ from parallel.numerics.random import key_of, uniform
 
 # T tokens, D model, E experts
 
+Lists = list[list[int]]  # for each token, a list of experts
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -55,9 +57,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
     return F.softplus(logits).sqrt()
 
 
-def route(
-    scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec
-) -> tuple[list[list[int]], list[list[int]], Tensor]:
+def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Lists, Tensor]:
     """Choose experts. Return (for each token its chosen experts, for each token those of them that have a slot for it, gates [T, E])."""
     fixed, fixed_logits = scores.detach(), logits.detach()
     mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
@@ -66,7 +66,7 @@ def route(
     return chosen, kept, _gates(scores, logits, chosen, kept, spec) if mixed is None else spec.gate_scale * mixed[1]
 
 
-def _gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
+def _gates(scores: Tensor, logits: Tensor, chosen: Lists, kept: Lists, spec: RouterSpec) -> Tensor:
     """Gates [T, E], 0 for experts not chosen. spec.gates: as they are, or with sum 1 over a token's choices, or over those with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
@@ -78,7 +78,7 @@ def _gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[l
     return gates * spec.gate_scale
 
 
-def _raw_gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], spec: RouterSpec) -> Tensor:
+def _raw_gates(scores: Tensor, logits: Tensor, chosen: Lists, spec: RouterSpec) -> Tensor:
     """Gates [T, E] before normalisation, 0 for experts not chosen: scores, or the softmax over the logits of the chosen experts."""
     mask = mask_of(chosen, scores.shape[1])
     return logits.masked_fill(~mask, -math.inf).softmax(1) if spec.softmax_over == "chosen" else scores * mask
@@ -89,7 +89,7 @@ def inside(numbers: Tensor) -> Tensor:
     return numbers.clamp(2.0**-24, 1 - 2.0**-24)
 
 
-def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     """For each token, the list of its chosen experts: best first; for expert choice in ascending order."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
@@ -98,20 +98,20 @@ def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, toke
     return CHOOSE[spec.select](liked if bias is None else liked + bias, logits, name, tokens, spec)
 
 
-def _top_k(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _top_k(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     return [best(row, spec.num_choices) for row in liked.tolist()]
 
 
-def _group_limited(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _group_limited(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     return [best(_limited(row, spec), spec.num_choices) for row in liked.tolist()]
 
 
-def _sinkhorn(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _sinkhorn(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     plan = torch.cat([_even_plan(logits[rows], [tokens.valid[t] for t in rows]) for rows in groups_of(tokens, spec)])
     return _top_k(plan, logits, name, tokens, spec)
 
 
-def _hash(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _hash(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     if spec.hash_table is None:
         return _top_k(uniform(key_of("hash", f"{name}.router"), torch.tensor(tokens.ids), liked.shape[1]), logits, name, tokens, spec)
     table = json.loads(Path(spec.hash_table).read_text())
@@ -119,9 +119,9 @@ def _hash(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: Router
     return [found if isinstance(found := rows_of_ids[token], list) else [found] for token in tokens.ids]
 
 
-def _experts_choose(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _experts_choose(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     rows: list[list[float]] = liked.tolist()
-    chosen: list[list[int]] = [[] for _ in rows]
+    chosen: Lists = [[] for _ in rows]
     num_experts = len(rows[0])
     for group in groups_of(tokens, spec):
         slots = slots_of(spec, len(group), num_experts)
@@ -133,7 +133,7 @@ def _experts_choose(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, sp
     return chosen
 
 
-CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[int]]]] = {
+CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], Lists]] = {
     "top_k": _top_k,
     "group_limited": _group_limited,
     "expert_choice": _experts_choose,
@@ -142,13 +142,13 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[
 }  # router.select -> function of (scores with noise and bias, logits, name of the layer, tokens, spec); returns each token's experts
 
 
-def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
+def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Tensor]:
     """Draw each token's experts among those with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
     halfway = tokens.draw(f"{name}.router.midpoint", count).tolist()
-    chosen: list[list[int]] = [[] for _ in rows]
+    chosen: Lists = [[] for _ in rows]
     gates = []
     for t, row in enumerate(rows):
         gate = torch.zeros(experts, dtype=logits.dtype)
@@ -196,7 +196,7 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
     return logits.double() + column.log()
 
 
-def _ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
+def _ask(chosen: Lists, scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
     """[token][choice]: whether the choice needs a slot. Padding needs none. GShard's second choice needs one with probability 2 g_2."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
@@ -219,16 +219,14 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
     return min(group_tokens, max(whole, spec.min_capacity))
 
 
-def _admit(
-    chosen: list[list[int]], asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
-) -> list[list[int]]:
+def _admit(chosen: Lists, asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     """For each token, those of its chosen experts that have a slot for it. Slots are given in the order of `_queue`. asks: see `_ask`."""
-    kept: list[list[int]] = [[] for _ in chosen]
+    kept: Lists = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):
         slots = None if spec.select == "expert_choice" else slots_of(spec, len(group), num_experts)
         free = [math.inf if slots is None else slots] * num_experts
-        for t, k in _queue(list(group), chosen, scores, logits, name, tokens, spec):
+        for t, k in _queue(group, chosen, scores, logits, name, tokens, spec):
             expert = chosen[t][k]
             if asks[t][k] and free[expert] > 0:
                 free[expert] -= 1
@@ -237,7 +235,7 @@ def _admit(
 
 
 def _queue(
-    group: list[int], chosen: list[list[int]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
+    group: range, chosen: Lists, scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[tuple[int, int]]:
     """All choices of a group's tokens as (token, index of the choice), in the order in which they get slots."""
     most = max(map(len, chosen))
@@ -262,6 +260,6 @@ def groups_of(tokens: Tokens, spec: RouterSpec) -> list[range]:
     return [range(start, start + each) for start in range(0, len(tokens.ids), each)]
 
 
-def mask_of(lists: list[list[int]], num_experts: int) -> Tensor:
+def mask_of(lists: Lists, num_experts: int) -> Tensor:
     """Bool [T, E]: whether the list of experts lists[t] contains expert e."""
     return torch.tensor([[expert in experts for expert in range(num_experts)] for experts in lists])

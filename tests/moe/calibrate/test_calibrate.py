@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from moe.calibrate import calibrate, kernels, links, own_step
+from moe.calibrate import calibrate, kernels, own_step
 from moe.cli.main import main
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
@@ -31,7 +31,7 @@ def host(cores: int, *, threads: dict[int, float] | None = None) -> Cluster:
         "memory_gb_s": 10.0,
         "launch_us": 1.5,
     }
-    table = {kind: dict.fromkeys(links.SIZES, 1000.0) for kind in links.KINDS}
+    table = {kind: dict.fromkeys(calibrate.SIZES, 1000.0) for kind in calibrate.KINDS}
     inside = calibrate.inside(dict.fromkeys((2, 4, 8), table))
     device = calibrate.device("a processor", 8.0, 1, found)
     known = load_cluster("v100-8")
@@ -155,7 +155,7 @@ def test_this_machine_is_measured_and_predicted_for(
     monkeypatch.setattr(kernels, "SECONDS", 0.01)
     monkeypatch.setattr(kernels, "PRODUCTS", ((64, 32, 32), (256, 128, 64)))
     monkeypatch.setattr(kernels, "STREAM_BYTES", 2**20)
-    monkeypatch.setattr(links, "SIZES", (4096, 65536))
+    monkeypatch.setattr(calibrate, "SIZES", (4096, 65536))
     monkeypatch.setattr(calibrate, "STEPS", ((1, 32, 64, 2, 32, 2), (2, 64, 128, 2, 48, 4), (1, 96, 256, 2, 64, 4)))
     monkeypatch.setattr(calibrate, "SHARDED", (1, 32, 64, 2, 32, 8))
     monkeypatch.setattr(own_step, "STEPS", 2)
