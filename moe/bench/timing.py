@@ -64,7 +64,7 @@ class Race:
 
 
 def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict[str, Any]:
-    """Print and return a table row: median and quartiles over rounds of seconds, ours / theirs. It passes if the lower one is <= `most`."""
+    """Print and return a table row: median and quartiles over rounds of seconds, ours / theirs. Passes if the lower quartile <= `most`."""
     ratios = [a / b for a, b in zip(seconds[race.ours], seconds[race.theirs], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     took, processes = statistics.median(seconds[race.ours]), f"{ranks} rank{'s' * (ranks > 1)}"

@@ -40,7 +40,7 @@ DRAWS, MOST_DRAWS = 5, 32  # least and largest number of runs with random roundi
 
 
 def twin_of(case: Case) -> Case:
-    """Return the reference case: one process. In 16 bits it records the splits of `case`, from which only the tolerance depends."""
+    """Return the reference case: one process. In 16 bits it records the splits of `case`, on which only the tolerance depends."""
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
     if case.precision != "fp32":
@@ -69,13 +69,13 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     tolerance.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # set by `twin_of` if CUTS lacks the row's number
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # the row's number if CUTS lacks it (`twin_of`)
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS, *own))
-        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b is b + a
+        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b = b + a
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES)

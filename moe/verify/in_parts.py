@@ -40,8 +40,8 @@ from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make the layers of a whole model, except MoE layers, sum the partial results that tp ranks have in the recipe `run`. The first is
-    that of rank `first`.
+    """Make the layers of a whole model, except MoE layers, sum the partial results of the tp ranks of the recipe `run`, beginning with rank
+    `first`.
     """
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
@@ -147,11 +147,11 @@ class _InSlices(Method):
                 total.q_BHLC[:, :, queries] += found.q_BHLC
                 total.k_BKSC[:, :, there] += found.k_BKSC
                 total.v_BKSC[:, :, there] += found.v_BKSC
-                total.add(found, queries=None, keys=None)  # without slices, `add` adds only the gradient of the bias table
+                total.add(found, queries=None, keys=None)  # here adds only the gradient of the table of position biases
         return total
 
     def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Yield for each rank (positions of its queries, blocks): (slice of queries, positions of keys, more arguments of `attend`)."""
+        """Yield for each rank (positions of its queries, blocks). A block: (slice of its queries, positions of keys, other arguments)."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         for rank, mine in enumerate(tokens):
             work = []

@@ -58,7 +58,8 @@ def compute(
     delayed_as: Case | None = None,
 ) -> Result:
     """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). meshes:
-    to reuse; tape: records the first steps; delayed_as: case whose pipeline stages (PipeDream, 2BW) give the older weights for gradients.
+    those of earlier cases, reused; tape: records the first steps; delayed_as: case with PipeDream or 2BW, whose older weights one process
+    uses for its gradients.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
@@ -220,8 +221,9 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
 def run_world(
     chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
 ) -> Iterator[tuple[Case, Ran]]:
-    """Run cases of `world` ranks. Yield (case, its result) as soon as it has ended, or the errors of its ranks, after which new ranks run
-    the others. taped: also record the first steps. timeout_s: limit for a case of up to four ranks, twice that for eight; None: LIMIT_S.
+    """Run cases of `world` ranks. Yield (case, its result) when a case has ended. If its ranks fail, the result is the text of their
+    errors, and new ranks run the other cases. taped: also record the first steps. timeout_s: limit for a case of up to four ranks, twice
+    that for eight; None: LIMIT_S.
     """
     left, loaded = list(chosen), {ENGINES[PLAIN].load}
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)

@@ -20,7 +20,7 @@ _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_s
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
 _WINDOW = 4  # largest sliding window; shorter than the sequences of all cases
-# for parameters that begin at 0. After step 0 these are lr g / (|g| + eps). If eps is small, an error of a tiny g changes that fully
+# for parameters that begin at 0 and are lr g / (|g| + eps) after step 0: with a small eps, an error of a tiny g could reverse their sign
 LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
@@ -32,7 +32,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     run, _ = load(path)
     if run.optimizer.kind == "given":
         needed = "an optimizer by its name, so that ranks can import it"
-        raise BadInput("optimizer.kind", got="given", needed=needed, fix="write module:name: docs/use/plugins.md")
+        raise BadInput("optimizer.kind", got="given", needed=needed, fix="write optimizer.kind as module:name (docs/use/plugins.md)")
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     model = {key: value for key, value in m.model_dump().items() if key not in _SIZES_OF_MODEL}
     experts = {key: value for key, value in x.model_dump().items() if key not in _SIZES_OF_EXPERTS}

@@ -1,7 +1,7 @@
-"""Stores the rows of `moe verify` in the file of --json after every few seconds, so that --go_on can continue an interrupted run of hours.
+"""Writes the rows of `moe verify` to the file of --json every few seconds, so that --go_on can continue an interrupted run of hours.
 
---go_on keeps the rows of the file that passed, each with the commit that it tested, and runs all other rows. If the file does not exist
-yet, it runs all rows, so that scripts can always pass --go_on.
+--go_on keeps the rows of the file that passed, with the commit that each tested, and runs all other rows. If the file does not exist yet,
+it runs all rows, so that scripts can always pass --go_on.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Table:
         if others := sum(map(len, there.values())):
             got = f"{self.file} with {others} passed rows that are not part of this run"
             needed = "the flags with which it was begun, because those rows would be lost"
-            raise BadInput("--go_on", got=got, needed=needed, fix="the same --kinds, --only and --nproc, or another --json FILE")
+            raise BadInput("--go_on", got=got, needed=needed, fix="give the same --kinds, --only and --nproc, or another --json FILE")
         self.kept, self.tolerances = len(self._rows), before["tolerances"]
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """Return a line of text for the user: how many rows are kept, from which commits other than the current one `now`, and left."""
+        """Return a line for the user: numbers of rows kept and left, and commits of the kept rows except the current one, `now`."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})

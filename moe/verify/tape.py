@@ -29,7 +29,7 @@ AGAIN = " again"  # ends the name of a module whose outputs come from recompute
 
 @dataclass
 class Step:
-    """Record of one step: router -> losses and counts (`_report` of twin.py), parameter -> tensor, family or "total" -> gradient norm."""
+    """Record of one step. reports: router -> losses and counts (`_report` of twin.py); norms: family or "total" -> norm of gradients."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Tape:
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record outputs [..., width] of tokens, by their indices. first: channel at which this rank's outputs begin."""
+        """Record outputs [..., width] of the tokens with these indices. A second record of theirs is recompute. first: first channel."""
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])

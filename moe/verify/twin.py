@@ -142,7 +142,7 @@ def _report(layer: Layer) -> Tensor:
 
 
 def version_read(step: int, age: int) -> int:
-    """Return the number of updates that the weights have had with which a step's gradient is computed. age: updates that a stage lags."""
+    """Return how many updates the weights have had with which the gradient of `step` is computed. age: number of updates of the delay."""
     return max(min(step, 1), step - age)  # step 1 has the weights after one update, because the pipeline drains after step 0
 
 

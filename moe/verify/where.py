@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found` > `allowed`. place: text; then: for a gradient norm, the first parameter whose update is wrong."""
+    """A line that deviates by `found`, more than `allowed`. place: which tokens; then: for a gradient norm, the first wrong update."""
 
     name: str
     phase: str

@@ -34,7 +34,8 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-PASS_S, UPDATE_S = 0.02, 0.005  # sleep of all stages of a rank together: in a forward pass or either half of a backward pass; in an update
+PASS_S = 0.02  # seconds for which the stages of a rank sleep together: in a forward pass, in the backward pass for inputs or for weights
+UPDATE_S = 0.005  # likewise in an update of the weights
 ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, target token ids) of a micro-batch -> its loss
@@ -50,7 +51,9 @@ HEADS = {
 def main(
     *, nproc: int | None = None, only: str = ",".join(HEADS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`. Returns 1 if a measured time differs by over 10 % from the simulated one, or if torch is faster or differs."""
+    """`moe bench pipeline`. Returns 1 if a measured time differs by over 10 % from the simulated one, or if torch's pipelining is faster
+    than ours or gives other results.
+    """
     parts = only.split(",")
     for part in parts:
         if part not in HEADS:
@@ -112,7 +115,9 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
 
 
 def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int) -> list[dict[str, Any]]:
-    """Run every schedule on this rank. Return for each: `steps` (see `_time`), seconds of a `transfer` and of an `all_reduce`."""
+    """Run every schedule on this rank. Return for each: `steps` (see `_time`), and seconds: `transfer` of a message, `all_reduce` of a
+    gradient.
+    """
     mesh = connect(rank, ranks)
     axis, found = mesh.axis("pp"), []
     for name in names:
@@ -122,7 +127,9 @@ def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: in
 
 
 def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
-    """Run `steps` steps after a warm-up. Return for each: `start`, `end` in seconds, `actions`: operation and stage ("F0") -> seconds."""
+    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end` (clock), `actions` (such as "F0", forward of stage 0 ->
+    mean seconds).
+    """
     axis = mesh.axis("pp")
     # PASS_S is divided among a rank's stages; if each stage has copies on several ranks (chimera), every copy takes PASS_S
     share = 1.0 if len(schedule.homes[0]) > 1 else schedule.num_ranks / schedule.num_stages
@@ -175,7 +182,7 @@ def _all_reduce_seconds(axis: Axis) -> float:
 
 
 def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, reduction: float) -> Timeline:
-    """Simulate from measured seconds: actions[rank]["F0"], `transfer` of a message, `reduction` of an all-reduce of a gradient."""
+    """Simulate the schedule. actions[rank]["F0"]: seconds of an action; transfer: of a message; reduction: of a gradient's all-reduce."""
 
     def cost(rank: int, action: Action) -> float:
         return reduction if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]
@@ -202,7 +209,9 @@ def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int =
 
 
 def _compared(rank: int, ranks: int, name: str, microbatches: int, width: int, size: int, rounds: int) -> dict[str, Any]:
-    """Return `seconds` ("ours", "torch" -> of each round), `losses` (-> of each micro-batch) and largest difference of `gradients`."""
+    """Run both pipelines on this rank. Return `seconds` of each round and `losses` of each micro-batch, by "ours" and "torch", and
+    `gradients`: the largest relative difference.
+    """
     mesh, schedule = connect(rank, ranks), schedule_for(name, ranks, microbatches)
     config = Model(num_layers=4, d_model=width, num_heads=4, d_ff=4 * width, max_length=128, tied_embeddings=False)
     inputs, targets = batch(microbatches, size, config.max_length)

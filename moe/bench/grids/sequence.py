@@ -3,7 +3,7 @@
     ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
     zigzag, lightseq                       compared with the contiguous ring, whose ranks have unequal shares of the work
     ulysses                                compared with gathering all keys and values, as Llama 3 does
-    hidden                                 each message takes LINK_S longer: for how many messages of zigzag does a rank then wait
+    hidden                                 with messages slowed to LINK_S: how many messages of zigzag do not overlap with computation
 
 All methods run in turn. Ratios are of times in the same round; the table has their median and quartiles (moe/bench/timing.py).
 `moe bench sequence --nproc 2 --json FILE`.

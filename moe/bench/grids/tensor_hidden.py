@@ -40,7 +40,9 @@ Start = Callable[[Tensor, Axis], Started]
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass with one collective: a function of parallel/tensor/overlapped.py. run(axis, chunks); expected(chunks): exposed part."""
+    """A forward or backward pass with one collective, which the function `collective` of parallel/tensor/overlapped.py starts. run(axis,
+    chunks): runs it; expected(chunks): exposed part.
+    """
 
     name: str
     collective: str
@@ -49,7 +51,9 @@ class Pass:
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Return key -> seconds of each round. Keys: "PASS CHUNKS", also with " alone" (no collective) and " slowed" (takes LINK_S)."""
+    """Time every pass with each number of chunks. Return "PASS CHUNKS" -> seconds of each round, also with " alone" (without the
+    collective) and with " slowed" (the collective takes LINK_S).
+    """
     axis = process.connect(Degrees(tp=ranks), process.World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:

@@ -139,7 +139,9 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return `largest_rank_before` and `_after` experts are moved: rows on the fullest rank / mean; `over_before`: ratio of seconds."""
+    """Return `largest_rank_before` and `largest_rank_after` moving experts: rows of the fullest rank / mean over ranks; `over_before`:
+    seconds after / before.
+    """
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), process.World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
     load_E = torch.bincount(routing.expert_TK.flatten(), minlength=s.experts)

@@ -50,7 +50,7 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Train on this rank. Return `seconds`: "torch", "ours" and maybe "deepspeed" -> seconds of each round; `losses`: -> of each step."""
+    """Train on this rank. Return `seconds` of each round and `losses` of each step, by "torch", "ours" and, for some kinds, "deepspeed"."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": _torch(started, rank), "ours": lambda number: started.step(_tokens(rank, number), step=number).loss}
     if kind.by_deepspeed:
@@ -120,7 +120,7 @@ def _deepspeed(started: Training, rank: int) -> Step:
     from parallel.data.deepspeed import start_deepspeed
 
     model, config = _whole_model(started), copy.deepcopy(started.engine.engine.config)  # type: ignore[attr-defined]
-    config.pop("gradient_allreduce_op", None)  # its default: DeepSpeed averages gradients
+    config.pop("gradient_allreduce_op", None)  # without this key, DeepSpeed averages gradients
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": started.run.optimizer.clip_norm or 0.0}
     optimizer = adamw_of(started.run, model.named_parameters())
     engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)

@@ -206,7 +206,7 @@ def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, res
 
 
 def papers_gb(parameters: float, ranks: int) -> list[float]:
-    """Return the GB of model states on each of `ranks` ranks, one number for each ZeRO stage 0 to 3. parameters: size of the model."""
+    """Return the GB of model states on each of `ranks` ranks, one number for each ZeRO stage 0 to 3. parameters: their number."""
     return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
 
 

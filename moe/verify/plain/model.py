@@ -34,7 +34,7 @@ Begins = list[list[bool]] | None  # [sequence][position]: whether a document beg
 
 @dataclass
 class Rounding:
-    """Casts tensors to `dtype`. With unit > 0 it multiplies each number by a random factor in 1 +- unit instead, forward and backward."""
+    """Casts tensors to `dtype`. With unit > 0, multiplies each number by a random factor in 1 +- unit instead, forward and backward."""
 
     dtype: torch.dtype = torch.float32
     unit: float = 0.0
@@ -67,7 +67,7 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of a forward pass. loss, and ahead (multi-token prediction, mean over depths): summed over tokens; layers: by name."""
+    """Results of a forward pass. loss, ahead (multi-token prediction's loss): summed over tokens; layers: MoE layers' results by name."""
 
     loss: Tensor
     layers: dict[str, Layer]

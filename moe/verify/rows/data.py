@@ -94,7 +94,7 @@ def _batch_cases() -> list[Case]:
 
 
 def _copied_cases() -> list[Case]:
-    """Cases in which tp ranks have copies of the weights (tensor.kind copied). They test that no gradient is counted once for each copy."""
+    """Cases in which tp ranks have copies of the weights (tensor.kind copied). Gradients of copies must not be counted more than once."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
         for kind in planned():

@@ -115,7 +115,7 @@ def _overlapped_cases() -> list[Case]:
 
 
 def _dtensor_cases() -> list[Case]:
-    """Cases of tensor.kind dtensor, which shards weights as 1d does, so there are fewer, but of layers of every kind."""
+    """Cases of tensor.kind dtensor in layers of every kind. They are few, because it shards weights as 1d does."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
