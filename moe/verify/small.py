@@ -48,7 +48,9 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if m.rope.fraction < 1:  # rotary positions on 2 or 4 of a head's 6 channels
         model["rope"]["fraction"] = min(2, max(1, round(3 * m.rope.fraction))) / 3
     if m.latent.key_rank is not None:
-        model["latent"] = _latent(run)
+        # all sizes differ from each other and from a head's 6 channels; None: the recipe does not set it
+        query, value = m.latent.query_rank is not None, m.latent.value_size not in (None, m.latent_sizes.content)
+        model["latent"] = {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
     optimizer["clip_norm"] = None if run.optimizer.clip_norm is None else 0.5
     if m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine":
@@ -64,13 +66,6 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
             values["dispatch"] = {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)}
             values["dispatch"] |= {"node_size": ep} if run.dispatch.node_size else {}  # hierarchical: one node with all ranks
     return values
-
-
-def _latent(run: Run) -> dict[str, Any]:
-    """Small sizes of latent attention (key -> size). All differ from each other and from a head's 6 channels. None: unset in the recipe."""
-    given = run.model.latent
-    query, value = given.query_rank is not None, given.value_size not in (None, run.model.latent_sizes.content)
-    return {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
 
 
 def _router(run: Run) -> dict[str, Any]:

@@ -52,7 +52,12 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
     """Train on this rank. Return `seconds` of each round and `losses` of each step, by "torch", "ours" and, for some kinds, "deepspeed"."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
-    steps: dict[str, Step] = {"torch": _torch(started, rank), "ours": lambda number: started.step(_tokens(rank, number), step=number).loss}
+    model = DistributedDataParallel(_whole_model(started))
+    optimizer = adamw_of(started.run, ((name.removeprefix("module."), p) for name, p in model.named_parameters()))
+    steps: dict[str, Step] = {
+        "torch": torch_step(model, optimizer, started.run.optimizer.clip_norm, lambda number: _loss(model, rank, number)),
+        "ours": lambda number: started.step(_tokens(rank, number), step=number).loss,
+    }
     if kind.by_deepspeed:
         steps["deepspeed"] = _deepspeed(started, rank)
     seconds, losses = timed_steps(steps, rounds)
@@ -108,12 +113,6 @@ def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
 
 def _whole_model(started: Training) -> Transformer:
     return build(started.run.model_copy(update={"sharding": Sharding()}), started.mesh, device=CPU)[0]
-
-
-def _torch(started: Training, rank: int) -> Step:
-    model = DistributedDataParallel(_whole_model(started))
-    optimizer = adamw_of(started.run, ((name.removeprefix("module."), p) for name, p in model.named_parameters()))
-    return torch_step(model, optimizer, started.run.optimizer.clip_norm, lambda number: _loss(model, rank, number))
 
 
 def _deepspeed(started: Training, rank: int) -> Step:

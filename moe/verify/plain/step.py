@@ -21,7 +21,6 @@ _NO_DECAY = {
     *_NORMS.split(),
     *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"],
 }  # between dots in a name
-FAMILIES = ("dense", "router", "expert")
 
 
 def decayed(name: str) -> bool:
@@ -30,17 +29,13 @@ def decayed(name: str) -> bool:
     return not (set(parts) & _NO_DECAY or parts[-2:] == ["bias", "weight"])
 
 
-def family(name: str) -> str:
-    """Return the parameter's family, for which a gradient norm is reported: dense, router or expert."""
-    parts = name.split(".")
-    return "expert" if "experts" in parts else "router" if "router" in parts else "dense"
-
-
 def norms(gradients: Weights) -> dict[str, float]:
     """Return "dense", "router", "expert" and "total" -> 2-norm of the gradients of this family of parameters, or of all."""
-    squares = dict.fromkeys(FAMILIES, 0.0)
+    squares = dict.fromkeys(("dense", "router", "expert"), 0.0)
     for name, gradient in gradients.items():
-        squares[family(name)] += gradient.double().square().sum().item()
+        parts = name.split(".")
+        family = "expert" if "experts" in parts else "router" if "router" in parts else "dense"
+        squares[family] += gradient.double().square().sum().item()
     return {name: math.sqrt(value) for name, value in squares.items()} | {"total": math.sqrt(sum(squares.values()))}
 
 
