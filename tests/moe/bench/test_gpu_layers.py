@@ -167,6 +167,7 @@ def test_why_not_gives_the_reason_for_absent_packages_and_absent_gpus(name: str,
 
 
 def test_absent_packages_are_listed_in_both_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_peak", lambda run, device: 1)  # a profiler costs seconds
     for name in gpu_layers.LAYERS:
         monkeypatch.setitem(sys.modules, name, None)
     for ffn in ("relu", "swiglu"):
