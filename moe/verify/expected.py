@@ -65,8 +65,7 @@ def alone(twin: Case) -> Case:
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     """Yield (case, kernels) of runs on one process that compute the same as `alone(twin)` with sums in other orders. Micro-batches also
-    stand for data-parallel replicas. Tiles, parts, blocks and slices are used only if `twin` has them, because each would widen the
-    tolerance.
+    stand for data-parallel replicas. Splits of layers and sequences are used only if `twin` has them: they would widen the tolerance.
     """
     one = alone(twin)
     own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # the row's number if CUTS lacks it (`twin_of`)

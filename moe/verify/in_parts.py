@@ -40,9 +40,7 @@ from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make the layers of a whole model, except MoE layers, sum the partial results of the tp ranks of the recipe `run`, beginning with rank
-    `first`.
-    """
+    """Make a whole model's layers, except MoE layers, sum the partial results of the tp ranks of `run`, beginning with rank `first`."""
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
     for number, block in enumerate(model.layers):

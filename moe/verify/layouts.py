@@ -178,15 +178,13 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
     """Add hooks to the optimizer. At each of its first TAPED updates they append a Step to `updates`: gradients, moments, weights."""
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
-    made = [0]
 
     def before(*_: Any) -> None:
-        made[0] += 1
-        if made[0] <= TAPED:
+        if len(updates) < TAPED:
             updates.append(Step(gradients=owned(engine, mesh, "gradient", 1.0)))
 
     def after(*_: Any) -> None:
-        if made[0] <= TAPED:
+        if not updates[-1].weights:
             updates[-1].moments = owned(engine, mesh, "exp_avg", 1.0)
             updates[-1].weights = owned(engine, mesh, "weight", 1.0)
 

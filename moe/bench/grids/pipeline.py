@@ -115,9 +115,7 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
 
 
 def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int) -> list[dict[str, Any]]:
-    """Run every schedule on this rank. Return for each: `steps` (see `_time`), and seconds: `transfer` of a message, `all_reduce` of a
-    gradient.
-    """
+    """Run every schedule on this rank. Return for each: `steps` (see `_time`) and the seconds of a `transfer` and of an `all_reduce`."""
     mesh = connect(rank, ranks)
     axis, found = mesh.axis("pp"), []
     for name in names:

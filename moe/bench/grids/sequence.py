@@ -6,7 +6,6 @@
     hidden                                 with messages slowed to LINK_S: how many messages of zigzag do not overlap with computation
 
 All methods run in turn. Ratios are of times in the same round; the table has their median and quartiles (moe/bench/timing.py).
-`moe bench sequence --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@
 All run in turn; ratios are medians over rounds. `over_limit` is a layer's time divided by the limit's time, `over_peers` our time divided
 by the peer's (below 1: ours is faster). Peak memory counts gradients and all other tensors that torch allocates during the pass. Two more
 tables: growth of time and memory with tokens and experts; permuting tokens to experts' rows and back, compared with a plain copy.
-`moe bench dispatch --peers all --json FILE`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@
 
 The bytes that a rank sends in forward and backward must equal the dispatcher's formula (`traffic`; docs/moe/dispatch.md). Ratios of times
 are medians over rounds. Ranks are forked gloo processes with one thread each.
-`moe bench exchange --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations

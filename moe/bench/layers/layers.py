@@ -257,9 +257,8 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 
 def deepspeed_autoep(case: LayerCase) -> Pass:
-    """The layer by which DeepSpeed's AutoEP replaces transformers' Mixtral block, built without the engine, which does not run here
-    (DeepSpeed 0.19.8 with transformers 5.23).
-    """
+    """The layer by which DeepSpeed's AutoEP replaces transformers' Mixtral block, built without AutoEP's engine."""
+    # the engine of DeepSpeed 0.19.8 fails with transformers 5.23
     auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
     from transformers import MixtralConfig, MixtralForCausalLM
 

@@ -3,7 +3,6 @@
 The same Transformer is trained three times, with different MoE layers and engines: ours; DeepSpeed's MoE with expert parallelism in
 DeepSpeed's engine; transformers' Switch block with all experts on every rank under torch DDP. Tokens, FLOPs per token, capacity factor,
 optimizer and clipping are the same. The three take their steps in turn; ratios are of times in the same round, and their median is printed.
-`moe bench step --peers deepspeed,transformers --json FILE`.
 """
 
 from __future__ import annotations
