@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from moe.bench.training.sharded import kind_of, load_engines
 from moe.calibrate import calibrate
-from moe.calibrate.own_step import WARM_UP, Trained
+from moe.calibrate.own_step import WARM_UP, Training
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.choose.predicted import Place, Prediction, predict
@@ -219,16 +219,16 @@ def recipe(case: str) -> dict[str, Any]:
 def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return this rank's peak of live bytes in the second step, its seconds of a later step, and its pipeline stage."""
     with Alive() as alive:
-        trained = Trained.start(values, World(rank, ranks, rank, ranks))
+        trained = Training.start(values, World(rank, ranks, rank, ranks))
         for number in range(2):
             alive.most = alive.now
-            trained.step(number)
+            trained.random_step(number)
         held = alive.most
     seconds, core = [], []
     for number in range(2, WARM_UP + steps):
         dist.barrier()
         began, had = time.perf_counter(), time.process_time()
-        trained.step(number)
+        trained.random_step(number)
         seconds.append(time.perf_counter() - began)
         core.append(time.process_time() - had)
     fastest = torch.tensor(seconds[WARM_UP - 2 :])
