@@ -31,7 +31,7 @@ def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShar
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)
     sums = _summed_when_asked(shard.axes) if len(passes) == 1 else _counted(executor, passes, shard.axes)
-    return [replace(p, context=p.context.with_whole_step(sums)) for p in passes]
+    return [replace(p, context=replace(p.context, whole_step=sums)) for p in passes]
 
 
 def _summed_when_asked(axes: Sequence[Axis]) -> Sums:
@@ -55,7 +55,7 @@ def _counted(executor: Executor, passes: Sequence[Pass], axes: Sequence[Axis]) -
         totals[layer] += mine
         return mine
 
-    counting = [replace(p, context=p.context.with_whole_step(note)) for p in passes]
+    counting = [replace(p, context=replace(p.context, whole_step=note)) for p in passes]
     executor.forward(counting, lambda number, output: None)
     flat = sum_over_all(torch.cat(list(totals.values())), (*axes, executor.pp_axis))
     known = dict(zip(totals, flat.split([len(t) for t in totals.values()]), strict=True))

@@ -26,7 +26,7 @@ from parallel.errors import BadInput, Ended, where
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Axis
 from parallel.watch import watchdog
-from parallel.watch.outcome import agree
+from parallel.watch.outcome import Failure, agree
 
 EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end")
 
@@ -94,10 +94,10 @@ class Callbacks:
             name = f"callback {type(callback).__name__}.{event}"
             watchdog.enter(name, patience=watchdog.FIRST)
             training = now.model.training
-            outcome = agree(lambda c=callback: getattr(c, event)(now), self.world, said=where)  # type: ignore[misc]
+            failure = agree(lambda c=callback: getattr(c, event)(now), self.world, said=where)  # type: ignore[misc]
             if now.model.training != training:  # restores the mode, which a callback that generates or evaluates may have changed
                 now.model.train(training)
-            if (failure := outcome.failure) is not None:
+            if isinstance(failure, Failure):
                 raised = f"{name} raised {failure.line}" + (f" on rank {failure.rank}" if self.world.size > 1 else "")
                 line = f"{raised} at step {now.step}; the run continues from its newest checkpoint when it is mended"
                 raise Ended(line, prints=failure.rank == self.world.index) from failure.error

@@ -17,7 +17,7 @@ from moe.recipe.sections import Run
 from moe.train.parts.executor import Executor, Pipelined
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
-from parallel.pipeline.energy.nvml import NoControl, Pace, connect
+from parallel.pipeline.energy.nvml import ClockSetter, NoControl, connect
 from parallel.process.process import World
 
 AT_FULL_CLOCK = "training continues at the current clocks"
@@ -55,7 +55,7 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()
 
-        pace = Pace(gpus, energy_plan(run).mhz[mesh.axis("pp").index], settle=settle, lost=lost)
+        pace = ClockSetter(gpus, energy_plan(run).mhz[mesh.axis("pp").index], settle=settle, lost=lost)
         try:
             with executor.watched(pace):
                 yield

@@ -21,7 +21,7 @@ from moe.train.parts import energy_clocks as clocks
 from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, PowerModel, Profile
 from parallel.pipeline.energy.energy import EnergyPlan, plan_clocks
-from parallel.pipeline.energy.nvml import Gpus, NoControl, Pace, connect
+from parallel.pipeline.energy.nvml import ClockSetter, Gpus, NoControl, connect
 from parallel.pipeline.energy.plan_file import read_plan, write_plan
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import make_schedule
@@ -182,7 +182,7 @@ def test_a_clock_changes_when_the_gpu_has_done_what_was_before() -> None:
     with connect(["GPU-1"], nvml) as gpus:
         tried = len(nvml.set)
         mhz = {Action(Op.F, 0, 0): 900.0, Action(Op.F, 0, 1): 900.0, Action(Op.B, 0, 0): 1530.0, Action(Op.S, 0, version=1): 0.0}
-        pace = Pace(gpus, mhz, settle=lambda: seen.append(dict(nvml.locked)), lost=pytest.fail)
+        pace = ClockSetter(gpus, mhz, settle=lambda: seen.append(dict(nvml.locked)), lost=pytest.fail)
         for action in (*mhz, Action(Op.U, 0, version=1), Action(Op.U, 1, version=1)):
             pace.before(action)
     assert nvml.set[tried:] == [(1, 900), (1, 1530)] and seen == [{}, {1: 900}, {1: 1530}] and not nvml.locked
@@ -192,7 +192,7 @@ def test_a_driver_that_begins_to_refuse_is_asked_no_more() -> None:
     nvml, said = FakeNvml(), []
     gpus = Gpus(nvml, [0], [0.0])
     nvml.open = True
-    pace = Pace(gpus, {Action(Op.F, 0, j): 900.0 + j for j in range(3)}, settle=lambda: None, lost=said.append)
+    pace = ClockSetter(gpus, {Action(Op.F, 0, j): 900.0 + j for j in range(3)}, settle=lambda: None, lost=said.append)
     pace.before(Action(Op.F, 0, 0))
     nvml.allowed = False
     pace.before(Action(Op.F, 0, 1))
@@ -275,14 +275,14 @@ def test_clocks_are_given_back_however_a_run_ends(how: str, home: Path, tmp_path
         if how == "signal":
             trained.stop_at(1)(rank)
             return
-        pace = Pace.before
+        pace = ClockSetter.before
 
-        def broken(self: Pace, action: Action) -> None:
+        def broken(self: ClockSetter, action: Action) -> None:
             pace(self, action)
             if action == Action(Op.B, rank, 1):
                 raise ZeroDivisionError
 
-        Pace.before = broken  # type: ignore[method-assign]
+        ClockSetter.before = broken  # type: ignore[method-assign]
 
     run = staged(home, planned(tmp_path))
     run = run.model_copy(update={"train": run.train.model_copy(update={"steps": 5})})
