@@ -2,8 +2,8 @@
 
     metrics.jsonl --> scalars(line) --> add_scalar of TensorBoard, wandb.log({...}, step=...), ...
 
-If a tracker fails, one line says so, and training continues without it. A resumed run continues the tracker's run, whose id is in the run's
-folder. The project is WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel.
+If a tracker fails, one line says so, and training continues without it. A resumed run continues the tracker's run by the id in the
+run's folder. The project is WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel.
 """
 
 from __future__ import annotations

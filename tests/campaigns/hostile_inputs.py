@@ -101,7 +101,7 @@ def _link(name: str, to: str) -> Callable[[Path], object]:
 
 
 def _bomb(leaf: str, levels: int = 40) -> str:
-    """Return YAML whose anchors expand to 9 to the power of `levels` values."""
+    """Return YAML with anchors that expand to 9 to the power of `levels` values."""
     lines = [f"a0: &a0 {leaf}"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "\n".join(lines) + "\n"
 
@@ -174,7 +174,7 @@ def _recipes(part: int) -> list[Input]:
 
 
 def _flow_bomb(levels: int = 30) -> str:
-    """Return one YAML value whose anchors expand to 9 to the power of `levels` numbers."""
+    """Return one YAML value with anchors that expand to 9 to the power of `levels` numbers."""
     text = "&a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"
     for level in range(1, levels):
         text = f"&a{level} [{text}{f', *a{level - 1}' * 8}]"

@@ -53,8 +53,8 @@ class Auditor:
         return self.every > 0 and step % self.every == 0
 
     def passes(self, compute: Callable[[], Numbers], *, step: int) -> Numbers:
-        """Call `compute`, which runs forward and backward of the step, until two calls agree. Return the numbers of the last call, whose
-        gradients the engine holds. Collective. Raises Ended on all ranks if weights cannot be repaired or no two calls agree."""
+        """Call `compute`, which runs forward and backward of the step, until two calls agree. Return the numbers of the last call; the
+        engine holds its gradients. Collective. Raises Ended on all ranks if weights cannot be repaired or no two calls agree."""
         held, before = self.compare_copies(step, "before the step")
         seen: list[tuple[Tensor, dict[str, int]]] = []
         reasons: list[str] = []

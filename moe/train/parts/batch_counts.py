@@ -25,7 +25,7 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, sums of one forward pass) -> t
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes, whose contexts now give each layer the sums over the whole step, if the balance loss is over the global batch and
+    """Return the passes. Their contexts give each layer the sums over the whole step, if the balance loss is over the global batch and
     has a weight (otherwise it is only reported, as a mean over micro-batches). Collective."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):

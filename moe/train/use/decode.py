@@ -116,7 +116,7 @@ class Cached:
 
 class Written:
     """Reader (see `Reads`) of an encoder-decoder without a cache: encoder (first `source` tokens) and decoder compute all tokens anew.
-    It is the reference for `Cached`, and needed for routers whose experts choose their tokens."""
+    It is the reference for `Cached`, and needed if experts choose their tokens."""
 
     def __init__(self, model: Transformer, source: int) -> None:
         self.model, self.source = model, source
