@@ -1,6 +1,4 @@
-"""Optimizers, and the ways of holding weights with which each works (table in docs/use/optimizers.md). All else is refused before torch is
-imported.
-"""
+"""Checks of optimizer.kind: each optimizer works only with some kinds of sharding and tiling (table in docs/use/optimizers.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def check_optimizer(run: Run) -> None:
 
 
 def _check_matrices(run: Run) -> None:
-    """Refuse what cuts the matrices that Muon and Adafactor update: tiles, and for Adafactor also shards."""
+    """Refuse tiles with Muon and Adafactor, and sharded matrices with Adafactor: both optimizers update whole matrices."""
     works: dict[str, tuple[object, str]] = {"tiling.ffn": (1, "a tile is a part of a matrix")}
     if run.optimizer.kind == "adafactor":
         whole = "its means are of whole matrices, and ranks hold parts"
@@ -65,6 +63,6 @@ def _check_kfac(run: Run) -> None:
     if o.kfac.experts and run.model.layers_with_experts():
         whole, dense_only = "K-FAC needs an expert's whole matrices, on one rank", Set("optimizer.kfac.experts", False)
         check_others(run, "optimizer.kind", {"degrees.etp": (1, whole), "experts.rebalance_every": (0, whole)}, dense_only)
-        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # asked of the dispatcher, because a user's own may have other keys
+        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # the dispatcher's number: a user's own dispatcher may not read the key
             fix = Set("dispatch.overlap_chunks", 1) | dense_only
             raise BadInput("dispatch.overlap_chunks", got=f"{chunks} with optimizer.kind=kfac", needed=f"1: {whole}", fix=fix)

@@ -13,7 +13,7 @@ from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Refuse positions, heads and routing groups that the ranks of sp cannot share out. Raises BadInput."""
+    """Refuse positions, heads and routing groups that cannot be divided equally among the ranks of sp. Raises BadInput."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp == 1:
         return
@@ -61,7 +61,7 @@ def _check_order(run: Run) -> None:
 
 
 def _check_heads(run: Run, degree: int) -> None:
-    """Refuse heads that do not divide. degree: number of ranks that trade heads for tokens (Ulysses); they share a tp rank's heads."""
+    """Refuse a number of heads (on one rank of tp) that is no multiple of `degree`, the number of ranks that exchange heads (Ulysses)."""
     held = run.model.num_heads // run.tp_grid().units
     if held % degree:
         what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"

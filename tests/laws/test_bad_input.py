@@ -573,7 +573,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc 4 --dispatch.kind hierarchical --dispatch.node_size 3", "node_size: got 3, needed a divisor of degrees.ep=4", "[1, 2"),
     (T + "--dispatch.node_size 2", "dispatch.node_size: got 2 with dispatch.kind=auto", "dispatch.kind to hierarchical"),
     (T + "--model.moe_every 9", "model.moe_every: got 9, needed at most num_layers=4", "0 for a dense model"),
-    (T + "--model.moe_layers [1,3]", "model.moe_layers: got moe_every=2 as well", "remove model.moe_every"),
+    (T + "--model.moe_layers [1,3]", "model.moe_layers: got a list, and model.moe_every=2 too", "remove model.moe_every"),
     (T + "--model.moe_every 0 --model.moe_layers [7]", "model.moe_layers: got [7]", "remove [7]"),
     (T + "--model.num_heads 3", "model.num_heads: got 3, needed a divisor of d_model=128", "set model.num_heads to one of [1, 2, 4"),
     (T + "--model.num_heads 4 --model.num_kv_heads 3", "model.num_kv_heads: got 3", "set it to one of [1, 2, 4]"),

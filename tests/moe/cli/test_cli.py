@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from moe import __version__
 from moe.cli import doctor, verbs
 from moe.cli import main as cli
-from moe.cli.flags import check_words
-from moe.cli.parse import SHELLS, about
-from moe.cli.parse import parse as parse_verb
+from moe.cli.flags import read_words
+from moe.cli.help import SHELLS, about
 from moe.cli.run import bench
 from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
@@ -131,7 +130,7 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
             for value in option.get("choices") or ([None] if option["type"] == "flag" else ["1"]):
                 given = flag if value is None else f"{flag}={value}"
                 if "." not in flag:
-                    assert check_words(verb, verbs.VERBS[verb], [*needed, given])
+                    assert read_words(verb, verbs.VERBS[verb], [*needed, given])
                 elif option.get("choices") and verb == "train":
                     load("switch_tiny", take_overrides([given])[1])
                 else:
@@ -218,63 +217,12 @@ def test_a_step_that_cannot_be_meant_is_refused(
     assert capsys.readouterr().err.replace("from-step", "from_step").startswith(f"error: {said}, needed") and not list(tmp_path.iterdir())
 
 
-def test_checked_words_mean_the_same_to_tyro() -> None:
-    words = check_words("generate", verbs.Generate, ["runs/x", "--temperature", "0.5", "--prompt=- a --b", "--tokens=7"])
-    got = parse_verb("generate", words, benches=[])
-    assert got == verbs.Generate("runs/x", prompt="- a --b", tokens=7, temperature=0.5)
-    words = check_words("train", verbs.Train, ["--nproc", "2", "r", "--fresh", "--launcher", "torchrun", "--out", "a=b"])
-    assert parse_verb("train", words, benches=[]) == verbs.Train("r", nproc=2, fresh=True, launcher="torchrun", out=Path("a=b"))
-
-
-def test_a_complaint_of_tyro_alone_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "check_words", lambda verb, kind, words: words)
-    assert cli.main(["verify", "--nproc", "two"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: moe verify: got ") and len(said.splitlines()) == 1 and "two" in said
-
-
-# --- verbs -----------------------------------------------------------------------------------------------------------
-
-
-def test_recipes_are_listed_with_their_first_comment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["recipes"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["recipe", "parameters", "a", "token"]
-    assert [line.split()[0] for line in lines] == [*recipe_names(), *published_names()]
-    assert {line.split()[0]: line.split()[1:5] for line in lines}["switch_tiny"] == ["2.69", "M", "855", "k"]  # as a run's table says
-    for line in lines:
-        name, *_, about = line.split(maxsplit=5)
-        assert about == (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
-
-
-@pytest.mark.parametrize("recipe", [*recipe_names(), *published_names()])
-def test_show_prints_a_recipe_that_reads_back_the_same(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["show", recipe, "--train.steps", "7"]) == 0
-    text = capsys.readouterr().out
-    assert "steps: 7" in text and "# command line" in text
-    assert text.startswith("# ") and text.splitlines()[0].endswith("active for a token")
-    path = tmp_path / "shown.yaml"
-    path.write_text(text)
-    run, origins = load(recipe, {"train.steps": "7"})
-    assert load(str(path))[0] == run
-    for dotted in known_keys():
-        *sections, key = dotted.split(".")
-        part = text
-        for section in sections:
-            part = part.split(f"{section}:\n", 1)[1]
-        line = next(line for line in part.splitlines() if line.strip().startswith(f"{key}:"))
-        assert line.endswith(f"# {origins[dotted]}")
-
-
-def test_show_writes_json(tmp_path: Path) -> None:
-    path = tmp_path / "shown.json"
-    assert cli.main(["show", "switch_tiny", "--json", str(path), "--degrees.ep", "2"]) == 0
-    value = json.loads(path.read_text())
-    assert {"verb", "commit", "hardware", "rows", "passed", "failed"} <= value.keys() and value["verb"] == "show"
-    rows = {row["key"]: (row["value"], row["origin"]) for row in value["rows"]}
-    assert set(rows) == set(known_keys())
-    assert (value["parameters_total"], value["parameters_active"]) == (2_690_176, 855_168)
-    assert rows["degrees.ep"] == (2, "command line") and rows["model.moe_every"] == (2, "switch_tiny.yaml")
+def test_words_become_the_dataclass_of_a_verb() -> None:
+    words = ["runs/x", "--temperature", "0.5", "--prompt=- a --b", "--tokens=7"]
+    assert read_words("generate", verbs.Generate, words) == verbs.Generate("runs/x", prompt="- a --b", tokens=7, temperature=0.5)
+    words = ["--nproc", "2", "r", "--fresh", "--launcher", "torchrun", "--out", "a=b", "--allow-change", "k", "--allow_change=l"]
+    expected = verbs.Train("r", nproc=2, fresh=True, launcher="torchrun", out=Path("a=b"), allow_change=("k", "l"))
+    assert read_words("train", verbs.Train, words) == expected
 
 
 def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
