@@ -16,19 +16,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from moe.cli.run import write_rows
+from moe.cli.run import check_least, refuse, write_rows
 from moe.cli.simulate_text import print_all, print_one, summary_line
-from moe.cli.simulate_times import (
-    MOST_ACTIONS,
-    Costs,
-    OfRecipe,
-    check_filled,
-    check_size,
-    needs_recipe,
-    of_recipe,
-    refuse_with_file,
-    times_of,
-)
+from moe.cli.simulate_times import MOST_ACTIONS, NEEDS_RECIPE, OF_FILE, Costs, OfRecipe, check_filled, check_size, of_recipe, times_of
 from moe.cli.verbs import Simulate
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -42,10 +32,10 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags that one schedule each has
+OPTIONS = ("vertical_sync", "pipelines")  # flags of a single schedule: pipedream, chimera
 RANKS, MICROBATCHES = 4, 8
-SEARCH = "search"  # NAME that asks for a search instead of a schedule
-SEARCHED = 16  # a search takes the time of about 16 simulations, so the limit on its passes is divided by this
+SEARCH = "search"  # NAME with which an order is searched instead of a schedule simulated
+SEARCHED = 16  # divides the limit on forward passes for a search, which takes as long as about 16 simulations
 UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")
 
@@ -58,18 +48,16 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
     if name is None and out is not None:
         raise BadInput("--out", got=str(out), needed="one schedule to draw", fix=f"moe simulate 1f1b --out {out}")
     size: dict[str, Any] = {flag: getattr(flags, flag) for flag in ("stages", "microbatches", "chunks", "batches", "pipelines")}
-    for flag, given in size.items():
-        if given is not None and given < 1:
-            raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} {2 if flag == 'pipelines' else 1}")
-    for flag in ("placement", "memory"):
-        if getattr(flags, flag) is not None and name != SEARCH:
-            needed = f"moe simulate {SEARCH}: only it has this flag"
-            raise BadInput(f"--{flag}", got=f"it with {name or 'all schedules'}", needed=needed, fix=f"remove --{flag}")
-    needs_recipe(overrides, recipe)
+    check_least(flags, **dict.fromkeys(size, 1) | {"pipelines": 2})
+    if name != SEARCH:
+        of_search = {"placement": flags.placement, "memory": flags.memory}
+        refuse(of_search, got=f"it with {name or 'all schedules'}", needed=f"moe simulate {SEARCH}: only it has this flag")
+    if recipe is None:
+        refuse(overrides, **NEEDS_RECIPE)
     size["vertical_sync"] = None if flags.vertical_sync is None else flags.vertical_sync == "on"
     order = read_order(name) if name is not None and name.endswith(".csv") else None
     if name is not None and order is not None:
-        refuse_with_file(name, {flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)})
+        refuse({flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)}, got=f"it with {name}", needed=OF_FILE)
     times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
     costs: Costs = times_of(times) if recipe is None else of_recipe(recipe, overrides, times, size, order)
     size |= {"stages": size["stages"] or RANKS, "microbatches": size["microbatches"] or MICROBATCHES}
@@ -93,32 +81,24 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
-    """Return (row of numbers as in `moe simulate --json`, timeline) of the schedule `name` of the catalog. times: fields of `Times`."""
+    """Simulate the schedule `name` of the catalog. Return (its row as in `moe simulate --json`, its timeline). times: fields of `Times`."""
     size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
     kind = kind_of(name)
     return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
 
 
 def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
-    """Search an order and return it as a schedule. Raises BadInput for flags of other schedules and for too small --memory."""
-    placement, memory = flags.placement or "line", flags.memory
-    for flag in OPTIONS:
-        if size[flag] is not None:
-            raise BadInput(f"--{flag}", got="it with search", needed="the flags of search", fix=f"remove --{flag}")
-    if memory is not None and memory < 1:
-        raise BadInput("--memory", got=memory, needed="at least 1, a micro-batch of all layers of a rank", fix="--memory 1")
-    if size["chunks"] is not None and placement != "loop":
-        raise BadInput("--chunks", got=f"it with --placement {placement}", needed="--placement loop, which has a choice", fix="remove it")
+    """Search an order of actions, and return it as a schedule. Raises BadInput for flags that a search does not have."""
+    placement = flags.placement or "line"
+    refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="the flags of search")
+    check_least(flags, memory=1)
+    if placement != "loop":
+        refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, which has a choice")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
-    # costs are computed for a schedule, so this one has the stages but no actions
+    # durations are computed for a schedule: this one has the stages, but no actions yet
     empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
-    limits: dict[str, Any] = {
-        "chunks": chunks,
-        "transfer_time": costs.transfer_of(empty),
-        "memory": memory,
-        "overlap": costs.overlap == "on",
-    }
-    return search(placement, ranks, microbatches, costs.cost(empty), **limits)
+    limits: dict[str, Any] = {"chunks": chunks, "memory": flags.memory, "overlap": costs.overlap == "on"}
+    return search(placement, ranks, microbatches, costs.cost(empty), transfer_time=costs.transfer_of(empty), **limits)
 
 
 def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
@@ -129,7 +109,8 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Return (row of numbers, timeline) of `batches` batches. of_batches(n): schedule of n batches. drains: each empties the pipeline."""
+    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: number of batches -> their schedule.
+    drains: whether the pipeline is empty at the end of each batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -172,7 +153,7 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")
-    if of_flags and not rows:  # all schedules were refused, at least one because of a flag
+    if of_flags and not rows:  # no schedule was simulated, and at least one was refused because of a flag
         raise of_flags[0]
     print_all(rows, refused)
     write_rows(json, "simulate", rows, refused=refused)

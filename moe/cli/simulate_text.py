@@ -15,7 +15,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def duration(time: float, row: dict[str, Any]) -> str:
-    """Return a time as text: in s, ms or µs if the row's times are in seconds, otherwise as a plain number."""
+    """Return a duration as text: in s, ms or µs if the row's times are in seconds, otherwise as a plain number."""
     if row.get("time_unit") != "s":
         return f"{time:g}"
     scale, unit = next(((scale, unit) for scale, unit in _UNITS if abs(time) >= scale), _UNITS[-1])
@@ -57,10 +57,8 @@ def _gb(size: float) -> str:
 
 
 def summary_line(row: dict[str, Any]) -> str:
-    """Return one line of text: a schedule's sizes, time and bubble (idle time / ideal time).
-
-    The first bubble is of one further batch in steady state. A second one follows if filling and draining the pipeline changes it.
-    """
+    """Return one line of text on a schedule: sizes, time, and bubble (idle time / ideal time) of one more batch in steady state. If filling
+    and draining the pipeline gives the whole run another bubble, that bubble is added."""
     size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     size += f", {row['batches']} batches" if row["batches"] > 1 else ""
     ramps = "" if abs(row["bubble"] - row["bubble_with_ramps"]) < 1e-9 else f" ({row['bubble_with_ramps']:.1%} with its ramps)"

@@ -1,9 +1,8 @@
-"""torchrun, but with each failed rank's exit code written to a file instead of the launcher's own traceback.
+"""Program that runs torchrun, and writes the failed ranks' exit codes to a file instead of printing torchrun's traceback.
 
-python -m moe.launch.torchrun CODES.json [torchrun's arguments]
+    python -m moe.launch.torchrun CODES.json [torchrun's arguments]
 
-torchrun's own files are kept in a folder next to that file, and removed with it. Otherwise they would stay in the system's temporary
-folder.
+torchrun's log files go into the folder CODES, which is removed with the file. By default they would stay in the system's temporary folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fix for a name of another tool names the right key or flag, and a recipe or a command line takes it."""
+"""For a name of another tool, the error's fix has the right key or flag, and is accepted as a recipe or command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel.errors import BadInput
 
 
 def rows(table: dict[str, str]) -> list[tuple[str, str, str]]:
-    """(name there, value there, name here); a switch is on."""
+    """Return (name in another tool, value there, name here) for each entry of a table in other_tools.py. Switches have the value "true"."""
     return [(name.partition("=")[0], name.partition("=")[2] or "true", here) for here, names in table.items() for name in names.split()]
 
 
@@ -38,7 +38,7 @@ def refused(overrides: dict[str, Any]) -> str:
 
 
 def accepted(fix: str) -> Run:
-    """The recipe with a typed fix."""
+    """Apply a fix of the form "did you mean --key VALUE?" to switch_tiny, and return the recipe."""
     words, overrides = take_overrides(shlex.split(fix.removeprefix("did you mean ").removesuffix("?")))
     assert words == [], fix
     return load("switch_tiny", overrides)[0]
@@ -46,7 +46,8 @@ def accepted(fix: str) -> Run:
 
 @pytest.mark.parametrize(("name", "value", "here"), WITH_VALUES, ids=[row[0] for row in WITH_VALUES])
 def test_the_fix_for_a_name_with_its_value_is_a_recipe(name: str, value: str, here: str) -> None:
-    """Typed as a key, typed as a flag (where it has no dot), and written in a file: the same values of the same keys."""
+    """The fix is the same for a key on the command line, for a flag (a name without a dot) and for a key in a file: it sets the right keys
+    to the right values."""
     fix = refused({name if "." in name else f"section.{name}": value})
     run = accepted(fix)
     assert all(f"--{key} " in fix for key in keys_of(here))
@@ -105,7 +106,7 @@ def test_no_verb_proposes_a_flag_that_sets_aside_or_overrules(verb: str) -> None
         assert "--fresh" not in str(bad.value.fix) and "--force" not in str(bad.value.fix) and "--order" not in str(bad.value.fix)
 
 
-# what users of these tools tried: only edit distance was asked, which found 4 of them
+# name that users of other tools tried -> key that the fix must name; by similar spelling alone only 4 were found
 TRIED = {
     "hidden_size": "model.d_model", "max_steps": "train.steps", "num_local_experts": "experts.num_experts", "learning_rate": "optimizer.lr",
     "batch_size": "train.global_batch", "tp_size": "degrees.tp", "num_experts_per_tok": "router.num_choices",
