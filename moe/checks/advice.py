@@ -46,10 +46,8 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
     """Return the refusal `bad` of a recipe on `world` processes. Its new fix has only changes after which the recipe is accepted.
-
     The first of these that exists: changes of a single key; several changes together; a change after which another mistake is refused; a
-    text that no change was found.
-    """
+    text that no change was found."""
     until = time.process_time() + _TRY_S
     kept: list[Fix] = []
     failed: list[tuple[Fix, BadInput]] = []
@@ -76,9 +74,7 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
 
 def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
     """Return the smallest set of changes after which the recipe is accepted; None if none is found before process time `until`.
-
-    tries: changes that were not enough alone, each with the next refusal. A change of that refusal's fix is added to each of them.
-    """
+    tries: changes that were not enough alone, each with the next refusal. A change of that refusal's fix is added to each of them."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
         for change, refused in tries:

@@ -54,7 +54,6 @@ def check_model(run: Run) -> None:
 
 
 def _check_latent(run: Run) -> None:
-    """Refuse keys that do not work with latent attention (model.latent.key_rank), and latent sizes that do not fit together."""
     m, by = run.model, "model.latent.key_rank"
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", ""),
@@ -90,7 +89,6 @@ def _check_t5(run: Run) -> None:
 
 
 def _check_windows(m: Model) -> None:
-    """Refuse numbers in `sliding_layers` that are not layers of the model or that occur twice."""
     if m.sliding_layers is None:
         return
     layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})
@@ -101,7 +99,6 @@ def _check_windows(m: Model) -> None:
 
 
 def _check_rope(run: Run) -> None:
-    """Refuse settings of model.rope that are incomplete or contradict each other."""
     m, r = run.model, run.model.rope
     if r.fraction != 1 and m.latent.key_rank is None:
         _check_fraction(m)
@@ -129,7 +126,6 @@ def _check_fraction(m: Model) -> None:
 
 
 def _check_ahead(run: Run) -> None:
-    """Refuse models and layouts in which multi-token prediction (model.ahead) does not work."""
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", ""),
@@ -154,18 +150,13 @@ def check_encoder_decoder(run: Run) -> None:
     if spans and not has_encoder:
         fix = Set("model.kind", "encoder_decoder") | Set("data.objective", "next_token")
         raise BadInput("data.objective", got="span_corruption with model.kind=decoder", needed="an encoder, which reads the text", fix=fix)
-    if has_encoder and not spans:
+    if not has_encoder:
+        return
+    if not spans:
         raise clash(run, "data.objective", "model.kind", "span_corruption", needed="inputs that are separate from the targets")
-    if has_encoder:
-        _check_encoder_decoder_model(run)
-        _check_encoder_decoder_layout(run)
-
-
-def _check_encoder_decoder_model(run: Run) -> None:
     m = run.model
     if m.positions != "t5":
-        needed = "t5: all layers of the encoder, or of the decoder, share one bias of relative positions"
-        raise BadInput("model.positions", got=m.positions, needed=needed, fix=Set("model.positions", "t5"))
+        raise clash(run, "model.positions", "model.kind", "t5", "the layers of each half share one bias of relative positions")
     if not 0 < m.decoder_begins < m.num_layers:
         what = "model.num_layers" if m.encoder_layers is None else "model.encoder_layers"
         got, fix = (m.num_layers, Set("it", 2, said="2 or more")) if m.encoder_layers is None else (m.encoder_layers, Set("it", None))
@@ -180,9 +171,6 @@ def _check_encoder_decoder_model(run: Run) -> None:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"
         raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix=Set("model.vocab_size", None))
-
-
-def _check_encoder_decoder_layout(run: Run) -> None:
     whole = f"{_UNCUT}; dp, tp, ep, etp, fsdp and zero share its weights and its work"
     check_others(run, "model.kind", {"degrees.pp": (1, whole), "degrees.sp": (1, whole)})
     if run.degrees.tp > 1 and run.tensor.kind not in ("1d", "copied"):

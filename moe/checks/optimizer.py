@@ -25,13 +25,12 @@ def check_optimizer(run: Run) -> None:
         _check_matrices(run)
     if o.kind == "adafactor" and run.experts.biases and run.model.layers_with_experts():
         needed = "adamw, muon, sgd or kfac: rows and columns of a stack of biases mean nothing together"
-        raise BadInput("optimizer.kind", got="adafactor with experts.biases", needed=needed, fix=_ADAMW | Set("experts.biases", False))
+        raise clash(run, "optimizer.kind", "experts.biases", "adamw", "", Set("experts.biases", False), needed=needed)
     if o.kind == "kfac":
         _check_kfac(run)
 
 
 def _check_matrices(run: Run) -> None:
-    """Refuse tiles with Muon and Adafactor, and sharded matrices with Adafactor: both optimizers update whole matrices."""
     works: dict[str, tuple[object, str]] = {"tiling.ffn": (1, "a tile is a part of a matrix")}
     if run.optimizer.kind == "adafactor":
         whole = "its means are of whole matrices, and ranks hold parts"
@@ -56,8 +55,7 @@ def _check_kfac(run: Run) -> None:
         raise BadInput("optimizer.kfac.delay", got=o.kfac.delay, needed=needed, fix=fix)
     if continuous(run):
         needed = "a schedule whose batches end: K-FAC's factors belong to the weights of one step"
-        got, fix = f"kfac with pipeline.schedule={run.pipeline.schedule}", Set("pipeline.schedule", ADVISED) | _ADAMW
-        raise BadInput("optimizer.kind", got=got, needed=needed, fix=fix)
+        raise clash(run, "optimizer.kind", "pipeline.schedule", "adamw", "", Set("pipeline.schedule", ADVISED), needed=needed)
     if run.tiling.ffn > 1:
         raise clash(run, "tiling.ffn", "optimizer.kind", 1, "a K-FAC factor belongs to a whole matrix", _ADAMW)
     if o.kfac.experts and run.model.layers_with_experts():

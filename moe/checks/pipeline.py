@@ -29,7 +29,7 @@ def check_pipeline(run: Run) -> None:
 
 
 def _check_without_stages(run: Run) -> None:
-    """Refuse an unknown schedule or wrong pipeline.layers with degrees.pp 1 too, where they have no effect: other degrees.pp need them."""
+    """With degrees.pp 1, refuse an unknown pipeline.schedule and wrong pipeline.layers, although only a higher degrees.pp reads them."""
     p, layers = run.pipeline, run.model.num_layers
     if not p.schedule.endswith(".csv"):
         try:
@@ -82,8 +82,7 @@ def _check_continuous(run: Run) -> None:
         fix = Set("it", every) | Set("pipeline.schedule", *of_any)
         raise BadInput("pipeline.microbatches", got=f"{p.microbatches} with {name}", needed=needed, fix=fix)
     if not run.sharding.named.steps_by_stage:
-        got, needed = f"{run.sharding.kind} with {by}", "ddp: the other engines step once for all"
-        raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
+        raise clash(run, "sharding.kind", by, "ddp", "the other engines step once for all")
     if run.precision.compute == "fp16":
         needed = "no loss scale: an overflow on one stage could not undo the updates of the others"
         fix = Set("precision.compute", "bf16") & Set("precision.loss_scale", "none")

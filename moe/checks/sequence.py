@@ -42,7 +42,6 @@ def without_effect(run: Run) -> list[str]:
 
 
 def _check_idle(run: Run) -> None:
-    """Refuse keys of `sequence` that have no effect together with the recipe's other values."""
     if run.sequence.keep_attention and run.recompute.kind != "full":
         full, needed = Set("recompute.kind", "full"), "recompute.kind full: otherwise attention is computed once anyway"
         raise clash(run, "sequence.keep_attention", "recompute.kind", False, "", full, needed=needed)

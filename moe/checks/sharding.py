@@ -26,7 +26,6 @@ def check_sharding(run: Run) -> None:
 
 
 def _check_not_zero(run: Run) -> None:
-    """Refuse offloading with a kind of sharding other than zero: it would have no effect."""
     for key, place in _places(run.sharding.offload).items():
         if place != "none":
             got, needed = f"{place} with sharding.kind={run.sharding.kind}", "sharding.kind zero: others keep their states on the device"
@@ -61,7 +60,6 @@ def _places(offload: Offload) -> dict[str, str]:
 
 
 def _check_disk(o: Offload) -> None:
-    """Check the folder for states offloaded to disk: it must be named, exist and be writable. Raises BadInput."""
     if "nvme" not in _places(o).values():
         return
     what = "sharding.offload.path"

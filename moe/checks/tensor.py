@@ -42,7 +42,6 @@ def check_tensor(run: Run) -> None:
 
 
 def _check_sequence_parallel(run: Run) -> None:
-    """Refuse tensor.sequence_parallel without 1D tensor parallelism, or with a sequence length that its ranks do not divide."""
     sp, tp, length = run.degrees.sp, run.degrees.tp, run.model.max_length
     if tp == 1 or run.tensor.kind not in LINES:
         got = f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}"
@@ -56,7 +55,6 @@ def _check_sequence_parallel(run: Run) -> None:
 
 
 def _check_overlap(run: Run) -> None:
-    """Refuse tensor.overlap_chunks except with 1D tensor parallelism: one chunk is all-reduced while the next one is multiplied."""
     if run.degrees.tp == 1 or run.tensor.kind != "1d":
         got = f"{run.tensor.overlap_chunks} with degrees.tp={run.degrees.tp} and tensor.kind={run.tensor.kind}"
         needed = "tensor.kind 1d on several ranks, which all-reduce the products of a layer's second matrix"
@@ -75,7 +73,6 @@ def _cuts(run: Run, shape: Grid) -> Iterator[tuple[str, int, int]]:
 
 
 def _check_line(run: Run) -> None:
-    """Refuse a 1D degree of tp that does not divide the heads and hidden units, or that exceeds the vocabulary."""
     tp, kind = run.degrees.tp, run.tensor.kind
 
     def works(n: int) -> bool:
@@ -98,7 +95,6 @@ def _check_line(run: Run) -> None:
 
 
 def _check_grid(run: Run) -> None:
-    """Refuse heads, hidden units and d_model that the sides of a 2D, 2.5D or 3D grid do not divide."""
     shape = run.tp_grid()
     for what, size, ways in _cuts(run, shape):
         if size % ways:
@@ -112,10 +108,8 @@ def _check_grid(run: Run) -> None:
 
 def _check_sequences(run: Run) -> None:
     """Refuse a training or evaluation batch whose sequences cannot be divided equally among the ranks of tp.
-
     Each row of a grid reads other sequences. In a MoE model each rank of tp routes some of the sequences, in whole capacity groups. In a
-    dense model with 1D, every rank reads all sequences, so that any batch is accepted.
-    """
+    dense model with 1D, every rank reads all sequences, so that any batch is accepted."""
     tp, group, rows, dp = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if run.model.layers_with_experts():

@@ -88,7 +88,6 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_free(run: Run) -> None:
-    """Refuse experts.zero and experts.skip (choices without computation) if experts choose tokens, or if experts move between ranks."""
     if not run.experts.free:
         return
     key = "experts.skip" if run.experts.skip else "experts.zero"
@@ -98,7 +97,6 @@ def _check_free(run: Run) -> None:
 
 
 def _check_networks(run: Run) -> None:
-    """Refuse a list of num_experts that does not have one number for each MoE layer, and two dense networks next to the experts."""
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
         needed = f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all"
@@ -110,7 +108,6 @@ def _check_networks(run: Run) -> None:
 
 
 def _check_dispatch(run: Run) -> None:
-    """Check the settings for exchanging tokens between ranks (section dispatch), and for sharding each expert (degrees.etp)."""
     ep, etp, sparse = run.degrees.ep, run.degrees.etp, run.model.layers_with_experts()
     units = run.experts.d_ff or run.model.d_ff
     if sparse and etp > 0 and units % etp:
@@ -238,7 +235,6 @@ def _check_batch(run: Run) -> None:
 
 
 def _check_audit(run: Run) -> None:
-    """Refuse train.audit_every if a step computed twice may differ in bits, and train.deterministic if gradients are added in any order."""
     threads = "one order of sums: replicas' gradients are added as their threads end"
     if run.train.deterministic and run.sharding.named.threads:
         raise clash(run, "train.deterministic", "sharding.kind", False, "", Set("sharding.kind", "ddp"), needed=threads)

@@ -163,10 +163,11 @@ def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
 
 
 def _systems(table: dict[Pair, Judged]) -> str:
-    """Return a Markdown table of `RULES`: whether their pairs run in the other system, and whether they run here."""
     rows = [
-        f"| {together(_pairs(rule))[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | {_here(rule, table)} |"
+        f"| {together(pairs)[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | "
+        f"{', '.join(dict.fromkeys(table[pair].status for pair in pairs))} |"
         for rule in RULES
+        for pairs in [_pairs(rule)]
     ]
     head = "## Other systems\n\nRead in their code. For a pair that is not listed with a system, its answer is not known.\n\n"
     return head + "\n".join(["| pair | system | there | its file | here |", "|---|---|---|---|---|", *rows]) + "\n"
@@ -175,10 +176,6 @@ def _systems(table: dict[Pair, Judged]) -> str:
 def _pairs(rule: Rule) -> list[Pair]:
     (one, ones), (other, others) = rule.one, rule.other
     return [((one, a), (other, b)) for a in ones for b in others]
-
-
-def _here(rule: Rule, table: dict[Pair, Judged]) -> str:
-    return ", ".join(dict.fromkeys(table[pair].status for pair in _pairs(rule)))
 
 
 def _rows(table: dict[Pair, Judged]) -> list[dict[str, object]]:

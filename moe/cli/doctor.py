@@ -104,7 +104,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _deepspeed() -> list[Row]:
-    """Check in a separate process that DeepSpeed can be imported. Without a compiler or a CUDA toolkit this may fail."""
     command = [sys.executable, "-c", "import deepspeed; print(deepspeed.accelerator.get_accelerator()._name)"]
     started = time.perf_counter()
     got = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -147,13 +146,16 @@ def _exchange() -> list[Row]:
 
 
 def _devices() -> list[Row]:
+    import psutil
     import torch
 
+    memory = psutil.virtual_memory()
+    about_memory = f"{memory.total / 2**30:.0f} GiB memory, {memory.available / 2**30:.0f} free"
     flags = matrix_instructions()
     found = sorted({MATRIX_INSTRUCTIONS[flag] for flag in flags})
     products = f"{' and '.join(found)} ({', '.join(flags)})" if found else "none: 16-bit products are emulated"
     rows = [
-        Row("processor", f"{processor()}, {usable_cores()} of {os.cpu_count()} cores usable, {_memory()}"),
+        Row("processor", f"{processor()}, {usable_cores()} of {os.cpu_count()} cores usable, {about_memory}"),
         Row.of("16-bit instructions", products, bool(found), "note"),
     ]
     if not torch.cuda.is_available():
@@ -167,15 +169,7 @@ def _devices() -> list[Row]:
     return [*rows, Row.of("backend", "nccl" if nccl else "no nccl in this torch", nccl, "FAIL", "install torch with CUDA")]
 
 
-def _memory() -> str:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return f"{memory.total / 2**30:.0f} GiB memory, {memory.available / 2**30:.0f} free"
-
-
 def _speed() -> list[Row]:
-    """Measure the speed of square matrix products in fp32 and bf16, on the first GPU or else on all usable cores."""
     import torch
 
     from moe.records.results import matmul_flops
@@ -194,7 +188,6 @@ def _port() -> list[Row]:
 
 
 def _disk() -> list[Row]:
-    """Check whether ./runs (or its nearest existing parent) can be written, and its free space."""
     folder = next(p for p in (Path("runs").absolute(), *Path("runs").absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     try:
@@ -214,7 +207,6 @@ def _extensions() -> list[Row]:
 
 
 def _nvme() -> list[Row]:
-    """Check for the libraries with which DeepSpeed compiles async_io. Only offloading to a disk needs them."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"

@@ -1,9 +1,4 @@
-"""`moe train RECIPE --dry-run`: prints what the run would need. Starts no ranks, writes no files and needs no device.
-
-moe train dense_8b --dry-run --cluster h100-8x128 --train.global_batch 2048      on all devices of a cluster
-moe train dense_8b --dry-run --cluster h100-8 --nproc 64                         on 64 devices of its kind
-moe train switch_tiny --dry-run --nproc 2                                        on this machine (loads torch to find its devices)
-"""
+"""`moe train RECIPE --dry-run`: prints the memory, FLOPs and time that the run would need on this machine or on a --cluster."""
 
 from __future__ import annotations
 

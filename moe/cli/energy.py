@@ -1,9 +1,7 @@
-"""`moe energy`: plans a clock for every action of a pipeline step, without a GPU (EnvPipe), and prints the energy that it saves.
-
-    moe energy --stages 4 --microbatches 16 --forward-time 0.01,0.01,0.01,0.013 --backward-time 0.02,0.02,0.02,0.026 --out plan.json
+"""`moe energy`: plans a GPU clock for every action of a pipeline step (EnvPipe), and prints the energy that this saves. Needs no GPU.
 
 Times and energies come from a measured profile (--profile). Without one, times come from flags or from a recipe's FLOPs, and energies
-from the power model of parallel/pipeline/energy/clocks.py. Only --apply changes the clocks of GPUs.
+from the power model of parallel/pipeline/energy/clocks.py.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.cli.run import check_least, refuse, write_rows
-from moe.cli.simulate_text import duration
+from moe.cli.simulate import duration
 from moe.cli.simulate_times import NEEDS_RECIPE, OF_FILE, Costs, check_size, of_recipe, times_of
 from moe.cli.verbs import Energy
 from moe.launch import exit_codes

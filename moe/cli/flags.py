@@ -22,10 +22,9 @@ from moe.recipe.overrides import whole
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
 
-_NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
+_KINDS = {int: ("a whole number", "2"), float: ("a number", "0.8"), Path: ("a path", "PATH"), str: ("text", "TEXT")}
 _GRAVE = ("--fresh", "--force")  # flags never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
 _REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"}  # (verb, removed flag) -> fix
-_EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 
 
 def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
@@ -58,7 +57,8 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
             continue
         if not equals:
             if following.startswith("-") and not _is_number(following):
-                raise BadInput(name, got="no value", needed=_needed(flags[name]), fix=f"{name}={_example(flags[name])}")
+                needed_value, example = _described(flags[name])
+                raise BadInput(name, got="no value", needed=needed_value, fix=f"{name}={example}")
             value = next(rest)[1]
         found = _value(name, flags[name], value)
         values[field] = (*values.get(field, ()), found) if several else found
@@ -124,8 +124,8 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
 
 
 def _value(name: str, kind: Any, text: str) -> Any:
-    """Return the text of a flag's value as type `kind`. Raises BadInput if it is not of this type."""
-    fix = f"{name} {_example(kind)}"
+    needed, example = _described(kind)
+    fix = f"{name} {example}"
     if get_origin(kind) is Literal:
         if text in get_args(kind):
             return text
@@ -138,7 +138,7 @@ def _value(name: str, kind: Any, text: str) -> Any:
             value = kind(whole(text) if kind is int else text)
             if math.isfinite(value):
                 return value
-    raise BadInput(name, got=text or "nothing", needed=_needed(kind), fix=fix)
+    raise BadInput(name, got=text or "nothing", needed=needed, fix=fix)
 
 
 def _is_number(word: str) -> bool:
@@ -149,12 +149,9 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _needed(kind: Any) -> str:
-    return " or ".join(get_args(kind)) if get_origin(kind) is Literal else _NEEDED[kind]
-
-
-def _example(kind: Any) -> str:
-    return str(get_args(kind)[0]) if get_origin(kind) is Literal else _EXAMPLE[kind]
+def _described(kind: Any) -> tuple[str, str]:
+    """Return (the values of a flag of this type in words, an example)."""
+    return (" or ".join(get_args(kind)), str(get_args(kind)[0])) if get_origin(kind) is Literal else _KINDS[kind]
 
 
 def _hint(missing: str, verb: str) -> str:

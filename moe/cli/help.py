@@ -98,7 +98,6 @@ def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
 
 
 def _option(option: dict[str, Any]) -> dict[str, Any]:
-    """Return a flag's entry in the completion table, with tyro's choices replaced by those that the command line accepts."""
     from moe.recipe.keys import choices as choices_of
     from moe.recipe.keys import field_of, known_keys, takes_plugin
     from moe.recipe.load import recipe_names

@@ -107,7 +107,6 @@ def _help(verb: str, rest: list[str]) -> None:
 
 
 def _check_printable(words: list[str]) -> None:
-    """Raise BadInput for words with control characters or invalid UTF-8. Only a prompt may contain control characters."""
     for before, word in zip(["", *words], words, strict=False):
         is_prompt = before == "--prompt" or word.startswith("--prompt=")
         if not (word.encode(errors="replace").decode() == word if is_prompt else harmless(word)):

@@ -1,12 +1,4 @@
-"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time.
-
-moe plan glam_8b_64e --cluster h100-8x4 --top 5 --out plan.yaml        then: moe train plan.yaml
-moe plan dense_8b --cluster a100-80-8 --explain                        the rules that lead to a strategy, with this recipe's numbers
-moe plan published/bloom_176b --cluster jeanzayx48 --as-is             the recipe's own plan, also if it does not fit
-moe plan dense_8b --cluster h100-8 --pictures FOLDER                   timeline.png of the pipeline, memory.png of its ranks
-
---search and --order: moe/cli/plan_search.py.
-"""
+"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time."""
 
 from __future__ import annotations
 
@@ -97,7 +89,6 @@ def _check(flags: verbs.Plan) -> None:
 
 
 def _as_is(run: Run, cluster: Cluster) -> Planned:
-    """Predict the recipe's own plan on all devices of the cluster. Raises BadInput if the recipe cannot run there."""
     made = check_run(run, cluster.world)
     network, plan = network_of(made), plan_of(made)
     held, not_recommended = held_bytes(network, plan, cluster), advice(network, plan, devices_per_node=cluster.devices_per_node)
@@ -106,7 +97,6 @@ def _as_is(run: Run, cluster: Cluster) -> Planned:
 
 
 def _lines_as_is(made: Planned) -> list[str]:
-    """Return lines of text on the recipe's own plan: its speed, whether it fits, and the bytes of every pipeline rank."""
     from moe.report.planned import table
 
     (ranked,), cluster, speed = made.found.ranked, made.cluster, made.speed(made.found.ranked[0])
@@ -198,15 +188,12 @@ def _why(made: Planned, best: Ranked) -> list[str]:
 
 
 def _own_plan(run: Run, cluster: Cluster) -> str:
-    """Return a line of text on the recipe's own plan on this cluster: seconds of a step and memory, or why it does not run."""
     try:
-        resolved = check_run(run, cluster.world)
+        found = _as_is(run, cluster).found
     except BadInput as bad:
         return f"the recipe's own plan does not run here: {bad.what} is {bad.got}, needed {bad.needed}"
-    network, plan = network_of(resolved), plan_of(resolved)
-    held = held_bytes(network, plan, cluster)
-    fits = "fits" if held <= cluster.memory_bytes() else "does not fit"
-    return f"the recipe's own plan: {step_time(network, plan, cluster).step:.4g} s, {gib(held)} GiB ({fits}): {described(plan)}"
+    own, fits = found.ranked[0], "fits" if found.fitting else "does not fit"
+    return f"the recipe's own plan: {own.seconds:.4g} s, {gib(own.held_bytes)} GiB ({fits}): {described(own.plan)}"
 
 
 def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:

@@ -195,10 +195,8 @@ def not_counted(run: Run) -> list[str]:
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
     """Return the durations for a recipe's model. Raises BadInput for flags that do not go with a recipe.
-
     given: name -> value of flags for times. size: name -> value of flags for sizes; stages and microbatches that are None are set here.
-    file: the schedule of a user's file, which has its own sizes.
-    """
+    file: the schedule of a user's file, which has its own sizes."""
     from moe.recipe.load import load
 
     refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives the times")

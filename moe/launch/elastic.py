@@ -85,8 +85,7 @@ def layout(run: Run) -> str:
 
 
 def _fitted(run: Run, world: int) -> Run | None:
-    """Return the planned `run` changed for `world` processes, with the fewest micro-batches that are no larger than planned.
-    None if the run cannot be divided among them."""
+    """Return the planned `run` on `world` processes with the fewest micro-batches, none larger than planned; None if that is impossible."""
     each = _ranks_each(run)
     if world < each or world % each or run.train.global_batch % (world // each):
         return None
@@ -109,8 +108,7 @@ def _candidates(run: Run, dp: int) -> Iterator[Run]:
 
 
 def _expert_degrees(run: Run, dp: int) -> list[int | str]:
-    """Return the values of degrees.ep that are possible with this dp, largest first: divisors of both the recipe's ep and
-    dp * sp * tp / etp."""
+    """Return the possible values of degrees.ep with this dp, largest first: common divisors of the recipe's ep and dp * sp * tp / etp."""
     ep, d = run.degrees.ep, run.degrees
     if ep == "auto":
         return ["auto"]
@@ -127,12 +125,10 @@ def _same_size(run: Run) -> bool:
 
 
 def _held(run: Run) -> int:
-    """Return the number of sequences in one micro-batch of a rank of the planned `run`."""
     return max(1, run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches))
 
 
 def _ranks_each(run: Run) -> int:
-    """Return the number of ranks of one data-parallel replica."""
     return max(1, run.degrees.pp * run.degrees.tp * run.degrees.sp)
 
 

@@ -66,8 +66,7 @@ def set_before_torch(environment: MutableMapping[str, str]) -> None:
 
 
 def allow_open_files(world: int) -> None:
-    """Raise this process's limit of open files, which its children inherit, to the number that a run of `world` ranks needs.
-    Raises BadInput if the system's hard limit is lower."""
+    """Raise the limit of open files, which children inherit, to the number that a run of `world` ranks needs. Raises BadInput."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + _OPEN_FILES_EACH * world
     if world == 1 or soft == resource.RLIM_INFINITY or soft >= needed:
@@ -80,10 +79,8 @@ def allow_open_files(world: int) -> None:
 
 def import_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Return {variable: value} with which ranks import this project, not a `parallel.py` or `moe.py` in the working folder.
-
     The folder of a checkout is put into PYTHONPATH. The folder of an installed package is not: PYTHONPATH comes before the standard
-    library, so other packages in that folder could hide modules of the library.
-    """
+    library, so other packages in that folder could hide modules of the library."""
     safe = {"PYTHONSAFEPATH": "1"}
     here = Path(__file__).resolve().parents[2]
     if here.name in ("site-packages", "dist-packages"):
@@ -101,8 +98,7 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def devices(environment: Mapping[str, str], nproc: int) -> str | None:
-    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", because DeepSpeed would use GPUs 0, 1, ...; None if it is not set.
-    Raises BadInput for too few GPUs."""
+    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", for DeepSpeed; None if it is not set. Raises BadInput for too few."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or not has_gpu(environment):
         return None

@@ -65,7 +65,6 @@ def read_hostfile(path: Path) -> dict[str, int]:
 @dataclass(frozen=True)
 class Hosts:
     """The machines of a launch: their names, the number of ranks (slots) on each, and the token of the launch.
-
     Methods with `no_more` give up as soon as no_more() returns True, because the user has sent a signal."""
 
     names: tuple[str, ...]
@@ -151,7 +150,6 @@ def answered(names: Sequence[str], text: str) -> dict[str, str]:
 
 
 def _error(name: str, text: str) -> str:
-    """Return the last message about machine `name` in `text`, pdsh's stderr; "no answer" if there is none."""
     host = name.rpartition("@")[2]
     lines = [line.partition(": ") for line in text.splitlines()]
     said = [rest.strip() for label, _, rest in lines if rest and (host == label or host.startswith(f"{label}."))]

@@ -1,10 +1,6 @@
-"""The program of every rank, for all launchers: deepspeed, torchrun, srun, or plain python.
+"""The program of every rank, for all launchers (deepspeed, torchrun, srun) and for plain python:
 
-    deepspeed --num_accelerators 2 --module moe.launch.launch switch_tiny --degrees.ep 2
-    torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny
-    python -m moe.launch.launch switch_tiny
-
-Exit codes (moe/launch/exit_codes.py): DONE; BAD_INPUT with one line; STOPPED by a signal after saving; FAILED, anything else.
+torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny --degrees.ep 2
 """
 
 from __future__ import annotations
@@ -153,10 +149,8 @@ def _first_here(line: str) -> bool:
 @dataclass(frozen=True)
 class _TooEarly:
     """Signal handler until training begins: prints that nothing is lost, and ends the rank with STOPPED. place: as in RankRun.
-
     process: id of the rank's process. In another process, a forked child that inherited the handler, the signal has its default effect.
-    before_training: a mark by which moe/train/start/place.py recognises this handler, which it must not restore after training.
-    """
+    before_training: a mark by which moe/train/start/place.py recognises this handler, which it must not restore after training."""
 
     place: list[Path]
     rank: int
@@ -231,7 +225,6 @@ def _called_immediately(stop: _TooEarly) -> Iterator[None]:
 
 
 def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:
-    """Refuse --fresh and --from_step with torchrun's --max-restarts: each restart would set the new checkpoints aside again."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     flag = "--fresh" if given.fresh else "--from_step" if given.from_step is not None else None
     if flag and restarts.isdecimal() and int(restarts) > 0:
@@ -320,7 +313,6 @@ def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool],
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:
-    """Return a message with advice if `failure` is that memory ran out; None for any other failure."""
     from moe.train.start.out_of_memory import did_not_fit
     from parallel.process import process
 

@@ -80,10 +80,8 @@ def die_with_input(end: Callable[[], None]) -> None:
 @dataclass
 class Rank:
     """The process of one rank, as `moe train` observes it.
-
     pid: 0 on another machine, where it cannot be observed. ended_at: time (time.monotonic) at which its end was noticed. code: exit code
-    (negative: a signal), None if it runs or if its launcher had already collected the code (waitpid). handle: its pidfd.
-    """
+    (negative: a signal), None if it runs or if its launcher had already collected the code (waitpid). handle: its pidfd."""
 
     rank: int
     pid: int

@@ -32,10 +32,8 @@ _POLL_S = 0.1
 @dataclass(frozen=True)
 class End:
     """How one attempt of a run ended.
-
     code: exit code. lines: lines printed about the end. statuses: rank -> its status file (moe/launch/status.py). began: a rank had
-    started. stuck: a process could not be killed. first: the rank that died first, or for which the others waited; None if unknown.
-    """
+    started. stuck: a process could not be killed. first: the rank that died first, or for which the others waited; None if unknown."""
 
     code: int
     lines: Sequence[str]
@@ -47,11 +45,9 @@ class End:
 
 class Restarts:
     """Decides after each attempt of the run in folder `out` whether it starts again, from which checkpoint, and on how many processes.
-
     limit: N of --restarts; 0: never. fresh, from_step: flags of the run. smaller: numbers of processes for --elastic, largest first.
     processes: number of processes of the next attempt; None: all. gone: rank of the last attempt whose GPU the next one leaves out; None
-    if `processes` has not just changed, or if it is not known which rank died first.
-    """
+    if `processes` has not just changed, or if it is not known which rank died first."""
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit
@@ -129,7 +125,6 @@ class Restarts:
         return None
 
     def _shrink(self, reason: str) -> None:
-        """Set the next smaller number of processes, and begin the count of restarts again."""
         self.processes, self._in_a_row = self._smaller.pop(0), -1
         self.gone = max(self._first, key=self._first.__getitem__, default=None)
         self._first.clear()

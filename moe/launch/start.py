@@ -137,7 +137,9 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
             before = len(caught)
-            status.wait_for(folder, world, _status_s(how, process.returncode), no_more=lambda: len(caught) > before)
+            succeeded = how == "ended" and process.returncode in (DONE, STOPPED)  # then status files may appear late: after a minute on NFS
+            wait_s = 0.0 if how == "early" else _ALL_STATUS_S if succeeded else _STATUS_S
+            status.wait_for(folder, world, wait_s, no_more=lambda: len(caught) > before)
             statuses, failed = status.read(folder), status.machines(folder, token)
             ended = {rank for number in failed for rank in hosts.ranks_on(number)}
             killed = set(range(world)) - statuses.keys() - ended if how == "killed" and not caught else set()
@@ -158,8 +160,7 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
 
 
 def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
-    """Start the ranks: as forks of the warm process if possible, otherwise by the launcher. Returns (the process that ends after all ranks,
-    the ranks that are already known)."""
+    """Start the ranks by the warm process or the launcher. Return (process that ends after all ranks, ranks that are already known)."""
     world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
     visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
     if visible:
@@ -202,13 +203,6 @@ def _end(
     return End(code, lines, statuses, began=bool(ranks or statuses), stuck=bool(uncertain), first=first)
 
 
-def _status_s(how: Watched, launcher_code: int | None) -> float:
-    """Return the seconds to wait for status files of other machines: a minute after success, because NFS may show files so late."""
-    if how == "early":
-        return 0.0
-    return _ALL_STATUS_S if how == "ended" and launcher_code in (DONE, STOPPED) else _STATUS_S
-
-
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
     """Return the number of ranks of a launch. With a hostfile, `nproc` (or by default the slots) of each host count. Raises BadInput."""
     if nproc is not None and nproc < 1:
@@ -244,10 +238,8 @@ def _watch(
     launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
 ) -> Watched:
     """Wait until the launcher ends. Meanwhile add ranks that are found to `ranks`, notice their ends, and send signals on to them.
-
     Ranks on other machines are added when they get a signal. Returns "ended"; "killed" if the caller must kill all processes; "early" if a
-    signal came before all ranks had started.
-    """
+    signal came before all ranks had started."""
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()
@@ -257,7 +249,8 @@ def _watch(
         asked = tuple(caught)  # a copy: a signal that comes during this iteration is handled in the next one
         asked_first = bool(asked) and passed_at < 0
         if hosts is None and len(ranks) < world and (asked_first or now - looked > _FIND_S):
-            _add(ranks, find_ranks(process.pid))
+            known = {rank.pid for rank in ranks}
+            ranks.extend(rank for rank in find_ranks(process.pid) if rank.pid not in known)
             looked = now
             if len(ranks) == world:
                 print(f"{counted(world, 'process')} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
@@ -312,11 +305,6 @@ def _leave_s(failed: Mapping[str, Any], code: int | None = None) -> float:
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
     """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first. All ranks are then killed."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
-
-
-def _add(ranks: list[Rank], found: list[Rank]) -> None:
-    known = {rank.pid for rank in ranks}
-    ranks.extend(rank for rank in found if rank.pid not in known)
 
 
 def _sent(number: int) -> int:

@@ -1,6 +1,4 @@
-"""Keeps a run alive if its output cannot be written: in `moe train ... | tee log` Ctrl-C ends tee first, and a terminal may be closed.
-The output is then dropped, but the run continues and saves. Its records are in its folder.
-"""
+"""Drops output that cannot be written, so that the run continues: Ctrl-C ends tee in `moe train ... | tee log`, or a terminal is closed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Program that runs torchrun, and writes the failed ranks' exit codes to a file instead of printing torchrun's traceback.
-
-    python -m moe.launch.torchrun CODES.json [torchrun's arguments]
-
-torchrun's log files go into the folder CODES, which is removed with the file. By default they would stay in the system's temporary folder.
+"""`python -m moe.launch.torchrun CODES.json [torchrun's arguments]` runs torchrun, and writes the failed ranks' exit codes to CODES.json
+instead of printing torchrun's traceback. torchrun's log files go into the folder CODES, which is removed with the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Judges the end of a run on several processes from its ranks' status files, the order in which they died, and the launcher's exit code.
-
-The result is an exit code: DONE, every rank finished; STOPPED, every rank saved and stopped for a signal; BAD_INPUT, found by the ranks;
-FAILED, all else.
-"""
+"""Judges the end of a run on several processes from its ranks' status files, the order in which they died, and the launcher's exit code."""
 
 from __future__ import annotations
 
@@ -33,10 +29,8 @@ def verdict(
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
     """Return (exit code, lines to print: one for each group of ranks that failed in the same way, in the order of death).
-
     statuses: status files; a rank without one has not finished. asked: the signal that was sent to the ranks. how: the launcher "ended" by
-    itself or was "killed"; "early": a signal came before all ranks had started. ended_here: ranks that this process killed.
-    """
+    itself or was "killed"; "early": a signal came before all ranks had started. ended_here: ranks that this process killed."""
     killed = how != "ended"
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):

@@ -63,7 +63,6 @@ def _function(run: Run) -> dict[str, Any]:
 
 
 def _norms(run: Run) -> set[str]:
-    """Return the kinds of norms ("rmsnorm", "layernorm") in this model. Norms of queries, keys and a router's input are always RMSNorms."""
     routed = run.router.input_norm == "rmsnorm" and run.model.layers_with_experts()
     return {run.model.norm} | ({"rmsnorm"} if routed or run.model.qk_norm != "none" else set())
 
@@ -89,9 +88,7 @@ def check_function(
     before: Run, after: Run, *, allowed: Sequence[str], where: str, otherwise: str = "start over with --fresh or another --out"
 ) -> None:
     """Raise BadInput if a changed key alters the function that the model computes, unless the key is in `allowed`.
-
-    where: name of the checkpoint, for the message. otherwise: another fix, in words.
-    """
+    where: name of the checkpoint, for the message. otherwise: another fix, in words."""
     refused = [change for change in function_changes(before, after) if change.key not in allowed]
     if refused:
         flags = " ".join(f"--allow-change {change.key}" for change in refused)

@@ -29,9 +29,7 @@ _IsSet = Callable[[str, object, object], bool]
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     """Raise BadInput for the first value of the recipe `file` or the command line that has no effect. origins: key -> origin of its value.
-
-    A file with nearly every key was written by a run, also with values that have no effect. Its values get the level of a parent.
-    """
+    A file with nearly every key was written by a run, also with values that have no effect. Its values get the level of a parent."""
     by_run = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
     levels = {file: 1 if by_run else 2, COMMAND_LINE: 3, "default": 0}
 
@@ -64,9 +62,7 @@ def _with_reader() -> tuple[tuple[str, Any], ...]:
 
 def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> None:
     """Raise BadInput for a value without effect, because a condition in its key's `Key.off_without` is not met.
-
-    level: key -> level of its value (see above). is_set(key, value, default): whether the user set the value.
-    """
+    level: key -> level of its value (see above). is_set(key, value, default): whether the user set the value."""
     values, defaults = flat(run), flat(Run())
     conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if is_set(key, values[key], defaults[key]))
     idle = [

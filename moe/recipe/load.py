@@ -174,7 +174,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[Run, dict[str, str]]:
     """Load a recipe, given by name or path. Return (the Run, dotted key -> origin of its value). Raises BadInput.
-
     overrides: dotted key -> value that replaces the recipe's; text is read as YAML, as on a command line, any other value is used as it is.
     """
     path = recipe_path(str(recipe))
@@ -261,7 +260,6 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
 
 
 def _of_each(field: Any) -> type[Section] | None:
-    """Return the section class of the elements of a field that is a list of sections; None for any other field."""
     held = [] if field is None or get_origin(field.annotation) is not tuple else get_args(field.annotation)
     return next((kind for kind in held if isinstance(kind, type) and issubclass(kind, Section)), None)
 

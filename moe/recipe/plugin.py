@@ -4,10 +4,9 @@
     optimizer.kind: lion                 ->  the same, if an installed package registers lion = my_parts:lion in moe_parallel.optimizers
 
 A registered name is looked up in the packages' metadata when the recipe is read, and replaced by module:name. Built-in names come first.
-Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that build its model to use it
-(training, evaluation, generation, verify, conversion) import the module and print a line about it. The module's code has all the rights
-of the user. Python's own search comes first, then the working folder: no file there replaces an installed package, unless `python -m`
-has put that folder first itself.
+Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that use the model (training,
+evaluation, generation, verify, conversion) import the module, whose code has all the rights of the user, and print a line about it. The
+working folder is searched last, so that no file there replaces an installed package.
 """
 
 from __future__ import annotations

@@ -151,7 +151,11 @@ CASES: list[tuple[str, str, str]] = [
     ),
     ("train switch_t5_tiny --nproc 2 --degrees.tp 2 --tensor.sequence_parallel true", "true with model.kind=encoder_decoder", "to false"),
     ("train switch_t5_tiny --data.objective next_token", "data.objective: got next_token with", "set data.objective to span_corruption"),
-    ("train switch_t5_tiny --model.positions rotary", "model.positions: got rotary, needed t5", "set model.positions to t5"),
+    (
+        "train switch_t5_tiny --model.positions rotary",
+        "model.positions: got rotary with model.kind=encoder_decoder, needed t5",
+        "set model.positions to t5",
+    ),
     ("train switch_t5_tiny --model.encoder_layers 8", "model.encoder_layers: got 8, needed below", "set it to null"),
     ("train switch_t5_tiny --model.vocab_size 260", "model.vocab_size: got 260, needed at least 270", "set model.vocab_size to null"),
     ("train switch_t5_tiny --model.max_length 2", "model.max_length: got 2, needed at least 3", "set it to 3"),

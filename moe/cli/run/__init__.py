@@ -1,6 +1,4 @@
-"""The functions of the verbs; in this file, helpers that several verbs call. A function imports modules itself, so that wrong input is
-refused before anything heavy is imported.
-"""
+"""Helpers of the verbs' functions. These import modules themselves, so that wrong input is refused before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`moe bench`: measurements, which are the modules of moe/bench that have a main function. Their source code is read here, not imported,
-because that would import torch.
-"""
+"""`moe bench`: measurements, which are the modules of moe/bench with a main function. They are parsed, not imported (no torch)."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import ast
 import dataclasses
 from pathlib import Path
 
-from moe.cli.run import call
+from moe.cli.run import call, check_least
 from moe.cli.verbs import Bench
 from parallel.errors import BadInput, did_you_mean, some
 
@@ -30,17 +28,15 @@ def bench(flags: Bench, _: dict[str, str]) -> int:
     asked = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
     given = {name: value for name, value in asked.items() if value is not None and value is not False}
     takes = arguments_of_main(module)
-    for name, value in given.items():
+    for name in given:
         if name not in takes:
             flags_there = ", ".join(f"--{t}" for t in takes) or "no flags"
             raise BadInput(f"--{name}", got=f"it for {flags.name}", needed=f"a flag of {flags.name}: {flags_there}", fix=f"remove --{name}")
-        if isinstance(value, int) and value < 1:
-            raise BadInput(f"--{name}", got=value, needed="at least 1", fix=f"--{name} 1")
+    check_least(flags, **{name: 1 for name, value in given.items() if isinstance(value, int)})
     return call(f"moe.bench.{module.parent.name}.{module.stem}", **given)
 
 
 def _instead(name: str) -> str:
-    """Return the fix for an unknown measurement: the command to which it moved, or a similar name."""
     for module, names in MOVED.items():
         if name.replace("_", "-") in names.split():
             part = "" if name in ("faults", "planner") else f" {name.replace('_', '-')}"

@@ -15,7 +15,8 @@ from parallel.errors import BadInput
 
 
 def verify(flags: Verify, _: dict[str, str]) -> int:
-    check_least(flags, nproc=1)
+    if flags.nproc < 1:
+        raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.timeout_s is not None and not 0 < flags.timeout_s < float("inf"):
         raise BadInput("--timeout_s", got=flags.timeout_s, needed="seconds, more than 0", fix="--timeout_s 600")
     if flags.recipe is not None and flags.kinds != Verify.kinds:
@@ -79,7 +80,6 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
 
 
 def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
-    """Convert a folder of transformers into a run (hf:PATH RUN), or a run into such a folder (RUN hf:PATH)."""
     into = flags.to_run.startswith("hf:")
     if into and flags.from_run.startswith("hf:"):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")

@@ -104,7 +104,6 @@ def _out(flags: Train) -> Path:
 
 
 def _check_restarts(flags: Train) -> None:
-    """Refuse --restarts if another launcher started this rank, or if ranks run on other machines. Raises BadInput."""
     if not flags.restarts:
         return
     if flags.restarts < 0:

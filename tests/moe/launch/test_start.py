@@ -124,12 +124,12 @@ from pathlib import Path
 from moe.launch import start
 from moe.launch.arguments import Arguments
 
-def add(ranks, more):
-    known(ranks, more)
+def mark(ranks, wait_s):
     for rank in ranks:
         (out / f"found-{rank.rank}").touch()
+    wait(ranks, wait_s)
 
-known, start._add = start._add, add
+wait, start.wait = start.wait, mark
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # if pytest runs under nohup, the inherited handler ignores SIGHUP
 if sys.argv[2] == "faulty":
     start._command = lambda launch, *_, **__: [sys.executable, sys.argv[3] + "/faulty.py", "2", launch.module]
