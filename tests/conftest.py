@@ -7,6 +7,7 @@ started its thread pool here; two cores shared by four ranks are also faster wit
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -29,6 +30,18 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_plugins = ["tests.support.times", "tests.support.alone"]
+
+# Modules that a rank imports when it builds a model, by itself if its test's process has not done so.
+IN_EVERY_RANK = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "moe.experts.dispatch.steps",
+    "moe.kernels.cpu",
+    "moe.kernels.grouped",
+    "numpy.ma",
+    "parallel.data.fsdp",
+    "parallel.data.zero3",
+    "torch._dynamo",
+)
 
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
@@ -73,6 +86,14 @@ def process_as_it_was() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_visit() -> Iterator[None]:
+    """Exclude all objects that a module's tests leave from later garbage collections and from `gc.get_objects`, which visit each."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -81,7 +102,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
 
 
-def pytest_collection_finish() -> None:
-    """What is there now stays to the end: collections of garbage in tests, and in ranks that are forked from here, need not visit it."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare this process for forks: they need not import again what it has imported, nor visit its objects in garbage collections."""
+    if len(session.items) > 500:
+        for name in IN_EVERY_RANK:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
