@@ -45,9 +45,9 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
-    """Return the refusal `bad` of a recipe on `world` processes. Its new fix has only changes after which the recipe is accepted.
-    The first of these that exists: changes of a single key; several changes together; a change after which another mistake is refused; a
-    text that no change was found."""
+    """Return the refusal `bad` of a recipe on `world` processes, with a fix that was tried: single changes after which the recipe is
+    accepted; or else several changes that are accepted together; or else a change after which only another mistake is refused; or else a
+    text that says that no change was found."""
     until = time.process_time() + _TRY_S
     kept: list[Fix] = []
     failed: list[tuple[Fix, BadInput]] = []

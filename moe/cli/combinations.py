@@ -57,8 +57,8 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rule:
-    """Whether another system runs or refuses pairs of values, as read in its file `source`. one, other: (factor of moe/verify/hybrid.py,
-    values of that factor), of which every pair is meant. Conditions on sizes are left out."""
+    """Whether another system runs or refuses each pair of a value in `one` and a value in `other`, as read in its file `source`.
+    one, other: (factor of moe/verify/hybrid.py, values of this factor). Conditions on sizes are left out."""
 
     system: str
     one: tuple[str, tuple[str, ...]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 import types
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
             values[field] = True
             continue
         if not equals:
-            if following.startswith("-") and not _is_number(following):
+            if following.startswith("-") and not re.match(r"-\.?\d", following):
                 needed_value, example = _described(flags[name])
                 raise BadInput(name, got="no value", needed=needed_value, fix=f"{name}={example}")
             value = next(rest)[1]
@@ -139,14 +140,6 @@ def _value(name: str, kind: Any, text: str) -> Any:
             if math.isfinite(value):
                 return value
     raise BadInput(name, got=text or "nothing", needed=needed, fix=fix)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _described(kind: Any) -> tuple[str, str]:

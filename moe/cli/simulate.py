@@ -27,7 +27,7 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags of a single schedule: pipedream, chimera
+OPTIONS = ("vertical_sync", "pipelines")  # flags that only one schedule reads: pipedream, chimera
 RANKS, MICROBATCHES = 4, 8
 SEARCH = "search"  # the word after `moe simulate` that asks for a search of an order
 SEARCHED = 16  # divides the limit on forward passes for a search, which takes as long as about 16 simulations

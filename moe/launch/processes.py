@@ -127,7 +127,7 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Put the number of a forked rank into its process's name, because /proc shows the parent's variables for it, without RANK."""
+    """Write a forked rank's number into its process's name. Others cannot read its RANK: /proc shows the variables of its parent."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 

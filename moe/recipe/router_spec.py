@@ -63,7 +63,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     capacity_multiple: int = key(1, "an expert's slots are rounded up to a multiple of this number", gt=0)
     drop: Literal["position", "lowest_gate", "random"] = key("position", "choices that a full expert drops: last ones; random: train only")
     queue: Literal["choices_first", "tokens_first"] = key("choices_first", "slots are filled by all first choices first, or token by token")
-    balance_weight: float = key(0.0, "of the load-balancing loss, Switch eq. 4, summed over layers", ge=0, le=1e9, alters="training")
+    balance_weight: float = key(0.0, "weight of the load-balancing loss, Switch eq. 4, summed over layers", ge=0, le=1e9, alters="training")
     balance_counts: Literal["all", "first", "unbiased"] = key(
         "all", "choices counted as load: all, the first (GShard), or the top k without bias or groups (DeepSeek-V3)", alters="training"
     )
@@ -72,9 +72,9 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
         "tokens with equal loads as the aim: a capacity group, a rank's micro-batch (not layout-free), or a step",
         alters="training",
     )
-    importance_weight: float = key(0.0, "of the loss CV^2 (sum of an expert's gates), Shazeer et al. 2017", ge=0, le=1e9, alters="training")
-    load_weight: float = key(0.0, "of the loss CV^2 (an expert's expected load under noisy_top_k's noise)", ge=0, le=1e9, alters="training")
-    z_weight: float = key(0.0, "of the router's z loss; ST-MoE: 0.001", ge=0, le=1e9, alters="training")
+    importance_weight: float = key(0.0, "weight of the loss CV^2(sums of gates), Shazeer et al. 2017", ge=0, le=1e9, alters="training")
+    load_weight: float = key(0.0, "weight of the loss CV^2(expected loads), with noisy_top_k", ge=0, le=1e9, alters="training")
+    z_weight: float = key(0.0, "weight of the router's z loss; ST-MoE: 0.001", ge=0, le=1e9, alters="training")
 
     @property
     def vectors(self) -> int:

@@ -129,8 +129,10 @@ def main(capability: int) -> None:
     route(tokens=120, num_experts=60, k=3)
     compute(
         torch.bfloat16, fused=True, tokens=1024, num_experts=4, k=3, width=256, hidden=512, ffn="swiglu"
-    )  # tiles of 128 rows, all whole
-    compute(torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu")  # tiles of 64 rows, none whole
+    )  # tiles of 128 rows without a remainder
+    compute(
+        torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu"
+    )  # tiles of 64 rows with remainders
     compute(torch.float32, fused=True, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="gelu")
 
 

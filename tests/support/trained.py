@@ -1,8 +1,8 @@
-"""Runs of a second for tests of the trainer: a text of random words, a model of width 16, and the results of a run, bit by bit.
+"""Training runs of about a second for tests of the trainer: a text of random words, a model of width 16, and functions to compare runs.
 
-    home = trained.home(folder, monkeypatch)          text and token files, CPU only, without the slow end of a run
+    home = trained.home(folder, monkeypatch)          text and token files; patches the trainer
     trained.train(trained.recipe(home), out, ranks=2) each rank in its own process; `before(rank)` prepares it, for example to die
-    trained.losses(out), trained.tensors(checkpoint)  equal if and only if every bit is
+    trained.losses(out), trained.tensors(checkpoint)  every bit of losses and tensors
 
 Changes that `before` makes in a rank's process end with that process.
 """

@@ -106,8 +106,8 @@ class Pipeline(Section, alters="cost"):
 class Tiling(Section, alters="cost"):
     """Large matrices are cut into tiles. Each tile is a separate parameter, which an engine gathers, updates and frees alone."""
 
-    ffn: int = key(1, "tiles of feed-forward networks and experts, by hidden units", gt=0)
-    head: int = key(1, "tiles of the embedding table and the vocabulary projection, by tokens of the vocabulary", gt=0)
+    ffn: int = key(1, "tiles of feed-forward networks and experts, cut along the hidden units", gt=0)
+    head: int = key(1, "tiles of the embedding table and the vocabulary projection, cut along the vocabulary", gt=0)
 
 
 class Recompute(Section, alters="cost"):

@@ -72,7 +72,7 @@ def leave(code, error=None):
 
 def saved(number, frame):
     (out / f"signal-{rank}").write_text(signal.Signals(number).name)
-    time.sleep(0.2)  # a save
+    time.sleep(0.2)  # as long as saving a checkpoint may take
     leave(75)
 
 if mode == "fine":
