@@ -28,8 +28,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 from over_ranks import SEQUENCE, TENSOR  # noqa: E402
 from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note  # noqa: E402
 
-from moe.cli.simulate import simulated  # noqa: E402
-from moe.cli.simulate_text import summary_line  # noqa: E402
+from moe.cli.simulate import simulated, summary_line  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.router_spec import RouterSpec  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402

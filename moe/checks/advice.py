@@ -1,11 +1,11 @@
-"""Advice that has been tried: each change that a fix proposes is applied to the recipe, and changes that lead to no run are left out.
+"""Tries advice before the user reads it: applies each change that a fix proposes to the recipe, and drops a change if the recipe is still
+refused.
 
-    Set("degrees.tp", 1, 2, 4) | Set("model.num_heads", 8)        on 2 processes
-        ->  degrees.tp: 1    degrees.tp: 2    degrees.tp: 4 x    model.num_heads: 8 x        each applied alone, then all checks again
-        ->  Set("degrees.tp", 1, 2)
+    Set("degrees.tp", 1, 2, 4) | Set("model.num_heads", 8)      fix of a refusal on 2 processes: four changes, each tried alone
+    tp 1 and tp 2 are accepted, tp 4 and num_heads 8 refused    ->  Set("degrees.tp", 1, 2)
 
-If no change works alone, the fix of the next refusal is added: Set("degrees.tp", 2) & Nproc(2). A check thus needs to know
-only its own reason. Advice without a change ("check the spelling") is kept as it is.
+If no single change is enough, the fix of the next refusal is added to it: Set("degrees.tp", 2) & Nproc(2). A check thus needs to know only
+its own reason. Advice in words ("check the spelling") cannot be tried, and is kept.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from parallel.errors import BadInput
 from parallel.fixes import Fix, Nproc, Remove, Set, Words, any_of
 
 _NO_ADVICE = Words("no change of one key alone was found that works: see docs/use/recipes.md")
-_TRY_S = 0.3  # seconds for all trials, so that an error comes in under a second
+_TRY_S = 0.3  # processor seconds for all trials, so that the error message appears within a second
 _FURTHER = 3  # maximum number of changes that are added to a first change
 
 Origins = Mapping[str, str]
 
 
 def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
-    """Return `check_run`'s result. If it refuses, raise BadInput with advice that has been tried on this recipe and number of processes.
+    """Return `check_run`'s result, the run with its `auto` degrees resolved. If it refuses, raise BadInput with tried advice (`tried`).
 
-    Also checks the recipe's router.hash_table, if that file exists (a resumed run has the table in its checkpoint).
-    origins: where each value comes from, by key. Advice that makes a value from the command line unused is left out.
+    Also checks the file of router.hash_table, if it exists (a resumed run has the table in its checkpoint). origins: key -> where its value
+    comes from. Advice that would make a value of the command line unused is dropped.
     """
     try:
         checked = check_run(run, world)
@@ -45,20 +45,18 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
-    """Return the refusal `bad` of a recipe on `world` processes, with only the changes that lead to a run.
-
-    If no change of one key does, its fix is several changes. If none are found, it is a change after which another mistake is left. If
-    there is no such change either, it says that none was found.
-    """
+    """Return the refusal `bad` of a recipe on `world` processes, with a fix that was tried: single changes after which the recipe is
+    accepted; or else several changes that are accepted together; or else a change after which only another mistake is refused; or else a
+    text that says that no change was found."""
     until = time.process_time() + _TRY_S
     kept: list[Fix] = []
     failed: list[tuple[Fix, BadInput]] = []
     for fix in bad.fix.alternatives:
-        ways = fix.ways(bad.what)
-        again = [(way, _refused(way, run, world, origins)) for way in ways if time.process_time() < until]
-        working = [way for way, refused in again if refused is None]
-        failed += [(way, refused) for way, refused in again if refused is not None]
-        if len(working) == len(ways):  # also true for a text, which has no changes to try
+        changes = fix.ways(bad.what)
+        again = [(change, _refused(change, run, world, origins)) for change in changes if time.process_time() < until]
+        working = [change for change, refused in again if refused is None]
+        failed += [(change, refused) for change, refused in again if refused is not None]
+        if len(working) == len(changes):  # also true for advice in words: both lists are empty
             kept.append(fix)
         elif working:
             kept.append(any_of(working))
@@ -69,60 +67,58 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
         if found is not None:
             kept.insert(0, found)
         else:
-            mends = [way for way, refused in failed if refused.what not in (bad.what, *_keys(way))]  # another mistake is refused after it
-            kept += mends[:1] or ([] if kept else [_NO_ADVICE])
+            half = [change for change, refused in failed if refused.what not in (bad.what, *_keys(change))]  # then another key is refused
+            kept += half[:1] or ([] if kept else [_NO_ADVICE])
     return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=any_of(kept))
 
 
-def _further(ways: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
-    """Return the fewest changes that together lead to a run, or None. ways: first changes, each with the refusal of the changed recipe.
-
-    Each further change is from the fix of the last refusal. until: the process time (time.process_time) at which the search ends.
-    """
+def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
+    """Return the smallest set of changes after which the recipe is accepted; None if none is found before process time `until`.
+    tries: changes that were not enough alone, each with the next refusal. A change of that refusal's fix is added to each of them."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
-        for way, refused in ways:
-            for change in refused.fix.ways(refused.what):
-                if _keys(way) & _keys(change) or time.process_time() > until:
+        for change, refused in tries:
+            for added in refused.fix.ways(refused.what):
+                if _keys(change) & _keys(added) or time.process_time() > until:
                     continue
-                again = _refused(way & change, run, world, origins)
+                again = _refused(change & added, run, world, origins)
                 if again is None:
-                    return way & change
-                longer.append((way & change, again))
-        ways = longer
+                    return change & added
+                longer.append((change & added, again))
+        tries = longer
     return None
 
 
-def _refused(way: Fix, run: Run, world: int, origins: Origins) -> BadInput | None:
-    """Return the refusal of the recipe with the change `way` on the command line; None if the changed recipe is accepted."""
+def _refused(change: Fix, run: Run, world: int, origins: Origins) -> BadInput | None:
+    """Return the refusal of the recipe after a change on the command line; None if the changed recipe is accepted."""
     try:
-        changed, processes = build_run(applied(way, run.model_dump())), nproc(way, world)
+        changed, processes = build_run(applied(change, run.model_dump())), nproc(change, world)
         if changed == run and processes == world:
             return BadInput("recipe", got="no change", needed="one", fix="another")
         check_run(changed, processes)
-        check_read(changed, origins_with(way, origins), file="")
+        check_read(changed, origins_with(change, origins), file="")
     except BadInput as bad:
         return bad
     return None
 
 
-def origins_with(way: Fix, origins: Origins) -> dict[str, str]:
-    """Return the origin of each value, by key, after the change `way` has been made on the command line."""
-    changed = {part.key: "default" if isinstance(part, Remove) else COMMAND_LINE for part in way.parts if isinstance(part, Set | Remove)}
-    return {**origins, **changed}
+def origins_with(change: Fix, origins: Origins) -> dict[str, str]:
+    """Return key -> origin of its value, after a change has been made on the command line."""
+    keys = {part.key: "default" if isinstance(part, Remove) else COMMAND_LINE for part in change.parts if isinstance(part, Set | Remove)}
+    return {**origins, **keys}
 
 
-def nproc(way: Fix, world: int) -> int:
-    """Return the number of processes with which the run starts after the change `way`; `world` is the number before it."""
-    return next((part.number for part in reversed(way.parts) if isinstance(part, Nproc)), world)
+def nproc(change: Fix, world: int) -> int:
+    """Return the number of processes after a change of the command line; `world` is the number before it."""
+    return next((part.number for part in reversed(change.parts) if isinstance(part, Nproc)), world)
 
 
-def applied(way: Fix, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the recipe's nested values with the change `way`."""
+def applied(change: Fix, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a recipe's nested values to which the change has been applied."""
     made = copy.deepcopy(dict(values))
-    way.apply(made)
+    change.apply(made)
     return made
 
 
-def _keys(way: Fix) -> set[str]:
-    return {part.key for part in way.parts if isinstance(part, Set | Remove)}
+def _keys(change: Fix) -> set[str]:
+    return {part.key for part in change.parts if isinstance(part, Set | Remove)}

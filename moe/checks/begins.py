@@ -15,7 +15,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
     """Refuse a new run in folder `out` if `source` (--init_from) has no checkpoint, or if it trains adapters and there is no source."""
-    if not fresh and has_checkpoint(out):  # the run resumes, so it needs no other weights
+    if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return
     if source is None and run.lora.rank:
         raise no_base(run.lora.rank)
@@ -24,7 +24,7 @@ def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> No
 
 
 def no_base(rank: int) -> BadInput:
-    """Return the refusal of adapters of this rank without frozen weights to adapt."""
+    """Return the refusal of LoRA (adapters with lora.rank `rank`) in a new run that loads no weights to freeze."""
     needed = "--init_from, the run or checkpoint whose weights are frozen"
     return BadInput("lora.rank", got=f"{rank} without weights to begin with", needed=needed, fix="--init_from runs/NAME")
 

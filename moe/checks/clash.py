@@ -1,4 +1,4 @@
-"""The refusal of two values of a recipe that do not work together. Its text is made from the recipe's values."""
+"""Builds the error for two values of a recipe that do not work together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from parallel.fixes import Fix, Set, any_of, written
 
 
 def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: Fix, needed: str | None = None) -> BadInput:
-    """Return the refusal of a key's value. `other`: the key with which it does not work, or a text. `works`: a value that works.
+    """Return the error for the value of `key`, which does not work together with the value of the key `other` (or with a cause in words).
 
         clash(run, "tiling.ffn", "optimizer.kind", 1, "K-FAC needs whole matrices", Set("optimizer.kind", "adamw"))
             ->  tiling.ffn: got 2 with optimizer.kind=kfac, needed 1: K-FAC needs whole matrices;
                 fix: set tiling.ffn to 1, or optimizer.kind to adamw
 
-    fixes: alternatives to setting the key. needed: replaces the text of `works` and `why`.
+    works: the value that `key` should have. fixes: alternatives to that. needed: the whole text after "needed", instead of `works: why`.
     """
     cause = other if " " in other else f"{other}={written(value_of(run, other))}"
     got = f"{written(value_of(run, key))} with {cause}"
@@ -25,7 +25,7 @@ def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: 
 
 
 def check_others(run: Run, other: str, works: Mapping[str, tuple[object, str]], *fixes: Fix) -> None:
-    """Raise BadInput for the first key whose value does not work with `other`. `works`: for each key the value that works, and why."""
+    """Raise BadInput for the first key whose value does not work together with key `other`. works: key -> (the value that works, why)."""
     for key, (value, why) in works.items():
         if value_of(run, key) != value:
             raise clash(run, key, other, value, why, *fixes)

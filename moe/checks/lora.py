@@ -1,4 +1,4 @@
-"""Checks of LoRA (lora.rank): refuses combinations in which adapters on frozen weights (moe/nn/lora.py) cannot be trained."""
+"""Checks of LoRA (lora.rank): combinations in which adapters on frozen weights (moe/nn/lora.py) cannot be trained are refused."""
 
 from __future__ import annotations
 

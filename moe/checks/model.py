@@ -1,6 +1,5 @@
-"""Checks of a model's keys against each other: sizes, positions, windows, latents, layers with experts, multi-token prediction.
-
-No torch is imported here.
+"""Checks of a model's keys against each other: sizes, positions, windows, latent attention, MoE layers, multi-token prediction, and keys
+of an encoder-decoder (model.kind).
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from parallel.errors import BadInput
 from parallel.fixes import Fix, Remove, Set
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
+
+_UNCUT = "an encoder-decoder is not cut in this way"
 
 
 def check_model(run: Run) -> None:
@@ -36,7 +37,7 @@ def check_model(run: Run) -> None:
     if m.ahead:
         _check_ahead(run)
     if m.moe_every and m.moe_layers is not None:
-        got, fix = f"moe_every={m.moe_every} as well", Remove("model.moe_every") | Set("model.moe_layers", None)
+        got, fix = f"a list, and model.moe_every={m.moe_every} too", Remove("model.moe_every") | Set("model.moe_layers", None)
         raise BadInput("model.moe_layers", got=got, needed="one of the two", fix=fix)
     if m.moe_every > m.num_layers:
         fix = Set("it", m.num_layers) | Set("it", 0, said="0 for a dense model")
@@ -53,7 +54,6 @@ def check_model(run: Run) -> None:
 
 
 def _check_latent(run: Run) -> None:
-    """Refuse settings that latent attention excludes, and sizes of its latents that do not fit together."""
     m, by = run.model, "model.latent.key_rank"
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", ""),
@@ -81,7 +81,7 @@ def _check_latent(run: Run) -> None:
 
 
 def _check_t5(run: Run) -> None:
-    """Refuse settings of decoders that an encoder-decoder does not have: scales, windows, sinks, caps, output biases."""
+    """Refuse keys that only a decoder reads: scales, sliding windows, attention sinks, output biases, limits of logits and of Q, K, V."""
     none = "T5 and Switch have none"
     off: dict[str, object] = {"sliding_window": None, "attention_sinks": False, "out_bias": False, "clip_qkv": None, "logit_cap": None}
     works = {f"scales.{key}": getattr(Scales(), key) for key in Scales.model_fields} | off
@@ -89,7 +89,6 @@ def _check_t5(run: Run) -> None:
 
 
 def _check_windows(m: Model) -> None:
-    """Refuse numbers in `sliding_layers` that are not layers of the model or that occur twice."""
     if m.sliding_layers is None:
         return
     layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})
@@ -100,7 +99,6 @@ def _check_windows(m: Model) -> None:
 
 
 def _check_rope(run: Run) -> None:
-    """Refuse rotary settings that nothing reads or that contradict each other."""
     m, r = run.model, run.model.rope
     if r.fraction != 1 and m.latent.key_rank is None:
         _check_fraction(m)
@@ -115,7 +113,7 @@ def _check_rope(run: Run) -> None:
 
 
 def _check_fraction(m: Model) -> None:
-    """Refuse a rotated share of a head's channels that is no whole number of pairs; the fix is the nearest share that is one."""
+    """Refuse a model.rope.fraction that rotates an odd number of a head's channels, or none. The fix is the nearest fraction that works."""
     share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
     count = m.rope.turning(size)
     if count % 2 or not count:
@@ -124,11 +122,10 @@ def _check_fraction(m: Model) -> None:
         fitting = next((value for value in tries if value <= 1 and Rope(fraction=value).turning(size) == even), None)
         got = f"{share:g} of {size} channels of a head, which is {count}"
         said = Set("it", fitting, said=f"{fitting:g}, which is {even} channels") if fitting else Set("model.head_size", size + size % 2)
-        raise BadInput("model.rope.fraction", got=got, needed="an even number of them, rounded down: channels turn in pairs", fix=said)
+        raise BadInput("model.rope.fraction", got=got, needed="an even number of channels: they are rotated in pairs", fix=said)
 
 
 def _check_ahead(run: Run) -> None:
-    """Refuse models and layouts in which multi-token prediction (model.ahead) does not work."""
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", ""),
@@ -144,3 +141,42 @@ def _check_ahead(run: Run) -> None:
         raise clash(run, "tensor.kind", "model.ahead", "1d", "no grid cuts the blocks of multi-token prediction", off)
     if m.ahead >= m.max_length:
         raise BadInput("model.ahead", got=m.ahead, needed=f"less than model.max_length={m.max_length}", fix=Set("it", 1))
+
+
+def check_encoder_decoder(run: Run) -> None:
+    """Refuse an encoder-decoder without its keys (span corruption, T5's positions) or with a layout that it does not support, and a decoder
+    with span corruption. Raises BadInput for the first reason found."""
+    has_encoder, spans = run.model.kind == "encoder_decoder", run.data.objective == "span_corruption"
+    if spans and not has_encoder:
+        fix = Set("model.kind", "encoder_decoder") | Set("data.objective", "next_token")
+        raise BadInput("data.objective", got="span_corruption with model.kind=decoder", needed="an encoder, which reads the text", fix=fix)
+    if not has_encoder:
+        return
+    if not spans:
+        raise clash(run, "data.objective", "model.kind", "span_corruption", needed="inputs that are separate from the targets")
+    m = run.model
+    if m.positions != "t5":
+        raise clash(run, "model.positions", "model.kind", "t5", "the layers of each half share one bias of relative positions")
+    if not 0 < m.decoder_begins < m.num_layers:
+        what = "model.num_layers" if m.encoder_layers is None else "model.encoder_layers"
+        got, fix = (m.num_layers, Set("it", 2, said="2 or more")) if m.encoder_layers is None else (m.encoder_layers, Set("it", None))
+        needed = "at least 2, one a half" if m.encoder_layers is None else f"below model.num_layers={m.num_layers}: the others decode"
+        raise BadInput(what, got=got, needed=needed, fix=fix)
+    if m.spans.inputs != m.max_length:
+        needed = f"at least {m.spans.inputs}, for one hidden span"
+        raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
+    if m.document_mask:
+        raise clash(run, "model.document_mask", "model.kind", False, "hidden spans and sentinels separate documents")
+    if run.vocab_size < run.least_vocab_size:
+        sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
+        needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"
+        raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix=Set("model.vocab_size", None))
+    whole = f"{_UNCUT}; dp, tp, ep, etp, fsdp and zero share its weights and its work"
+    check_others(run, "model.kind", {"degrees.pp": (1, whole), "degrees.sp": (1, whole)})
+    if run.degrees.tp > 1 and run.tensor.kind not in ("1d", "copied"):
+        raise clash(run, "tensor.kind", "model.kind", "1d", _UNCUT)
+    if run.degrees.tp > 1 and run.tensor.sequence_parallel:
+        raise clash(run, "tensor.sequence_parallel", "model.kind", False, "between encoder and decoder sequences are whole")
+    if run.optimizer.kind == "kfac":
+        needed = "adamw, muon, adafactor or sgd: in cross-attention a K-FAC factor would belong to two inputs"
+        raise clash(run, "optimizer.kind", "model.kind", "adamw", needed=needed)

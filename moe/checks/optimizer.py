@@ -1,6 +1,4 @@
-"""Optimizers, and the ways of holding weights with which each works (table in docs/use/optimizers.md). All else is refused before torch is
-imported.
-"""
+"""Checks of optimizer.kind: each optimizer works only with some kinds of sharding and tiling (table in docs/use/optimizers.md)."""
 
 from __future__ import annotations
 
@@ -27,13 +25,12 @@ def check_optimizer(run: Run) -> None:
         _check_matrices(run)
     if o.kind == "adafactor" and run.experts.biases and run.model.layers_with_experts():
         needed = "adamw, muon, sgd or kfac: rows and columns of a stack of biases mean nothing together"
-        raise BadInput("optimizer.kind", got="adafactor with experts.biases", needed=needed, fix=_ADAMW | Set("experts.biases", False))
+        raise clash(run, "optimizer.kind", "experts.biases", "adamw", "", Set("experts.biases", False), needed=needed)
     if o.kind == "kfac":
         _check_kfac(run)
 
 
 def _check_matrices(run: Run) -> None:
-    """Refuse what cuts the matrices that Muon and Adafactor update: tiles, and for Adafactor also shards."""
     works: dict[str, tuple[object, str]] = {"tiling.ffn": (1, "a tile is a part of a matrix")}
     if run.optimizer.kind == "adafactor":
         whole = "its means are of whole matrices, and ranks hold parts"
@@ -58,13 +55,12 @@ def _check_kfac(run: Run) -> None:
         raise BadInput("optimizer.kfac.delay", got=o.kfac.delay, needed=needed, fix=fix)
     if continuous(run):
         needed = "a schedule whose batches end: K-FAC's factors belong to the weights of one step"
-        got, fix = f"kfac with pipeline.schedule={run.pipeline.schedule}", Set("pipeline.schedule", ADVISED) | _ADAMW
-        raise BadInput("optimizer.kind", got=got, needed=needed, fix=fix)
+        raise clash(run, "optimizer.kind", "pipeline.schedule", "adamw", "", Set("pipeline.schedule", ADVISED), needed=needed)
     if run.tiling.ffn > 1:
         raise clash(run, "tiling.ffn", "optimizer.kind", 1, "a K-FAC factor belongs to a whole matrix", _ADAMW)
     if o.kfac.experts and run.model.layers_with_experts():
         whole, dense_only = "K-FAC needs an expert's whole matrices, on one rank", Set("optimizer.kfac.experts", False)
         check_others(run, "optimizer.kind", {"degrees.etp": (1, whole), "experts.rebalance_every": (0, whole)}, dense_only)
-        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # asked of the dispatcher, because a user's own may have other keys
+        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # the dispatcher's number: a user's own dispatcher may not read the key
             fix = Set("dispatch.overlap_chunks", 1) | dense_only
             raise BadInput("dispatch.overlap_chunks", got=f"{chunks} with optimizer.kind=kfac", needed=f"1: {whole}", fix=fix)

@@ -1,4 +1,4 @@
-"""Checks of pipeline stages: sharding that gathers weights, and methods that make all stages wait for each other, are refused."""
+"""Checks of pipeline stages (degrees.pp): the schedule, the division of layers, sharding, and schedules whose steps overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_pipeline(run: Run) -> None:
     if pp == 1:
         _check_without_stages(run)
         return
-    if pp > layers + (0 if run.pipeline.layers is None else 2):  # checked first: the schedule of thousands of ranks takes long to make
+    if pp > layers + (0 if run.pipeline.layers is None else 2):  # before `schedule_of`, which takes long for thousands of ranks
         fewer = fewer_ranks(run.pipeline.schedule, layers)
         fix = Set("degrees.pp", *range(fewer, max(0, fewer - 16), -1), said=f"{fewer} or less") | "add layers"
         raise BadInput("degrees.pp", got=pp, needed=f"at most one stage a layer: model.num_layers={layers}", fix=fix)
@@ -29,7 +29,7 @@ def check_pipeline(run: Run) -> None:
 
 
 def _check_without_stages(run: Run) -> None:
-    """Refuse an unknown schedule or wrong layers with degrees.pp 1: a recipe made for stages also runs without them, if it is valid."""
+    """With degrees.pp 1, refuse an unknown pipeline.schedule and wrong pipeline.layers, although only a higher degrees.pp reads them."""
     p, layers = run.pipeline, run.model.num_layers
     if not p.schedule.endswith(".csv"):
         try:
@@ -60,7 +60,7 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
 
 
 def slow_sharding(run: Run) -> BadInput | None:
-    """Return why the recipe's sharding is slow with stages, or None. The recipe is refused for it unless sharding.allow_slow is true."""
+    """Return the error for sharding that is slow with pipeline stages; None for other sharding. sharding.allow_slow permits it."""
     s = run.sharding
     if run.degrees.pp == 1 or s.named.stage < 2:
         return None
@@ -72,7 +72,7 @@ def slow_sharding(run: Run) -> BadInput | None:
 
 
 def _check_continuous(run: Run) -> None:
-    """Refuse methods that need all stages before an update: in a continuous pipeline, stages update at different times."""
+    """Refuse methods that need the gradients of all stages before an update: in a continuous schedule, stages update at different times."""
     p, name = run.pipeline, run.pipeline.schedule
     by, other = f"{name}, whose stages update without waiting for each other", Set("pipeline.schedule", ADVISED)
     every = kind_of(name).update_every or p.microbatches
@@ -82,8 +82,7 @@ def _check_continuous(run: Run) -> None:
         fix = Set("it", every) | Set("pipeline.schedule", *of_any)
         raise BadInput("pipeline.microbatches", got=f"{p.microbatches} with {name}", needed=needed, fix=fix)
     if not run.sharding.named.steps_by_stage:
-        got, needed = f"{run.sharding.kind} with {by}", "ddp: the other engines step once for all"
-        raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
+        raise clash(run, "sharding.kind", by, "ddp", "the other engines step once for all")
     if run.precision.compute == "fp16":
         needed = "no loss scale: an overflow on one stage could not undo the updates of the others"
         fix = Set("precision.compute", "bf16") & Set("precision.loss_scale", "none")

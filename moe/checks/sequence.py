@@ -12,7 +12,7 @@ from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Refuse positions, heads and routing groups that the ranks of sp cannot share out. Raises BadInput."""
+    """Refuse positions, heads and routing groups that cannot be divided equally among the ranks of sp. Raises BadInput."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp == 1:
         return
@@ -36,7 +36,6 @@ def without_effect(run: Run) -> list[str]:
 
 
 def _check_idle(run: Run) -> None:
-    """Refuse keys of `sequence` that have no effect together with the recipe's other values."""
     if run.sequence.keep_attention and run.recompute.kind != "full":
         full, needed = Set("recompute.kind", "full"), "recompute.kind full: otherwise attention is computed once anyway"
         raise clash(run, "sequence.keep_attention", "recompute.kind", False, "", full, needed=needed)
@@ -55,7 +54,7 @@ def _check_order(run: Run) -> None:
 
 
 def _check_heads(run: Run, degree: int) -> None:
-    """Refuse heads that do not divide. degree: number of ranks that trade heads for tokens (Ulysses); they share a tp rank's heads."""
+    """Refuse a number of heads (on one rank of tp) that is no multiple of `degree`, the number of ranks that exchange heads (Ulysses)."""
     held = run.model.num_heads // run.tp_grid().units
     if held % degree:
         what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"

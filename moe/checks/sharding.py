@@ -1,11 +1,4 @@
-"""Weights, gradients and optimizer states that each kind of data parallelism can shard and offload. All else is refused in one line.
-
-kind zero   stage 0  nothing is sharded: DDP          offload: nothing
-            1, 2     by DeepSpeed                     optimizer: cpu
-            3        by DeepSpeed, or FSDP            optimizer, parameters: cpu or nvme (DeepSpeed)
-
-The checks run before torch is imported.
-"""
+"""Checks of data parallelism: the stage, engine and offloading that each sharding.kind has (docs/parallel/data_parallel.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +26,6 @@ def check_sharding(run: Run) -> None:
 
 
 def _check_not_zero(run: Run) -> None:
-    """Refuse offloading with a kind of sharding other than zero: it would have no effect."""
     for key, place in _places(run.sharding.offload).items():
         if place != "none":
             got, needed = f"{place} with sharding.kind={run.sharding.kind}", "sharding.kind zero: others keep their states on the device"
@@ -68,7 +60,6 @@ def _places(offload: Offload) -> dict[str, str]:
 
 
 def _check_disk(o: Offload) -> None:
-    """Check the folder for states offloaded to disk: it must be named, exist and be writable. Raises BadInput."""
     if "nvme" not in _places(o).values():
         return
     what = "sharding.offload.path"
@@ -89,9 +80,7 @@ def _check_disk(o: Offload) -> None:
 
 def check_installed(run: Run) -> None:
     """Refuse to train with states on a disk if this machine lacks a package with which DeepSpeed's async_io is compiled. Raises BadInput.
-
-    Not part of `check_run`, because `moe plan` and `moe rehearse` check a recipe for another machine.
-    """
+    Not part of `check_run`, because `moe plan` and `moe rehearse` check a recipe for another machine."""
     on_disk = [f"sharding.offload.{key}" for key, place in _places(run.sharding.offload).items() if place == "nvme"]
     if on_disk and (missing := missing_for_nvme()):
         got, needed = f"nvme without {' and '.join(missing)}", "the packages with which DeepSpeed's async_io is compiled at its first use"

@@ -1,7 +1,8 @@
-"""Checks of degrees.tp: sizes that it must divide, and keys that cannot be combined with it. A refusal names the degrees that work."""
+"""Checks of degrees.tp and of tiling: sizes that ranks, tiles and chunks must divide, and keys that cannot be combined with degrees.tp."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from moe.checks.clash import clash
@@ -13,7 +14,7 @@ from parallel.mesh.mesh import divisors
 
 
 def check_tensor(run: Run) -> None:
-    """Refuse sizes that the ranks of tp cannot share out, and methods that need whole matrices. Raises BadInput."""
+    """Refuse sizes that cannot be divided equally among the ranks of tp, and methods that need whole matrices. Raises BadInput."""
     tp, kind, m = run.degrees.tp, run.tensor.kind, run.model
     if run.tensor.sequence_parallel:
         _check_sequence_parallel(run)
@@ -41,7 +42,6 @@ def check_tensor(run: Run) -> None:
 
 
 def _check_sequence_parallel(run: Run) -> None:
-    """Refuse sequence parallelism without 1D tensor parallelism (this toolkit's or DTensor's), or with sequences that do not divide."""
     sp, tp, length = run.degrees.sp, run.degrees.tp, run.model.max_length
     if tp == 1 or run.tensor.kind not in LINES:
         got = f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}"
@@ -55,10 +55,9 @@ def _check_sequence_parallel(run: Run) -> None:
 
 
 def _check_overlap(run: Run) -> None:
-    """Refuse chunks of tokens whose sum over tp overlaps with the next chunk's matrix product, except with 1D tensor parallelism."""
     if run.degrees.tp == 1 or run.tensor.kind != "1d":
         got = f"{run.tensor.overlap_chunks} with degrees.tp={run.degrees.tp} and tensor.kind={run.tensor.kind}"
-        needed = "tensor.kind 1d on several ranks, which sum the results of a layer's second matrix"
+        needed = "tensor.kind 1d on several ranks, which all-reduce the products of a layer's second matrix"
         fix = Set("tensor.overlap_chunks", 1) | Set("degrees.tp", 2) & Set("tensor.kind", "1d")
         raise BadInput("tensor.overlap_chunks", got=got, needed=needed, fix=fix)
     if run.tiling.ffn > 1:
@@ -67,14 +66,13 @@ def _check_overlap(run: Run) -> None:
 
 
 def _cuts(run: Run, shape: Grid) -> Iterator[tuple[str, int, int]]:
-    """Yield (key of a size, the size, the number of shards that must divide this size) for each size that a grid of ranks cuts."""
+    """Yield (key, its size, number of shards) for each size of the model that is sharded over the grid of tp ranks."""
     m = run.model
     dense = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
     return shape.cuts(width=m.d_model, heads=m.num_heads, groups=m.num_kv_heads or m.num_heads, hidden=dense)
 
 
 def _check_line(run: Run) -> None:
-    """Refuse heads, hidden units or a vocabulary that tp cannot share out."""
     tp, kind = run.degrees.tp, run.tensor.kind
 
     def works(n: int) -> bool:
@@ -97,7 +95,6 @@ def _check_line(run: Run) -> None:
 
 
 def _check_grid(run: Run) -> None:
-    """Refuse sizes that a grid's sides do not divide: heads, hidden units, and d_model (by both sides of a cube)."""
     shape = run.tp_grid()
     for what, size, ways in _cuts(run, shape):
         if size % ways:
@@ -110,11 +107,9 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """Refuse a batch of training or evaluation that the ranks of tp cannot share out equally.
-
-    The rows of a grid read different sequences. In a MoE model each rank of tp routes some of the sequences, in whole groups. Ranks of 1D
-    in a dense model all read all sequences, so any number of them passes.
-    """
+    """Refuse a training or evaluation batch whose sequences cannot be divided equally among the ranks of tp.
+    Each row of a grid reads other sequences. In a MoE model each rank of tp routes some of the sequences, in whole capacity groups. In a
+    dense model with 1D, every rank reads all sequences, so that any batch is accepted."""
     tp, group, rows, dp = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp)
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if run.model.layers_with_experts():
@@ -129,3 +124,43 @@ def _check_sequences(run: Run) -> None:
     if (sequences := run.train.eval_sequences) % (dp * unit):
         needed, fix = f"a multiple of degrees.dp={dp} times {words}", Set("it", max(1, round(sequences / (dp * unit))) * dp * unit)
         raise BadInput("train.eval_sequences", got=sequences, needed=needed, fix=fix)
+
+
+def check_tiling(run: Run) -> None:
+    """Check that tiles divide every network's hidden units evenly, and that no vocabulary tile or token chunk is empty. Raises BadInput."""
+    widths = _widths(run)
+    wrong = {what: size for what, size in widths.items() if size % run.tiling.ffn}
+    for what, size in wrong.items():
+        needed = f"a divisor of {what}={size}: each tile has an equal part of the hidden units"
+        raise BadInput("tiling.ffn", got=run.tiling.ffn, needed=needed, fix=Set("it", *divisors(math.gcd(*widths.values()))))
+    rows, split = run.vocab_size // run.tp_grid().units, _split(run)
+    if run.tiling.head > rows:
+        needed = f"at most the vocabulary's {run.vocab_size}{split}"
+        raise BadInput("tiling.head", got=run.tiling.head, needed=needed, fix=Set("it", 1) | "a few")
+    read = int(run.degrees.dp) * run.tp_grid().sequences
+    tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
+    if run.recompute.loss_chunks > tokens:
+        needed = f"at most the {tokens} tokens of a micro-batch"
+        fix = Set("it", *range(min(tokens, 8), 0, -1), said=f"{tokens} or less; 8 is often enough")
+        raise BadInput("recompute.loss_chunks", got=run.recompute.loss_chunks, needed=needed, fix=fix)
+
+
+def _split(run: Run) -> str:
+    """Return the text for the division of dense sizes by tp: "", " / degrees.tp=2", or the side of a grid."""
+    parts = run.tp_grid().units
+    return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
+
+
+def _widths(run: Run) -> dict[str, int]:
+    """Return the number of hidden units that a rank holds, by the name of each kind of network."""
+    m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
+    units = x.d_ff or m.d_ff
+    widths = {f"model.d_ff{_split(run)}": m.d_ff // run.tp_grid().units} if len(sparse) < m.num_layers or m.ahead else {}
+    if sparse:
+        split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
+        widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # etp below 1 is refused with the other degrees
+        if x.shared:
+            widths["the shared experts' width"] = (x.shared_d_ff or units) * x.shared
+        if x.residual:
+            widths["the residual network's d_ff"] = units
+    return widths

@@ -6,15 +6,13 @@ import math
 import os
 
 from moe.checks.clash import check_others, clash
-from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.lora import check_lora
-from moe.checks.model import check_model
+from moe.checks.model import check_encoder_decoder, check_model
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
 from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
-from moe.checks.tensor import check_tensor
-from moe.checks.tiling import check_tiling
+from moe.checks.tensor import check_tensor, check_tiling
 from moe.experts.dispatch.catalog import check_dispatch
 from moe.kernels.products import PRODUCTS
 from moe.plan.pipeline import continuous
@@ -90,7 +88,6 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_free(run: Run) -> None:
-    """Check experts that compute nothing (experts.zero, experts.skip): tokens must choose experts, and experts must stay on their rank."""
     if not run.experts.free:
         return
     key = "experts.skip" if run.experts.skip else "experts.zero"
@@ -100,7 +97,6 @@ def _check_free(run: Run) -> None:
 
 
 def _check_networks(run: Run) -> None:
-    """Check the number of experts of each layer, and the dense networks next to them."""
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
         needed = f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all"
@@ -112,7 +108,6 @@ def _check_networks(run: Run) -> None:
 
 
 def _check_dispatch(run: Run) -> None:
-    """Check the exchange of rows between ranks, and the shards of each expert's matrices."""
     ep, etp, sparse = run.degrees.ep, run.degrees.etp, run.model.layers_with_experts()
     units = run.experts.d_ff or run.model.d_ff
     if sparse and etp > 0 and units % etp:
@@ -170,7 +165,7 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Check keys for samples from a user's program: they are token ids, and the only source. Only a plug-in may have a data.path."""
+    """Refuse keys that need text if a user's program or plug-in gives the samples, which are token ids. Only a plug-in reads data.path."""
     if d.tokenizer == "bpe":
         needed, fix = "ids, which the samples are, or bytes", Set("it", "ids", said="ids, and data.vocab_size")
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
@@ -197,7 +192,7 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """Check sharding.kind dp, whose replicas are threads: they need one process, and must share its micro-batch of `sequences` equally."""
+    """Check sharding.kind dp, whose replicas are threads of one process. Each replica gets an equal part of a micro-batch's sequences."""
     if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:
@@ -232,7 +227,7 @@ def _check_batch(run: Run) -> None:
         check_slots(run.router, group_tokens=sequences * length, num_experts=max(run.experts.counts))
     unit, words = dp, f"degrees.dp={dp}"
     if sparse and run.router.eval_capacity_factor is not None and isinstance(group, int):
-        # every rank evaluates whole groups: otherwise the capacity of a group, and with it the loss, would depend on the layout
+        # every rank must evaluate whole capacity groups: if a group were cut, its capacity and the loss would depend on the layout
         unit, words = dp * group, f"degrees.dp * router.group = {dp} * {group}"
     if (sequences := run.train.eval_sequences) % unit:
         fix = Set("it", max(1, round(sequences / unit)) * unit)
@@ -240,7 +235,6 @@ def _check_batch(run: Run) -> None:
 
 
 def _check_audit(run: Run) -> None:
-    """Refuse train.audit_every if a step cannot be computed twice with equal bits, and train.deterministic if sums have no fixed order."""
     threads = "one order of sums: replicas' gradients are added as their threads end"
     if run.train.deterministic and run.sharding.named.threads:
         raise clash(run, "train.deterministic", "sharding.kind", False, "", Set("sharding.kind", "ddp"), needed=threads)

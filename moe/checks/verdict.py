@@ -1,10 +1,5 @@
-"""The verdict on a recipe: it runs, it runs but is not recommended, or it is refused; with the reason.
-
-    refused           check_run raises BadInput (moe/checks/together.py)
-    not recommended   it runs, and the result is right; but another recipe does the same work with less time, memory or doubt
-    runs              all others
-
-The table of all pairs is docs/parallel/combinations.md, made from these verdicts by `moe combinations`.
+"""Judges a recipe: "refused" if `check_run` raises BadInput; "not recommended" if it runs correctly, but another recipe does the same work
+with less time or memory; otherwise "runs". `moe combinations` judges all pairs of values (docs/parallel/combinations.md).
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ class Verdict:
 
 
 def verdict(run: Run, world_size: int) -> Verdict:
-    """Return the verdict on a recipe with this number of processes."""
     try:
         run = check_run(run, world_size)
     except BadInput as refused:

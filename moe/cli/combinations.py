@@ -1,6 +1,5 @@
-"""`moe combinations`: which methods work together, as Markdown and as JSON. The checks of recipes judge every pair of values.
-
-It prints docs/parallel/combinations.md; tests/laws/test_combinations.py compares that page with its output.
+"""`moe combinations`: prints which methods work together, as Markdown (docs/parallel/combinations.md) or as JSON. For every pair of values
+it runs the checks that every recipe passes (moe/checks/).
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ before it runs (`moe/checks/`). In each pair, all other values are the simplest,
 
 @dataclass(frozen=True)
 class Judged:
-    """The judgement of a value or of a pair. status: a key of `MARKS`. reasons: why it does not simply run; a reason that holds for one
-    value alone is not repeated for its pairs.
-    """
+    """The result for one value or one pair. status: a key of `MARKS`. reasons: why the status is not "runs"; for a pair, without reasons
+    that already apply to one of its values alone."""
 
     status: str
     reasons: tuple[str, ...] = ()
@@ -59,10 +57,8 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row on another system: DeepSpeed, Megatron-Core or torchtitan runs or refuses pairs of values, by its source code (file `source`).
-
-    one, other: (factor of moe/verify/hybrid.py, its values for which the rule holds). Conditions on sizes are left out.
-    """
+    """Whether another system runs or refuses each pair of a value in `one` and a value in `other`, as read in its file `source`.
+    one, other: (factor of moe/verify/hybrid.py, values of this factor). Conditions on sizes are left out."""
 
     system: str
     one: tuple[str, tuple[str, ...]]
@@ -100,7 +96,7 @@ def main(flags: Combinations, _: dict[str, str]) -> int:
 
 
 def judge_pairs() -> dict[Pair, Judged]:
-    """Return the judgement of every pair of values of two different factors (FACTORS: kinds of parallelism, model, precision)."""
+    """Judge every pair of values of two different factors (FACTORS: kinds of parallelism, model, precision)."""
     alone = {value: judge(value) for factor, values in FACTORS.items() for value in ((factor, v) for v in values)}
     found = {}
     for pair in every_pair(FACTORS):
@@ -112,7 +108,7 @@ def judge_pairs() -> dict[Pair, Judged]:
 
 
 def judge(*values: tuple[str, str]) -> Judged:
-    """Return the judgement of (factor, value) arguments together, on the number of processes they need. Other values are the simplest."""
+    """Judge these (factor, value) pairs together, with the simplest value of each other factor, on as many processes as they need."""
     try:
         case = case_of(completed(dict(values)), world=None)
     except Idle as idle:
@@ -122,12 +118,11 @@ def judge(*values: tuple[str, str]) -> Judged:
 
 
 def _without_got(refused: BadInput) -> str:
-    """Return a refusal's text without the refused value, so that pairs refused for one reason have equal texts."""
+    """Return an error's text without the value that was got, so that errors with the same reason have equal texts."""
     return f"`{refused.what}`: needed {refused.needed}; fix: {refused.fix}"
 
 
 def page(table: dict[Pair, Judged]) -> str:
-    """Return the page, in Markdown, for the judgement of every pair."""
     parts = [PAGE, _alone()]
     for one, other in combinations(FACTORS, 2):
         cells = {(a[1], b[1]): judged for (a, b), judged in table.items() if (a[0], b[0]) == (one, other)}
@@ -149,7 +144,7 @@ def _alone() -> str:
 
 
 def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
-    """Return a Markdown table of two factors. Its rows are values of the factor with more values; values with equal cells share a row."""
+    """Return a Markdown table of two factors: one row for each value of the factor with more values. Equal rows are merged into one."""
     down, across = (one, other) if len(FACTORS[one]) >= len(FACTORS[other]) else (other, one)
     numbers: dict[str, int] = {}
 
@@ -168,10 +163,11 @@ def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
 
 
 def _systems(table: dict[Pair, Judged]) -> str:
-    """Return a Markdown table of the pairs in `RULES`: whether they run in the other system, and whether in this project."""
     rows = [
-        f"| {together(_pairs(rule))[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | {_here(rule, table)} |"
+        f"| {together(pairs)[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | "
+        f"{', '.join(dict.fromkeys(table[pair].status for pair in pairs))} |"
         for rule in RULES
+        for pairs in [_pairs(rule)]
     ]
     head = "## Other systems\n\nRead in their code. For a pair that is not listed with a system, its answer is not known.\n\n"
     return head + "\n".join(["| pair | system | there | its file | here |", "|---|---|---|---|---|", *rows]) + "\n"
@@ -180,10 +176,6 @@ def _systems(table: dict[Pair, Judged]) -> str:
 def _pairs(rule: Rule) -> list[Pair]:
     (one, ones), (other, others) = rule.one, rule.other
     return [((one, a), (other, b)) for a in ones for b in others]
-
-
-def _here(rule: Rule, table: dict[Pair, Judged]) -> str:
-    return ", ".join(dict.fromkeys(table[pair].status for pair in _pairs(rule)))
 
 
 def _rows(table: dict[Pair, Judged]) -> list[dict[str, object]]:

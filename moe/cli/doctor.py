@@ -1,6 +1,4 @@
-"""`moe doctor`: checks what this machine has for training. Prints one table; the exit code is 1 if a needed check fails.
-
-A row is (check, value, state, fix). States: "ok", "note" (works, but with a limit) and "FAIL" (training cannot work).
+"""`moe doctor`: checks whether this machine can train. Prints one table; the exit code is 1 if a needed check fails.
 
 `moe doctor --trace FOLDER` instead finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
 """
@@ -31,7 +29,7 @@ from parallel.store.files import user_path
 if TYPE_CHECKING:
     from parallel.watch.flight_recorder import Diagnosis
 
-# oldest supported versions of the packages that training needs
+# package that training needs -> its oldest supported version
 NEEDED = {"torch": "2.10", "deepspeed": "0.18", "pydantic": "2", "safetensors": "0", "numpy": "1"}
 NEEDED |= {"rich": "0", "matplotlib": "0", "tensorboard": "0"}
 OPTIONAL = ("tokenizers", "transformers", "triton")
@@ -41,7 +39,7 @@ EXCHANGE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table. state: "note" works, but with a limit; with "FAIL" training cannot work. fix: advice, unless all is "ok"."""
 
     check: str
     value: str
@@ -50,7 +48,6 @@ class Row:
 
     @staticmethod
     def of(check: str, value: str, right: bool, otherwise: Literal["note", "FAIL"], fix: str = "") -> Row:
-        """Return a row with state "ok" if `right`, otherwise with the state `otherwise` and the fix."""
         return Row(check, value) if right else Row(check, value, otherwise, fix)
 
 
@@ -62,7 +59,7 @@ def main(flags: Doctor, _: dict[str, str]) -> int:
     for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
             rows += check()
-        except Exception as error:  # a broken installation must not hide the other checks
+        except Exception as error:  # one check that a broken installation stops must not hide the others
             rows.append(Row(check.__name__.strip("_"), f"{type(error).__name__}: {error}".splitlines()[0], "FAIL", "see the message"))
     _print(rows)
     write_rows(flags.json, "doctor", [asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
@@ -107,7 +104,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _deepspeed() -> list[Row]:
-    """Check that DeepSpeed can be imported, in a separate process: without a compiler or CUDA toolkit the import may fail."""
     command = [sys.executable, "-c", "import deepspeed; print(deepspeed.accelerator.get_accelerator()._name)"]
     started = time.perf_counter()
     got = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -136,7 +132,7 @@ def _exchange() -> list[Row]:
 
     from parallel.process.fork import run_on_ranks
 
-    torch.set_num_threads(1)  # before any other torch call, since ranks are forked
+    torch.set_num_threads(1)  # forked ranks would hang in OpenMP if this process had started its threads
     started = time.perf_counter()
     try:
         got = run_on_ranks(exchange_rows, 2, timeout_s=EXCHANGE_TIMEOUT_S)
@@ -150,13 +146,16 @@ def _exchange() -> list[Row]:
 
 
 def _devices() -> list[Row]:
+    import psutil
     import torch
 
+    memory = psutil.virtual_memory()
+    about_memory = f"{memory.total / 2**30:.0f} GiB memory, {memory.available / 2**30:.0f} free"
     flags = matrix_instructions()
     found = sorted({MATRIX_INSTRUCTIONS[flag] for flag in flags})
     products = f"{' and '.join(found)} ({', '.join(flags)})" if found else "none: 16-bit products are emulated"
     rows = [
-        Row("processor", f"{processor()}, {usable_cores()} of {os.cpu_count()} cores usable, {_memory()}"),
+        Row("processor", f"{processor()}, {usable_cores()} of {os.cpu_count()} cores usable, {about_memory}"),
         Row.of("16-bit instructions", products, bool(found), "note"),
     ]
     if not torch.cuda.is_available():
@@ -170,15 +169,7 @@ def _devices() -> list[Row]:
     return [*rows, Row.of("backend", "nccl" if nccl else "no nccl in this torch", nccl, "FAIL", "install torch with CUDA")]
 
 
-def _memory() -> str:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return f"{memory.total / 2**30:.0f} GiB memory, {memory.available / 2**30:.0f} free"
-
-
 def _speed() -> list[Row]:
-    """Measure square matrix products in fp32 and bf16, on all usable cores or the first GPU."""
     import torch
 
     from moe.records.results import matmul_flops
@@ -197,7 +188,6 @@ def _port() -> list[Row]:
 
 
 def _disk() -> list[Row]:
-    """Check the folder for runs (./runs, or its nearest existing parent): whether it can be written, and its free space."""
     folder = next(p for p in (Path("runs").absolute(), *Path("runs").absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     try:
@@ -209,7 +199,7 @@ def _disk() -> list[Row]:
 
 
 def _extensions() -> list[Row]:
-    """Check the folder for DeepSpeed's compiled ops. If it cannot be written, the row is only a note: training on a CPU compiles none."""
+    """Check whether the folder for DeepSpeed's compiled ops can be written. If not, the state is "note": on a CPU nothing is compiled."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     fix = "set XDG_CACHE_HOME to a folder that can be written"
@@ -217,7 +207,6 @@ def _extensions() -> list[Row]:
 
 
 def _nvme() -> list[Row]:
-    """Check for the libraries with which DeepSpeed compiles async_io, needed for offload to disk but not to host memory."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"
@@ -228,7 +217,7 @@ def _nvme() -> list[Row]:
 
 
 def _trace(folder: Path, json: Path | None) -> int:
-    """Print the ranks that a hung run waited for, then a row for each waiting rank. folder: traces of torch's flight recorder."""
+    """Print the ranks that a hung run waited for (culprits), then a row for each waiting rank. folder: traces of the flight recorder."""
     from parallel.watch.flight_recorder import diagnose, read_folder
 
     traces = read_folder(user_path(folder, what="--trace"))
@@ -247,7 +236,7 @@ def _trace(folder: Path, json: Path | None) -> int:
 
 
 def _waiting(found: Diagnosis) -> list[dict[str, Any]]:
-    """Return a row for each waiting rank: its first collective that waits for a culprit, or its first wait if none does."""
+    """Return a row for each waiting rank, on the first collective in which it waits for a culprit, or else for any rank."""
     rows = []
     for rank in sorted({wait.rank for wait in found.waits if wait.behind}):
         waits = [wait for wait in found.waits if wait.rank == rank and wait.behind]

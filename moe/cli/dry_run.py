@@ -1,9 +1,4 @@
-"""`moe train RECIPE --dry-run`: prints what the run would need. Starts no ranks, writes no files and needs no device.
-
-moe train dense_8b --dry-run --cluster h100-8x128 --train.global_batch 2048      on all devices of a cluster
-moe train dense_8b --dry-run --cluster h100-8 --nproc 64                         on 64 devices of its kind
-moe train switch_tiny --dry-run --nproc 2                                        on this machine (loads torch to find its devices)
-"""
+"""`moe train RECIPE --dry-run`: prints the memory, FLOPs and time that the run would need on this machine or on a --cluster."""
 
 from __future__ import annotations
 
@@ -24,10 +19,8 @@ from moe.records.summary import count, size
 
 
 def main(run: Run, *, world: int | None, cluster: str | None, force: bool = False) -> int:
-    """Print what a run on `world` processes needs; None: all devices of the cluster, or one process on this machine.
-
-    Raises BadInput if memory is too small, unless `force`.
-    """
+    """Print what a run on `world` processes needs. None: all devices of the cluster, or one process on this machine.
+    Raises BadInput if memory is too small, unless `force`."""
     machines = None if cluster is None else load_cluster(cluster)
     world = world or (machines.world if machines else 1)
     run, place = _here(run, world) if machines is None else (settled(run, machines), Place.of(machines, world))
@@ -47,7 +40,7 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
 
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:
-    """Return (the run with precision chosen for this machine, Place: the devices and memory of `world` processes, for the prediction)."""
+    """Return (the run with precision `auto` resolved for this machine, the devices and memory of `world` processes on this machine)."""
     from moe.train.start.place import settle_precision
     from moe.train.start.prediction import here
     from parallel.process.process import World

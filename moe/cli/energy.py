@@ -1,9 +1,7 @@
-"""`moe energy`: plans a clock for every action of a pipeline step, without a GPU (EnvPipe), and prints the energy that it saves.
-
-    moe energy --stages 4 --microbatches 16 --forward-time 0.01,0.01,0.01,0.013 --backward-time 0.02,0.02,0.02,0.026 --out plan.json
+"""`moe energy`: plans a GPU clock for every action of a pipeline step (EnvPipe), and prints the energy that this saves. Needs no GPU.
 
 Times and energies come from a measured profile (--profile). Without one, times come from flags or from a recipe's FLOPs, and energies
-from the power model of parallel/pipeline/energy/clocks.py. Only --apply changes the clocks of GPUs.
+from the power model of parallel/pipeline/energy/clocks.py.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe.cli.run import write_rows
-from moe.cli.simulate_text import duration
-from moe.cli.simulate_times import Costs, check_size, needs_recipe, of_recipe, refuse_with_file, times_of
+from moe.cli.run import check_least, refuse, write_rows
+from moe.cli.simulate import duration
+from moe.cli.simulate_times import NEEDS_RECIPE, OF_FILE, Costs, check_size, of_recipe, times_of
 from moe.cli.verbs import Energy
 from moe.launch import exit_codes
 from parallel.errors import BadInput, counted
@@ -30,23 +28,22 @@ from parallel.pipeline.simulator.held import peak_activations
 KINDS = {".json": "the plan", ".png": "a picture"}
 FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
 TIMES = ("forward_time", "backward_time", "transfer_time", "tflops", "link_gb_s")
-MOST_ACTIONS = 2**11  # limit on forward passes of a step: time grows with its square, as each action is compared with all others
+MOST_ACTIONS = 2**11  # limit on forward passes of a step, because planning compares each action with all others
 
 
 def main(flags: Energy, overrides: dict[str, str]) -> int:
-    """Plan, print and write; with --apply, run the plan on this machine's GPUs. Raises BadInput, one line, for impossible input."""
+    """Make an energy plan, print it, and write it to --out; with --apply also run it on this machine's GPUs. Raises BadInput."""
     name, slowdown, recipe = flags.name or "1f1b", flags.slowdown or 0.0, flags.recipe
     size: dict[str, Any] = {"stages": flags.stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
     _check(flags, name, size, slowdown)
-    needs_recipe(overrides, recipe)
+    if recipe is None:
+        refuse(overrides, **NEEDS_RECIPE)
     from_file = read_order(name) if name.endswith(".csv") else None
     times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
     measured: MeasuredProfile | None = None
     costs: Costs | None = None
     if flags.profile is not None:
-        if recipe or times:
-            flag, needed = "recipe" if recipe else next(iter(times)), "one of the two: the profile already has times"
-            raise BadInput(f"--{flag}", got="it with --profile", needed=needed, fix=f"remove --{flag}")
+        refuse({"recipe": recipe, **times}, got="it with --profile", needed="one of the two: the profile already has times")
         measured = read_profile(flags.profile)
     elif recipe:
         costs = of_recipe(recipe, overrides, times, size, from_file)
@@ -69,11 +66,9 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
 
 
 def _check(flags: Energy, name: str, size: dict[str, Any], slowdown: float) -> None:
-    for flag, given in size.items():
-        if given is not None and given < 1:
-            raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} 1")
+    check_least(flags, **dict.fromkeys(size, 1))
     if name.endswith(".csv"):
-        refuse_with_file(name, size)
+        refuse(size, got=f"it with {name}", needed=OF_FILE)
     if not 0 <= slowdown <= 10:
         raise BadInput("--slowdown", got=slowdown, needed="a share from 0 to 10", fix="--slowdown 0.01")
     if (ahead := flags.ahead) is not None and (ahead < 0 or name != "1f1b"):
@@ -95,10 +90,8 @@ def _schedule(name: str, size: dict[str, Any], measured: MeasuredProfile | None)
 
 
 def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs | None) -> tuple[Profile, float, float]:
-    """Return (function: rank, action -> clocks with seconds and joules; watts of a waiting rank; seconds of a message).
-
-    They come from the user's profile `measured`, or else from the power model and `costs`, the times at full clock.
-    """
+    """Return (function: (rank, action) -> possible clocks with seconds and joules, watts of a waiting rank, seconds of a message).
+    They come from the user's profile `measured`, or else from the power model and from `costs`, the times at full clock."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
     assert costs is not None
@@ -118,7 +111,7 @@ def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs 
 def _plan(
     name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
 ) -> tuple[EnergyPlan, EnergyPlan]:
-    """Return (the plan, a baseline plan in which every action runs at its clock of fewest joules)."""
+    """Return (the plan, a plan for comparison in which every action runs at the clock with the fewest joules)."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches
@@ -188,10 +181,10 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """Run `steps` steps with the plan's clocks on this machine's GPUs. If that is impossible, print the reason in one line."""
+    """Run `steps` steps with the plan's clocks on this machine's GPUs. If NVML does not permit it, print the reason in one line."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # SIGTERM exits normally, which restores the clocks
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # an exception, so that clocks are restored
     try:
         with connect(plan.schedule.num_ranks) as gpus:
             done = rehearse(plan, gpus, steps=steps)

@@ -1,19 +1,20 @@
-"""Checks the words of a command line one by one before tyro reads them, so that every mistake is reported in one line.
+"""Reads a command line into a verb's dataclass, and reports every mistake in one line.
 
     moe train switch_tiny --nproc 2 --model.d-ff=512
-              word        flag      override: a dotted key of the recipe, at any place
+              word        flag      override: a dotted key of the recipe, in any position
 
-A verb is a frozen dataclass. Fields without a default, or marked as words, are its words; the others are its flags. tyro derives values,
-help and shell completion from the same dataclass. Its own error messages are boxes of many lines, so the words are checked here first.
+Fields of the dataclass without a default, or marked as words, are positional words; the others are flags.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,26 +23,21 @@ from moe.recipe.overrides import whole
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
 
-_NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
-_GRAVE = ("--fresh", "--force")  # never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
-_MOVED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"}  # (verb, former flag) -> what replaces it
-_EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
+_KINDS = {int: ("a whole number", "2"), float: ("a number", "0.8"), Path: ("a path", "PATH"), str: ("text", "TEXT")}
+_GRAVE = ("--fresh", "--force")  # flags never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
+_REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"}  # (verb, removed flag) -> fix
 
 
-def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
-    """Check the words after `verb` against its dataclass `kind`. Return them normalised: positional words, then flags as --flag=value.
-
-    Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words.
-    """
+def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
+    """Return an instance of the verb's dataclass `kind` with the values in `words`, the command line after `verb`.
+    Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words."""
     hints = get_type_hints(kind)
-    repeatable = {f"--{name}" for name, hint in hints.items() if hint == tuple[str, ...]}
     types_of = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(kind)}
     flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if not is_word(f)}
     wanted = [name for name in types_of if f"--{name}" not in flags]
     needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
     given: list[str] = []
-    checked: dict[str, str] = {}
-    several: list[str] = []
+    values: dict[str, Any] = {}
     rest = iter(enumerate(words))
     for at, word in rest:
         if not word.startswith("-") or word == "-":
@@ -49,26 +45,24 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
             continue
         name, equals, value = word.partition("=")
         name = "--" + name[2:].replace("-", "_") if "--" + name[2:].replace("-", "_") in flags else name
+        following = words[at + 1] if at + 1 < len(words) else "--"
         if name not in flags:
-            following = words[at + 1] if at + 1 < len(words) else "--"
             _refuse_flag(verb, name, value if equals else None if following.startswith("--") else following, flags)
-        if name in checked:
+        field, several = name[2:], hints[name[2:]] == tuple[str, ...]
+        if field in values and not several:
             raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
         if flags[name] is bool:
             if equals:
                 raise BadInput(name, got=word, needed=f"{name} alone: it takes no value", fix=f"write {name}, or leave it out")
-            checked[name] = name
+            values[field] = True
             continue
         if not equals:
-            following = words[at + 1] if at + 1 < len(words) else "--"
-            if following.startswith("-") and not _is_number(following):
-                raise BadInput(name, got="no value", needed=_needed(flags[name]), fix=f"{name}={_example(flags[name])}")
+            if following.startswith("-") and not re.match(r"-\.?\d", following):
+                needed_value, example = _described(flags[name])
+                raise BadInput(name, got="no value", needed=needed_value, fix=f"{name}={example}")
             value = next(rest)[1]
-        value = _checked(name, flags[name], value)
-        if name in repeatable:
-            several.append(f"{name}={value}")
-        else:
-            checked[name] = f"{name}={value}"
+        found = _value(name, flags[name], value)
+        values[field] = (*values.get(field, ()), found) if several else found
     if len(given) < len(needed):
         missing = needed[len(given)]
         needed_words = " ".join(["moe", verb, *map(str.upper, wanted)])
@@ -79,7 +73,7 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
         if "." in extra and "=" in extra:
             fix = f"did you mean --{extra}?"
         raise BadInput(f"moe {verb}", got=f"{extra!r} as one word too many", needed=needed_words, fix=fix)
-    return [*given, *checked.values(), *several]
+    return kind(**{name: types_of[name](word) for name, word in zip(wanted, given, strict=False)}, **values)
 
 
 def _plain(hint: Any) -> Any:
@@ -92,9 +86,9 @@ def _plain(hint: Any) -> Any:
 
 
 def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> None:
-    """Raise BadInput for the unknown flag `name`. value: the word after it or None; flags: name of each flag of the verb -> its type."""
-    if (verb, name) in _MOVED:
-        fix: Fix | str = _MOVED[verb, name]
+    """Raise BadInput for the unknown flag `name`. value: its value, or None. flags: name of each flag of the verb -> its type."""
+    if (verb, name) in _REPLACED:
+        fix: Fix | str = _REPLACED[verb, name]
     elif "." in name:
         fix = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
     elif (named := _by_name(verb, name, value, flags)) is not None:
@@ -109,7 +103,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
-    """Return the proposed fix for a flag of another tool, or for a recipe's key without its section (`--lr`); None for other names."""
+    """Return the fix for the name of another tool's flag, or for a recipe's key without its section (`--lr`); None for other names."""
     from moe.recipe.keys import choices, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
@@ -130,39 +124,27 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
     return None if key is None else Meant({key: value}).fix(value, typed=True)
 
 
-def _checked(name: str, kind: Any, value: str) -> str:
-    """Return a flag's value; if `kind` is int, in plain digits (2e3 becomes 2000). Raises BadInput if it is not of type `kind`."""
-    right, fix = True, f"{name} {_example(kind)}"
+def _value(name: str, kind: Any, text: str) -> Any:
+    needed, example = _described(kind)
+    fix = f"{name} {example}"
     if get_origin(kind) is Literal:
-        right, near = value in get_args(kind), did_you_mean(value, get_args(kind))
+        if text in get_args(kind):
+            return text
+        near = did_you_mean(text, get_args(kind))
         fix = f"did you mean {name} {near}?" if near else fix
+    elif kind is str or (kind is Path and text):
+        return kind(text)
     elif kind in (int, float):
-        value = str(whole(value)) if kind is int else value
-        try:
-            right = math.isfinite(kind(value))
-        except (ValueError, OverflowError):
-            right = False
-    elif kind is Path:
-        right = bool(value)
-    if not right:
-        raise BadInput(name, got=value or "nothing", needed=_needed(kind), fix=fix)
-    return value
+        with suppress(ValueError, OverflowError):
+            value = kind(whole(text) if kind is int else text)
+            if math.isfinite(value):
+                return value
+    raise BadInput(name, got=text or "nothing", needed=needed, fix=fix)
 
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _needed(kind: Any) -> str:
-    return " or ".join(get_args(kind)) if get_origin(kind) is Literal else _NEEDED[kind]
-
-
-def _example(kind: Any) -> str:
-    return str(get_args(kind)[0]) if get_origin(kind) is Literal else _EXAMPLE[kind]
+def _described(kind: Any) -> tuple[str, str]:
+    """Return (the values of a flag of this type in words, an example)."""
+    return (" or ".join(get_args(kind)), str(get_args(kind)[0])) if get_origin(kind) is Literal else _KINDS[kind]
 
 
 def _hint(missing: str, verb: str) -> str:

@@ -1,6 +1,5 @@
-"""`moe hash-table RECIPE FILE.json`: writes a table for `router.select: hash` with equal loads of experts on the recipe's training text.
-
-The table is made from the number of times that each token id occurs (moe/recipe/hash_table.py).
+"""`moe hash-table RECIPE FILE.json`: counts the token ids of the recipe's training text, and writes a table for `router.select: hash` with
+which all experts get about equally many of these tokens (moe/recipe/hash_table.py).
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
-_BATCH_TOKENS = 2**24  # tokens counted at a time
-_MIXTURE_TOKENS = 2**40  # sum to which the counts of a mixture of sources are scaled
+_BATCH_TOKENS = 2**24  # number of tokens counted at a time
+_MIXTURE_TOKENS = 2**40  # sum of the scaled counts of a mixture of sources
 
 
 def main(flags: HashTable, overrides: dict[str, str]) -> int:
-    """Count token ids, write the table, and print how even it is. Raises BadInput before anything is written."""
+    """Write the table, and print the smallest and largest share of tokens that an expert gets. Raises BadInput before it writes."""
     run, _ = load(flags.recipe, overrides)
     path = user_path(flags.out, what="OUT")
     if path.suffix != ".json" or path.exists():
         got = f"{path}, which already exists" if path.exists() else str(path)
         raise BadInput("OUT", got=got, needed="a new file, *.json", fix=f"name another: {path.with_name(path.stem + '-new.json')}")
-    # checked without its hash_table, which may name the file that is written here and does not exist yet
+    # router.hash_table is removed before the checks: it may name the file that is to be written, which does not exist yet
     run = run.model_copy(update={"router": run.router.model_copy(update={"hash_table": None})})
     check_together(run.resolve(1))
     layers, choices = run.model.layers_with_experts(), run.router.num_choices
@@ -58,10 +57,8 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
 
 
 def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return the count of each token id in the training text, int64 [vocabulary]. Raises BadInput for samples that a user's program makes.
-
-    In a mixture, sources' counts are scaled, so that each source's share of the total is its weight's share.
-    """
+    """Return the number of occurrences of each token id in the training text, int64 [vocabulary]. In a mixture, each source's counts are
+    scaled by its weight. Raises BadInput for samples that a user's program makes."""
     if isinstance(train, CorruptedTrain):
         return counts(train.inner, vocab_size)
     if isinstance(train, MixedTrain):

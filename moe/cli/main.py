@@ -1,6 +1,6 @@
-"""The `moe` command: its entry.
+"""Entry of the command `moe`.
 
-    argv -> recipe overrides taken out -> words checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function
+    argv -> without values of the recipe (take_overrides) -> the verb's dataclass (flags.py, verbs.py) -> the verb's function
 
 Wrong input is one line on stderr and exit code 2, before anything heavy is imported. All exit codes: moe/launch/exit_codes.py.
 """
@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from moe.cli import parse, verbs
-from moe.cli.flags import check_words
+from moe.cli import verbs
+from moe.cli.flags import read_words
+from moe.cli.help import print_bench, print_completion, print_help, print_list, print_verbs
 from moe.cli.run import call
 from moe.cli.run.bench import about_bench, arguments_of_main, bench, bench_file, bench_names
 from moe.cli.run.recipes import plan, recipes, show
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # print each row immediately, also into a pipe or a file
+        sys.stdout.reconfigure(line_buffering=True)  # so that each row appears immediately, also in a pipe or a file
     try:
         return _run(words)
     except BadInput as bad:
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     _check_printable(words)
     if not words or words[0] in ("-h", "--help"):
-        parse.print_verbs(benches=bench_names())
+        print_verbs(benches=bench_names())
         return exit_codes.DONE
     if words[0] in ("-V", "--version"):
         from moe import __version__
@@ -75,7 +76,7 @@ def _run(words: list[str]) -> int:
         print(f"moe-parallel {__version__}")
         return exit_codes.DONE
     if words[0] in ("--tyro-print-completion", "--tyro-write-completion"):
-        parse.print_completion(words, benches=bench_names())
+        print_completion(words, benches=bench_names())
         return exit_codes.DONE
     verb, *rest = words
     if verb not in FUNCTIONS:
@@ -87,36 +88,30 @@ def _run(words: list[str]) -> int:
     if verb in verbs.RECIPE_VERBS:
         rest, overrides = take_overrides(rest)
     set_before_torch(os.environ)  # verify forks ranks from this process, and generate and bench compute in it
-    rest = check_words(verb, verbs.VERBS[verb], rest)
-    flags = parse.parse(verb, rest, benches=bench_names())
+    flags = read_words(verb, verbs.VERBS[verb], rest)
     if (results := getattr(flags, "json", None)) is not None:
         check_writable(user_path(results, what="--json"), what="--json")
     return FUNCTIONS[verb](flags, overrides)
 
 
 def _help(verb: str, rest: list[str]) -> None:
-    """Print the words and flags of a verb. For `bench` also print the list of measurements; for `bench NAME` print that measurement."""
+    """Print a verb's words and flags. With `bench NAME` print instead the measurement's description, with `bench` also a list of all."""
     names = bench_names()
     named = [word for word in rest if word in names] if verb == "bench" else []
     if named:
-        parse.print_bench(named[0], about_bench(named[0]), arguments_of_main(bench_file(named[0])))
+        print_bench(named[0], about_bench(named[0]), arguments_of_main(bench_file(named[0])))
         return
-    parse.print_help(verb, benches=names)
+    print_help(verb, benches=names)
     if verb == "bench":
-        parse.print_list({name: about_bench(name).partition("\n")[0] for name in names})
+        print_list({name: about_bench(name).partition("\n")[0] for name in names})
 
 
 def _check_printable(words: list[str]) -> None:
-    """Raise BadInput for words with control characters or invalid UTF-8. Only a prompt may contain control characters."""
     for before, word in zip(["", *words], words, strict=False):
-        fits = word.encode(errors="replace").decode() == word if _is_prompt(before, word) else harmless(word)
-        if not fits:
+        is_prompt = before == "--prompt" or word.startswith("--prompt=")
+        if not (word.encode(errors="replace").decode() == word if is_prompt else harmless(word)):
             needed, fix = "words without control characters, in UTF-8", "rename the file, or leave these characters out"
             raise BadInput("the command line", got=repr(word), needed=needed, fix=fix)
-
-
-def _is_prompt(before: str, word: str) -> bool:
-    return before == "--prompt" or word.startswith("--prompt=")
 
 
 def _refuse_verb(verb: str) -> None:

@@ -1,16 +1,9 @@
-"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time.
-
-moe plan glam_8b_64e --cluster h100-8x4 --top 5 --out plan.yaml        then: moe train plan.yaml
-moe plan dense_8b --cluster a100-80-8 --explain                        the rules that lead to a strategy, with this recipe's numbers
-moe plan published/bloom_176b --cluster jeanzayx48 --as-is             the recipe's own plan, also if it does not fit
-moe plan dense_8b --cluster h100-8 --pictures FOLDER                   timeline.png of the pipeline, memory.png of its ranks
-
---search and --order: moe/cli/plan_search.py.
-"""
+"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time."""
 
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +11,12 @@ import yaml
 
 from moe.checks.together import check_run
 from moe.cli import verbs
-from moe.cli.run import write_rows
+from moe.cli.run import check_least, write_rows
 from moe.launch import exit_codes
 from moe.plan.choose.choose import Ranked, Ranking, described
 from moe.plan.choose.legal import advice
 from moe.plan.choose.planned import NUM_DEGREES, Planned, gib, guided, planned
 from moe.plan.choose.predicted import held_bytes, settled, stack_on
-from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
 from moe.plan.memory.memory import memory
@@ -39,7 +31,7 @@ from parallel.store.files import check_writable, write_text
 
 
 def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
-    """Print the ranking, the best plan's time and memory by part, and why it is first; write its recipe. Raises BadInput if none fits."""
+    """Print the ranked plans, and the best plan's time and memory by part; write its recipe to --out. Raises BadInput if no plan fits."""
     _check(flags)
     assert flags.recipe is not None and flags.cluster is not None
     asked, _ = load(flags.recipe, overrides)
@@ -83,8 +75,7 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
 
 def _check(flags: verbs.Plan) -> None:
     out, order = flags.out, flags.order
-    if flags.top < 1:
-        raise BadInput("--top", got=flags.top, needed="at least 1", fix="--top 10")
+    check_least(flags, top=1)
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
     if order is not None and order.suffix != ".csv":
@@ -98,7 +89,6 @@ def _check(flags: verbs.Plan) -> None:
 
 
 def _as_is(run: Run, cluster: Cluster) -> Planned:
-    """Return the prediction of the recipe's own plan on all devices of the cluster. Raises BadInput if the recipe cannot run there."""
     made = check_run(run, cluster.world)
     network, plan = network_of(made), plan_of(made)
     held, not_recommended = held_bytes(network, plan, cluster), advice(network, plan, devices_per_node=cluster.devices_per_node)
@@ -107,7 +97,6 @@ def _as_is(run: Run, cluster: Cluster) -> Planned:
 
 
 def _lines_as_is(made: Planned) -> list[str]:
-    """Return lines of text: the plan, its speed, whether it fits, and its bytes on every rank of the pipeline."""
     from moe.report.planned import table
 
     (ranked,), cluster, speed = made.found.ranked, made.cluster, made.speed(made.found.ranked[0])
@@ -125,7 +114,7 @@ def _lines_as_is(made: Planned) -> list[str]:
 
 
 def _draw(made: Planned, folder: Path) -> tuple[Path, Path]:
-    """Draw the best plan's pipeline over time, and the memory of each rank at its peak. Returns the paths of both pictures."""
+    """Draw the timeline of the best plan's pipeline, and the peak memory of each rank. Return the paths of both pictures."""
     from moe.report import planned as bars
     from parallel.pipeline.simulator import draw as pipeline
 
@@ -173,7 +162,7 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
 
 
 def shares(parts: dict[str, float], whole: float) -> str:
-    """Return "compute 80%, bubble 20%" for the seconds of each part of a step, largest first; parts below 0.5 % are left out."""
+    """Return "compute 80%, bubble 20%" for parts (name -> seconds) of a step that takes `whole` seconds. Parts below 0.5 % are left out."""
     large = sorted(((name, s) for name, s in parts.items() if s >= 0.005 * whole), key=lambda part: -part[1])
     return ", ".join(f"{name} {s / whole:.0%}" for name, s in large)
 
@@ -184,8 +173,9 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
-    """Return at most one line: how much slower the next plan of other degrees is, and by which part. Only plans with equal advice count."""
-    other = next((r for r in made.found.ranked[1:] if _way(r.plan) != _way(best.plan) and r.advice == best.advice), None)
+    """Return at most one line of text: how much slower the next plan with other degrees (and the same advice) is, and in which part."""
+    degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
+    other = next((r for r in made.found.ranked[1:] if degrees(r.plan) != degrees(best.plan) and r.advice == best.advice), None)
     if other is None:
         return ["why: all plans listed have the same degrees (--top lists more)"] if len(made.found.ranked) < made.found.fitting else []
     mine, theirs = made.time(best.plan).parts, made.time(other.plan).parts
@@ -197,27 +187,20 @@ def _why(made: Planned, best: Ranked) -> list[str]:
     ]
 
 
-def _way(plan: Plan) -> tuple[Any, ...]:
-    return plan.pp, plan.tp, plan.sp, plan.dp, plan.ep, plan.etp
-
-
 def _own_plan(run: Run, cluster: Cluster) -> str:
-    """Return a line on the recipe's own plan on this cluster: seconds of a step and memory, or why it does not run."""
     try:
-        resolved = check_run(run, cluster.world)
+        found = _as_is(run, cluster).found
     except BadInput as bad:
         return f"the recipe's own plan does not run here: {bad.what} is {bad.got}, needed {bad.needed}"
-    network, plan = network_of(resolved), plan_of(resolved)
-    held = held_bytes(network, plan, cluster)
-    fits = "fits" if held <= cluster.memory_bytes() else "does not fit"
-    return f"the recipe's own plan: {step_time(network, plan, cluster).step:.4g} s, {gib(held)} GiB ({fits}): {described(plan)}"
+    own, fits = found.ranked[0], "fits" if found.fitting else "does not fit"
+    return f"the recipe's own plan: {own.seconds:.4g} s, {gib(own.held_bytes)} GiB ({fits}): {described(own.plan)}"
 
 
 def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
-    """Return the best plan as a recipe (YAML text). It extends `name` if that is a shipped recipe, and otherwise has all keys."""
+    """Return the best plan as a recipe (YAML text), which extends the shipped recipe `name`. For another recipe it has all keys."""
     best, chosen = made.found.ranked[0], made.runs[0].model_copy(update={"precision": run.precision})
     shipped = (RECIPES / f"{name}.yaml").is_file()
-    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # without overrides, which the new recipe must have
+    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # loaded without overrides, which the new recipe must contain
     tree: dict[str, Any] = {"extends": name} if shipped else {}
     for key, value in after.items():
         if not shipped or value != before[key]:

@@ -1,13 +1,12 @@
-"""Searches of `moe plan`: for a plan (--search), and for an order of pipeline actions (--order).
+"""`moe plan --search` and `moe plan --order`.
 
 --search alpa | flexflow | mesh-tf | gspmd searches a strategy on the graph of operators (moe/plan/search/search.py, layouts.py). The recipe
-sets the number of micro-batches. The strategy is converted to the nearest plan that the trainer can run. The seconds and bytes of that plan
-are then predicted as for every other plan.
+sets the number of micro-batches. The strategy is converted to the nearest plan that the trainer can run, whose seconds and bytes are then
+predicted as for every other plan.
 
---order order.csv searches an order that is faster than the best plan's schedule (parallel/pipeline/schedules/search.py), for the plan's
-stages with their predicted seconds and messages. Activations of no more micro-batches are kept than under the plan's schedule. The search
-begins with every schedule of the catalog that places stages in the same way, so its result is never slower. A faster order is written, and
-the recipe of --out has it as pipeline.schedule.
+--order order.csv searches an order of pipeline actions that is faster than the best plan's schedule and keeps no more activations
+(parallel/pipeline/schedules/search.py), from the predicted seconds of the plan's stages and messages. A faster order is written, and the
+recipe of --out has it as pipeline.schedule.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import makespan
 
 BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
-# fields of a plan that no search decides, and that come from the recipe
+# fields of a plan that no search decides; they are copied from the recipe's own plan
 OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")
-LEAST_SAVED = 1e-4  # smallest share of a step's seconds by which an order must be faster, or it is not written
+LEAST_SAVED = 1e-4  # an order is written only if it saves at least this share of a step's seconds
 
 
 def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
-    """Search a plan by the method `search`. Return (plan with predicted seconds and bytes, its recipe, a line of text on the search)."""
+    """Search a plan by method `search`. Return (plan with predicted seconds and bytes, the plan's recipe, a line of text on the search)."""
     batch, m = run.train.global_batch, run.pipeline.microbatches
     if batch % m:
         fix = Set("it", *divisors(batch))
@@ -80,7 +79,8 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
 
 
 def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
-    """Search an order of actions for the best plan. Write a faster one to `path` and into its recipe. Return (plans, line of text)."""
+    """Search a faster order of actions for the best plan. If one is found, write it to `path`, and set it in the best plan's recipe.
+    Return (the plans with that recipe, a line of text on the search)."""
     plan = made.found.ranked[0].plan
     if why := _nothing_to_search(plan):
         return made, f"order: {why}; {path} is not written"

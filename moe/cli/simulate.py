@@ -1,37 +1,22 @@
-"""`moe simulate`: draws a pipeline schedule and counts its costs without starting a process, or compares all schedules in a table.
-
-    moe simulate chimera --stages 4 --microbatches 8 --out chimera.png
-    moe simulate search --stages 4 --memory 4 --out o.csv    searches an order of actions for these times and this memory
-    moe simulate 1f1b --stages 4 --recipe switch_base        stages cut from the recipe's model, seconds and GB
-
-A training run executes the same schedules of parallel/pipeline that are drawn here, and with pipeline.schedule=o.csv the searched order.
-Times: moe/cli/simulate_times.py.
+"""`moe simulate`: simulates a pipeline schedule and draws it, compares all schedules in a table, or (`moe simulate search`) searches an
+order of actions for given times and memory. Training executes the same schedules, and a searched order with pipeline.schedule FILE.csv.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from moe.cli.run import write_rows
-from moe.cli.simulate_text import print_all, print_one, summary_line
-from moe.cli.simulate_times import (
-    MOST_ACTIONS,
-    Costs,
-    OfRecipe,
-    check_filled,
-    check_size,
-    needs_recipe,
-    of_recipe,
-    refuse_with_file,
-    times_of,
-)
+from moe.cli.run import check_least, refuse, write_rows
+from moe.cli.simulate_times import MOST_ACTIONS, NEEDS_RECIPE, OF_FILE, Costs, OfRecipe, check_filled, check_size, of_recipe, times_of
 from moe.cli.verbs import Simulate
 from moe.launch import exit_codes
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedule
@@ -42,10 +27,11 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags that one schedule each has
+OPTIONS = ("vertical_sync", "pipelines")  # flags that only one schedule reads: pipedream, chimera
 RANKS, MICROBATCHES = 4, 8
-SEARCH = "search"  # NAME that asks for a search instead of a schedule
-SEARCHED = 16  # a search takes the time of about 16 simulations, so the limit on its passes is divided by this
+SEARCH = "search"  # the word after `moe simulate` that asks for a search of an order
+SEARCHED = 16  # divides the limit on forward passes for a search, which takes as long as about 16 simulations
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")
 
@@ -58,18 +44,16 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
     if name is None and out is not None:
         raise BadInput("--out", got=str(out), needed="one schedule to draw", fix=f"moe simulate 1f1b --out {out}")
     size: dict[str, Any] = {flag: getattr(flags, flag) for flag in ("stages", "microbatches", "chunks", "batches", "pipelines")}
-    for flag, given in size.items():
-        if given is not None and given < 1:
-            raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} {2 if flag == 'pipelines' else 1}")
-    for flag in ("placement", "memory"):
-        if getattr(flags, flag) is not None and name != SEARCH:
-            needed = f"moe simulate {SEARCH}: only it has this flag"
-            raise BadInput(f"--{flag}", got=f"it with {name or 'all schedules'}", needed=needed, fix=f"remove --{flag}")
-    needs_recipe(overrides, recipe)
+    check_least(flags, **dict.fromkeys(size, 1) | {"pipelines": 2})
+    if name != SEARCH:
+        of_search = {"placement": flags.placement, "memory": flags.memory}
+        refuse(of_search, got=f"it with {name or 'all schedules'}", needed=f"moe simulate {SEARCH}: only it has this flag")
+    if recipe is None:
+        refuse(overrides, **NEEDS_RECIPE)
     size["vertical_sync"] = None if flags.vertical_sync is None else flags.vertical_sync == "on"
     order = read_order(name) if name is not None and name.endswith(".csv") else None
     if name is not None and order is not None:
-        refuse_with_file(name, {flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)})
+        refuse({flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)}, got=f"it with {name}", needed=OF_FILE)
     times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
     costs: Costs = times_of(times) if recipe is None else of_recipe(recipe, overrides, times, size, order)
     size |= {"stages": size["stages"] or RANKS, "microbatches": size["microbatches"] or MICROBATCHES}
@@ -93,32 +77,23 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
-    """Return (row of numbers as in `moe simulate --json`, timeline) of the schedule `name` of the catalog. times: fields of `Times`."""
+    """Simulate the schedule `name` of the catalog. Return (its row as in `moe simulate --json`, its timeline). times: fields of `Times`."""
     size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
     kind = kind_of(name)
     return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
 
 
 def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
-    """Search an order and return it as a schedule. Raises BadInput for flags of other schedules and for too small --memory."""
-    placement, memory = flags.placement or "line", flags.memory
-    for flag in OPTIONS:
-        if size[flag] is not None:
-            raise BadInput(f"--{flag}", got="it with search", needed="the flags of search", fix=f"remove --{flag}")
-    if memory is not None and memory < 1:
-        raise BadInput("--memory", got=memory, needed="at least 1, a micro-batch of all layers of a rank", fix="--memory 1")
-    if size["chunks"] is not None and placement != "loop":
-        raise BadInput("--chunks", got=f"it with --placement {placement}", needed="--placement loop, which has a choice", fix="remove it")
+    placement = flags.placement or "line"
+    refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="the flags of search")
+    check_least(flags, memory=1)
+    if placement != "loop":
+        refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, which has a choice")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
-    # costs are computed for a schedule, so this one has the stages but no actions
+    # durations are computed for a schedule: this one has the stages, but no actions yet
     empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
-    limits: dict[str, Any] = {
-        "chunks": chunks,
-        "transfer_time": costs.transfer_of(empty),
-        "memory": memory,
-        "overlap": costs.overlap == "on",
-    }
-    return search(placement, ranks, microbatches, costs.cost(empty), **limits)
+    limits: dict[str, Any] = {"chunks": chunks, "memory": flags.memory, "overlap": costs.overlap == "on"}
+    return search(placement, ranks, microbatches, costs.cost(empty), transfer_time=costs.transfer_of(empty), **limits)
 
 
 def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
@@ -129,7 +104,8 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Return (row of numbers, timeline) of `batches` batches. of_batches(n): schedule of n batches. drains: each empties the pipeline."""
+    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: number of batches -> their schedule.
+    drains: whether the pipeline is empty at the end of each batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -172,7 +148,7 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")
-    if of_flags and not rows:  # all schedules were refused, at least one because of a flag
+    if of_flags and not rows:  # no schedule was simulated, and at least one was refused because of a flag
         raise of_flags[0]
     print_all(rows, refused)
     write_rows(json, "simulate", rows, refused=refused)
@@ -190,3 +166,101 @@ def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
         write_trace(timeline, out, microseconds=1e6 if seconds else 1000)
     else:
         write_text(out, text(timeline) + "\n", what="--out")
+
+
+# --- printed text --------------------------------------------------------------------------------------------------------
+
+
+def duration(time: float, row: dict[str, Any]) -> str:
+    """Return a duration as text: in s, ms or µs if the row's times are in seconds, otherwise as a plain number."""
+    if row.get("time_unit") != "s":
+        return f"{time:g}"
+    scale, unit = next(((scale, unit) for scale, unit in _UNITS if abs(time) >= scale), _UNITS[-1])
+    return f"{time / scale:.4g} {unit}"
+
+
+def print_one(row: dict[str, Any], timeline: Timeline) -> None:
+    """Print one schedule: its timeline, its summary, and a line for each rank."""
+    print(text(timeline, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
+    print(summary_line(row))
+    schedule, bubbles = timeline.schedule, timeline.bubbles()
+    for rank in range(schedule.num_ranks):
+        stages = schedule.stages_of(rank)
+        layers = f" ({_layers(row, stages)})" if "layers_by_stage" in row else ""
+        memory = f" · {_memory(row, rank)}" if "memory_gb_by_rank" in row else ""
+        print(
+            f"rank {rank}: stages {', '.join(map(str, stages))}{layers} · idle {bubbles[rank]:.1%} of ideal"
+            f" · in flight {row['peak_activations'][rank]} · weight versions {row['weight_versions_by_rank'][rank]}"
+            f" · messages {row['messages_by_rank'][rank]}{memory}"
+        )
+    if "time_unit" in row:
+        print(_assumed(row))
+
+
+def _layers(row: dict[str, Any], stages: tuple[int, ...]) -> str:
+    counts = row["layers_by_stage"]
+    firsts = [sum(counts[:stage]) for stage in stages]
+    ranges = [(first, first + counts[stage] - 1) for first, stage in zip(firsts, stages, strict=True)]
+    return "layers " + ", ".join(f"{first}-{last}" if last > first else str(first) if last == first else "none" for first, last in ranges)
+
+
+def _memory(row: dict[str, Any], rank: int) -> str:
+    states, activations = row["state_bytes_by_rank"][rank], row["activation_bytes_by_rank"][rank]
+    return f"{_gb(states + activations)} = {_gb(states)} states + {_gb(activations)} activations"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def summary_line(row: dict[str, Any]) -> str:
+    """Return one line of text on a schedule: sizes, time, and bubble (idle time / ideal time) of one more batch in steady state. If filling
+    and draining the pipeline gives the whole run another bubble, that bubble is added."""
+    size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
+    size += f", {row['batches']} batches" if row["batches"] > 1 else ""
+    ramps = "" if abs(row["bubble"] - row["bubble_with_ramps"]) < 1e-9 else f" ({row['bubble_with_ramps']:.1%} with its ramps)"
+    each = "" if ramps == "" else f" · each further batch {duration(row['time_per_batch'], row)}"
+    speed = f" · {row['tokens_per_second']:,.0f} tokens a second" if "tokens_per_second" in row else ""
+    return f"{row['schedule']}: {size} · time {duration(row['makespan'], row)}{each} · bubble {row['bubble']:.1%} of ideal{ramps}{speed}"
+
+
+def _assumed(row: dict[str, Any]) -> str:
+    left_out = f"; not counted: {', '.join(row['not_counted'])} (moe plan counts them)" if row["not_counted"] else ""
+    return (
+        f"assumed: {row['tflops']:g} TFLOP/s and {row['link_gb_s']:g} GB/s a rank, {row['sequences_a_microbatch']} sequences a micro-batch;"
+        f" states: 16 bytes a parameter, 4 for each older version; only matrix products and messages take time{left_out}"
+    )
+
+
+def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None:
+    """Print the table of all schedules, the refused ones with their reasons, and the meaning of the columns."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    model = any("time_unit" in row for row in rows)
+    titles = ["schedule", "time", "further batch", "bubble", "in flight by rank", "kept", "versions", "messages"]
+    titles += ["GB by rank"] if model else []
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in (*titles, ""):
+        table.add_column(title, justify="left" if title in ("schedule", "in flight by rank", "GB by rank", "") else "right")
+    for row in rows:
+        table.add_row(
+            row["schedule"],
+            duration(row["makespan"], row) + (f" ({row['batches']} batches)" if row["batches"] > 1 else ""),
+            duration(row["time_per_batch"], row),
+            f"{row['bubble']:.1%}",
+            " ".join(map(str, row["peak_activations"])),
+            f"{row['most_kept']:g}",
+            str(row["weight_versions"]),
+            str(sum(row["messages_by_rank"])),
+            *([" ".join(f"{gb:.3g}" for gb in row["memory_gb_by_rank"])] if model else []),
+            Text(SCHEDULES[row["schedule"]].about),
+        )
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    for line in refused:
+        print(f"{line['schedule']}: {line['reason']}")
+    print("in flight: most micro-batches between forward and backward, summed over a rank's stages; kept: most until the weight gradient,")
+    print("on any rank, in micro-batches of all its layers; bubble: idle over ideal time of a further batch, without the run's ramps")
+    if model:
+        print(_assumed(rows[0]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
+from moe.cli.run import refuse
 from moe.plan.pipeline import STATE_BYTES, WEIGHT_BYTES, Device, Stage, layers_of, micro_batch, stages_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -19,36 +19,38 @@ from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
 # speeds if no flag gives them: Megatron-LM's on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
+NEEDS_RECIPE = {"got": "it without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}  # of keys on the command line
+OF_FILE = "the file alone, which sets it"  # needed, instead of a flag that a schedule's file sets
 MOST_ACTIONS = 2**20  # limit on forward passes to simulate, which take about a minute
 
 
 class Costs(ABC):
-    """Times of a schedule's actions and messages, all in one unit."""
+    """Durations of a schedule's actions and messages, all in one unit. overlap: "on" or "off", whether ranks compute while they send."""
 
-    overlap: str  # "on" or "off": whether ranks compute while they send
+    overlap: str
 
     @abstractmethod
     def cost(self, schedule: Schedule) -> Cost:
-        """Return a function: (rank, action) -> time."""
+        """Return the function (rank, action) -> duration."""
 
     @abstractmethod
     def transfer_of(self, schedule: Schedule) -> float:
-        """Return the time of one message."""
+        """Return the duration of one message."""
 
     def message_bytes(self, schedule: Schedule) -> float:
         """Return the bytes of one message, 0 if they are unknown."""
         return 0
 
     def run(self, schedule: Schedule) -> Timeline:
-        """Return the simulated timeline: start and end of each action."""
+        """Simulate the schedule, and return the start and end of each action."""
         return simulate(schedule, self.cost(schedule), message_bytes=self.message_bytes(schedule), **self._messages(schedule))
 
     def makespan(self, schedule: Schedule) -> float:
-        """Return the time from the first action's start to the last one's end."""
+        """Return the time from the start of the first action to the end of the last one."""
         return makespan(schedule, self.cost(schedule), **self._messages(schedule))
 
     def period(self, schedule: Schedule, batches: int) -> float:
-        """Return the time that a further batch adds after `batches` batches. schedule: of one batch, which empties the pipeline."""
+        """Return the time that one more batch takes after `batches` batches. schedule: of one batch, at whose end the pipeline is empty."""
         return drained_period(schedule, self.cost(schedule), batches=batches, **self._messages(schedule))
 
     def _messages(self, schedule: Schedule) -> dict[str, Any]:
@@ -57,7 +59,7 @@ class Costs(ABC):
 
 @dataclass(frozen=True)
 class Times(Costs):
-    """Times from flags, in any unit. forward_time, backward_time: one number for a rank, divided among its stages, or one a stage."""
+    """Durations from flags, in any unit. forward_time, backward_time: a number for each stage, or one number for all stages of a rank."""
 
     forward_time: str = "1"
     backward_time: str = "2"
@@ -75,16 +77,14 @@ class Times(Costs):
 
 
 def check_size(*, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int) -> None:
-    """Raise BadInput if a pipeline has over `most_actions` forward passes. Its fix has sizes that every schedule allows.
-
-    stages: number of ranks. microbatches: number in a batch. chunks: stages on each rank. batches: number of batches.
-    """
+    """Raise BadInput if a pipeline has over `most_actions` forward passes: stages (ranks) * chunks (stages on each rank) * microbatches *
+    batches. The sizes in the fix are possible with every schedule."""
     most = most_actions // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
         return
     times = stages * (chunks or 1) * (batches or 1)
     got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
-    # a multiple of two micro-batches for each rank, because DualPipe needs one
+    # `fits` is a multiple of twice the number of ranks, which DualPipe needs
     fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)
     if fits:
         fix = f"--microbatches {fits}"
@@ -94,10 +94,10 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
-    """Raise BadInput if a continuous pipeline is too long to simulate. filled: number of batches after which each takes equal time."""
+    """Raise BadInput if a continuous pipeline is too long to simulate. filled: number of batches after which all take the same time."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    # in the fix, a batch has as many micro-batches as stages: two batches fill the pipeline, and a third one is timed
+    # the fix proposes as many micro-batches as stages: then two batches fill the pipeline, and the third one is measured
     most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
@@ -105,25 +105,10 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
     raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} for micro-batches x stages x batches", fix=fix)
 
 
-def needs_recipe(overrides: Mapping[str, str], recipe: str | None) -> None:
-    """Raise BadInput for a recipe's key on the command line without --recipe."""
-    if overrides and recipe is None:
-        flag, needed = next(iter(overrides)), "--recipe RECIPE, because it is a recipe's key"
-        raise BadInput(f"--{flag}", got="it without a recipe", needed=needed, fix="--recipe dense_tiny")
-
-
-def refuse_with_file(path: str, sizes: Mapping[str, object]) -> None:
-    """Raise BadInput for a flag of `sizes` (name -> value or None) given together with a schedule's file `path`, which sets it."""
-    for flag, given in sizes.items():
-        if given is not None:
-            raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which sets it", fix=f"remove --{flag}")
-
-
 def times_of(given: dict[str, Any]) -> Times:
-    """Return Times from flags (name -> value). Raises BadInput for flags that need a recipe, and for impossible numbers."""
-    for flag in WITH_RECIPE:
-        if flag in given:
-            raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, which gives the FLOPs and bytes", fix="add it")
+    """Return the times that flags set. given: name -> value. Raises BadInput for flags that need a recipe, and for impossible numbers."""
+    needed = "--recipe RECIPE, which gives the FLOPs and bytes"
+    refuse({flag: given.get(flag) for flag in WITH_RECIPE}, got="it without a recipe", needed=needed)
     times = Times(**given)
     if not 0 <= times.weight_share <= 1:
         raise BadInput("--weight_share", got=times.weight_share, needed="a share from 0 to 1", fix="--weight_share 0.5")
@@ -147,10 +132,8 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
 
 @dataclass(frozen=True)
 class OfRecipe(Costs):
-    """Seconds computed from a recipe's model, split into a schedule's stages. sequences: number of sequences in a micro-batch.
-
-    device: the speed of every rank. of_file: the schedule is a user's file, so that no fix proposes fewer ranks.
-    """
+    """Durations in seconds, computed from a recipe's model that is divided into a schedule's stages. sequences: number in a micro-batch.
+    device: speed of each rank. of_file: the schedule is a user's file, so that a fix cannot propose fewer ranks."""
 
     recipe: Run
     sequences: int
@@ -164,7 +147,7 @@ class OfRecipe(Costs):
         most = fewer_ranks(schedule.name, layers // chunks)
         has_fewer = chunks <= layers and not self.of_file and (most > 1 or len(schedule.homes[0]) == 1)
         smaller = (f"--stages {most} or " if has_fewer else "") + f"--model.num_layers {stages}"
-        if stages > layers and self.recipe.pipeline.layers is None:  # not checked with pipeline.layers, which may give a stage no layer
+        if stages > layers and self.recipe.pipeline.layers is None:  # pipeline.layers may have stages without layers
             got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
             raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)
         return stages_of(self.recipe, layers_of(self.recipe, schedule, smaller=smaller), sequences=self.sequences)
@@ -179,7 +162,7 @@ class OfRecipe(Costs):
         return self.stages(schedule)[0].crossing
 
     def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
-        """Return what a recipe adds to a row of the table: layers and FLOPs of each stage, bytes of each rank, tokens a second."""
+        """Return more columns of the table: layers and FLOPs of each stage, bytes of each rank, tokens a second."""
         schedule, stages = timeline.schedule, self.stages(timeline.schedule)
         ranks = range(schedule.num_ranks)
         parameters = [sum(stages[stage].parameters for stage in schedule.stages_of(rank)) for rank in ranks]
@@ -205,22 +188,18 @@ class OfRecipe(Costs):
 
 
 def not_counted(run: Run) -> list[str]:
-    """Return texts such as "degrees.tp 2": settings that the times ignore, because each rank is counted as one device with whole stages."""
+    """Return the settings, such as "degrees.tp 2", that the simulation ignores: it counts each rank as one device with whole stages."""
     found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
     return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
-    """Return the costs of a recipe's model. Raises BadInput for flags that contradict it.
-
-    given: flags of times, name -> value. size: flags of sizes, name -> value; `stages` and `microbatches` are set from the recipe if None.
-    file: the schedule of a user's file, which has its own sizes.
-    """
+    """Return the durations for a recipe's model. Raises BadInput for flags that do not go with a recipe.
+    given: name -> value of flags for times. size: name -> value of flags for sizes; stages and microbatches that are None are set here.
+    file: the schedule of a user's file, which has its own sizes."""
     from moe.recipe.load import load
 
-    for flag in WITHOUT_RECIPE:
-        if flag in given:
-            raise BadInput(f"--{flag}", got="it with --recipe", needed="one of the two: the model gives the times", fix=f"remove --{flag}")
+    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives the times")
     speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
     for flag, speed in speeds.items():
         if speed <= 0:

@@ -40,15 +40,11 @@ class Train:
     out: Path | None = _flag("run folder; runs/RECIPE by default")
     fresh: bool = _flag("set earlier checkpoints aside and start over", False)
     from_step: int | None = _flag("resume from the checkpoint of this step instead of the newest; later ones are set aside, not deleted")
-    allow_change: tuple[str, ...] = _flag(
-        "a recipe key, such as model.num_heads, that may differ from the checkpoint's although it changes results; repeatable", ()
-    )
+    allow_change: tuple[str, ...] = _flag("recipe key that may differ from the checkpoint's, although results change; repeatable", ())
     init_from: Path | None = _flag("begin a new run with the weights and the tokenizer of this run, checkpoint or hf:PATH")
     hostfile: Path | None = _flag("file that lists the machines, one `host slots=N` a line")
-    restarts: int | None = _flag(
-        "if ranks die, restart from the newest checkpoint; gives up after N restarts in a row without a new checkpoint; 0 by default"
-    )
-    elastic: int | None = _flag("with --restarts: if they do not help, continue with fewer processes, at least N, at the same global batch")
+    restarts: int | None = _flag("if ranks die, restart from the newest checkpoint, at most N times in a row without a new one; default 0")
+    elastic: int | None = _flag("if restarts (--restarts) do not help, continue with N or more processes, with the same global batch")
     dry_run: bool = _flag("print the predicted memory, FLOPs and seconds a step; start nothing and write nothing", False)
     cluster: str | None = _flag("cluster for which memory and time are predicted, as in moe plan; a --dry_run uses all its devices")
     force: bool = _flag("start even if the prediction says that memory is too small", False)
@@ -93,9 +89,7 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Evaluate a trained model: loss, bits per byte, expert load and dropped tokens on the run's validation text, or on another
-    (--data.path).
-    """
+    """Evaluate a trained model on the run's validation text or another (--data.path): loss, bits per byte, expert load, dropped tokens."""
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
     sequences: int | None = _flag("number of sequences, spread evenly over the text, 512 by default; 0: all")
@@ -105,9 +99,7 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Draw a run's curves, expert load, dropped tokens and memory: PNG files and one HTML page. Of two runs, compare settings and
-    results.
-    """
+    """Draw a run's curves, expert load, dropped tokens and memory: PNG files and one HTML page. Or compare two runs."""
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
     other: str | None = _word_or_none("another run's folder, to compare the two")
@@ -125,9 +117,7 @@ class Bench:
     nproc: int | None = _flag("number of processes, for measurements that run on several")
     peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
     only: str | None = _flag("only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
-    kinds: str | None = _flag(
-        "comma-separated kinds of data parallelism: ddp, zero1, zero2+cpu, ...; memory: also sequence, tensor; pipeline: schedules"
-    )
+    kinds: str | None = _flag("comma-separated kinds of parallelism, such as ddp,zero1,zero2+cpu; bench memory: also sequence, tensor")
     full: bool = _flag("the full measurement, as docs/benchmarks report it; by default each case runs once", False)
     rounds: int | None = _flag("how often each case is timed or tried; timed cases take turns")
     json: Path | None = _flag("also write the table as JSON")
@@ -172,10 +162,8 @@ class Simulate:
     memory: float | None = _flag("for search: most activations that a rank keeps, in micro-batches of all its layers; no limit by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default (200 Gbit/s)")
-    forward_time: str | None = _flag(
-        "forward time of a micro-batch through a rank's layers, 1 by default; or one for each stage, comma-separated"
-    )
-    backward_time: str | None = _flag("backward time, likewise; 2 by default")
+    forward_time: str | None = _flag("forward time of a micro-batch on a rank, 1 by default; or one for each stage, comma-separated")
+    backward_time: str | None = _flag("backward time, in the same form; 2 by default")
     weight_share: float | None = _flag("share of the backward time for weight gradients, if the schedule splits it; 0.5 by default")
     transfer_time: float | None = _flag("time of a message from a rank to the next; 0 by default")
     overlap: Literal["on", "off"] | None = _flag("whether ranks compute while they send; on by default")
@@ -185,9 +173,7 @@ class Simulate:
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """Plan a GPU clock for every action of a pipeline step, so that slower actions only use up waiting time (EnvPipe). Print the energy
-    saved.
-    """
+    """Plan GPU clocks for all actions of a pipeline step, so that slower actions only use up waiting time (EnvPipe). Print saved energy."""
 
     name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forward passes moved earlier")
     profile: Path | None = _flag("JSON file: seconds and joules of each stage's F and B at each clock; a power model is assumed without it")
@@ -198,7 +184,7 @@ class Energy:
     slowdown: float | None = _flag("share by which the step may take longer, such as 0.01; 0 by default")
     ahead: int | None = _flag("for 1f1b: most forward passes that a rank may move earlier (each needs memory); as many as help by default")
     forward_time: str | None = _flag("forward seconds at full clock, 0.01 by default; or one for each stage, comma-separated")
-    backward_time: str | None = _flag("backward seconds, likewise; 0.02 by default")
+    backward_time: str | None = _flag("backward seconds, in the same form; 0.02 by default")
     transfer_time: float | None = _flag("seconds of a message from a rank to the next; 0 by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
@@ -211,8 +197,7 @@ class Energy:
 @dataclasses.dataclass(frozen=True)
 class Convert:
     """Convert a checkpoint to another model: dense layers to experts, or experts to fewer experts or to dense layers. Or convert a model of
-    Hugging Face's transformers to a run (hf:PATH RUN) and back (RUN hf:PATH).
-    """
+    Hugging Face's transformers to a run (hf:PATH RUN) and back (RUN hf:PATH)."""
 
     from_run: str = _word("a run's folder, or one checkpoint in it; or hf:PATH, a folder with config.json and *.safetensors")
     to_run: str = _word("a new run's folder, which moe train continues; or hf:PATH, a new folder for transformers")
@@ -223,9 +208,7 @@ class Convert:
     share: float | None = _flag("for noise: share of the weights; for drop: share of the hidden units; 0.5 by default")
     scale: float | None = _flag("for noise: its size in standard deviations of each matrix; 0.01 by default")
     weights: Literal["uniform", "load"] | None = _flag("for merge: how experts are weighted in the average; uniform by default")
-    load: Path | None = _flag(
-        "for prune, or merge by load: expert loads from a run's folder, its metrics.jsonl or a JSON file; the source's by default"
-    )
+    load: Path | None = _flag("for prune, or merge by load: a run's folder, metrics.jsonl or JSON file with loads; the source's by default")
     moments: Literal["fresh", "copy"] | None = _flag("copy: also convert the optimizer states; fresh (the default): start with new ones")
     approximate: bool = _flag("accept routers whose gates do not sum to a constant, although outputs then differ from the source's", False)
     check: bool = _flag("run both models on random tokens and print the largest difference", False)
@@ -265,9 +248,7 @@ class Combinations:
 
 @dataclasses.dataclass(frozen=True)
 class Rehearse:
-    """Rehearse one rank of a larger run on this machine: build, steps and a save, with its devices, shapes, memory and collectives. Needs
-    no GPU.
-    """
+    """Rehearse one rank of a larger run here, without its GPUs: build, steps and a save. Print its devices, shapes, memory, collectives."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
     world: int | None = _flag("number of ranks of the run; required")
@@ -283,15 +264,11 @@ class Recipes:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or find the rank that a hung run waited for
-    (--trace).
-    """
+    """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or find why a run hung (--trace)."""
 
     trace: Path | None = _flag("read a folder of torch's flight recorder traces instead, and name the ranks that the others waited for")
     json: Path | None = _flag("also write the table as JSON")
 
 
 _KINDS = (Train, Verify, Generate, Eval, Report, Bench, Plan, Simulate, Energy, Convert, HashTable, Show, Combinations, Rehearse, Recipes)
-VERBS: dict[str, type] = {
-    re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in (*_KINDS, Doctor)
-}  # "hash-table", ...
+VERBS: dict[str, type] = {re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in (*_KINDS, Doctor)}

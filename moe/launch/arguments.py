@@ -33,7 +33,7 @@ USAGE = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a rank is to train, and how; the flags of `moe train` that concern ranks (moe/cli/verbs.py explains them)."""
+    """The arguments of a rank: the recipe, values that override the recipe's, and flags of `moe train` (moe/cli/verbs.py explains them)."""
 
     recipe: str
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Arguments:
             raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed=needed, fix=fix)
 
     def words(self) -> list[str]:
-        """Return the words of the command line that `parse` turns into these arguments."""
+        """Return the command line that `parse` reads back as these arguments."""
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
         words += [f"--allow-change={key}" for key in self.allow_changes]
@@ -66,8 +66,8 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse the arguments of a rank. Ignores `--local_rank N`, which DeepSpeed's launcher adds. Raises BadInput."""
-    words, overrides = take_overrides(list(argv))
+    """Parse the command line of a rank. `--local_rank N`, which DeepSpeed's launcher adds, is ignored. Raises BadInput."""
+    words, overrides = take_overrides(argv)
     recipe: str | None = None
     given: dict[str, list[str]] = {}
     rest = iter(words)
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             given[name] = []
         elif name == "--restarts":
             fix = "moe train --restarts N, torchrun --max-restarts N, or a batch system that queues the job again"
-            raise BadInput(name, got="it on a rank", needed="it on the command that starts the ranks", fix=fix)
+            raise BadInput(name, got="the flag on a rank", needed="the flag on the command that starts the ranks", fix=fix)
         elif name == "--local-rank":
             if not equals:
                 next(rest, None)

@@ -4,8 +4,8 @@
     2 processes    dp 2  ep 2    2 micro-batches of 2 sequences        the same 8 sequences a step, in the same order
 
 A micro-batch never holds more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
-divisor of the recipe's ep that divides the remaining ranks. Losses depend only on the global batch, so they do not change, except by
-rounding. If a router's decisions depend on the micro-batch, only numbers of processes with micro-batches of the same size are allowed.
+divisor of the recipe's ep that divides the remaining ranks. The global batch does not change, so losses are equal up to rounding. If the
+router depends on the micro-batch, only numbers of processes are allowed that keep the number of sequences in a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from moe.router.checks import needs_group
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # the origin, in recipe.yaml, of the values changed here
-_TRIES = 8  # for each number of processes, the 8 smallest possible values of pipeline.microbatches are tried
+ORIGIN = "--elastic"  # origin that the run's recipe.yaml names for the values changed here
+_TRIES = 8  # number of values of pipeline.microbatches that are tried, from the smallest, for each number of processes
 
 
 def whole(run: Run, processes: int | None) -> Run:
-    """Return the planned run: `run` with degrees.dp as a number; "auto" becomes the data-parallel degree on `processes` processes.
-
-    Raises BadInput if degrees.dp is "auto" and `processes` is None.
-    """
+    """Return the planned run, in which degrees.dp is a number: "auto" is replaced by the dp of `processes` processes.
+    Raises BadInput if degrees.dp is "auto" and `processes` is None."""
     if run.degrees.dp != "auto":
         return run
     if processes is None:
@@ -37,13 +35,14 @@ def whole(run: Run, processes: int | None) -> Run:
 
 
 def size(run: Run) -> int:
-    """Return the number of processes of a run whose degrees.dp is a number."""
+    """Return the number of processes of a planned run (`whole`)."""
     assert isinstance(run.degrees.dp, int)
     return run.degrees.dp * _ranks_each(run)
 
 
 def for_world(run: Run, world: int, *, least: int) -> Run:
-    """Return the planned `run` with dp, ep and micro-batches for `world` processes. Raises BadInput below `least`, or if none fit."""
+    """Return the planned `run` changed for `world` processes: dp, ep and micro-batches. `least`: MIN of --elastic.
+    Raises BadInput if `world` is below `least`, or if the run cannot be divided among `world` processes."""
     found = None if world < least else run if world == size(run) else _fitted(run, world)
     if found is not None:
         return found
@@ -60,14 +59,14 @@ def _advice(works: list[int], world: int, least: int) -> str:
 
 
 def smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return the numbers of processes, from `least` to `below` - 1, on which the planned `run` can continue, largest first."""
+    """Return the numbers of processes from `least` to `below` - 1 on which the planned `run` can continue, largest first."""
     each = _ranks_each(run)
     worlds = range((below - 1) // each * each, max(least, each) - 1, -each)
     return [world for world in worlds if world == size(run) or _fitted(run, world) is not None]
 
 
 def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return `smaller(run, ...)`. If it is empty, raise BadInput with the numbers of processes below `least` that would work."""
+    """Return `smaller(run, ...)`. If it is empty, raise BadInput, which lists the numbers of processes that a lower `least` would allow."""
     found = smaller(run, below=below, least=least)
     if found:
         return found
@@ -78,7 +77,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
 
 
 def layout(run: Run) -> str:
-    """Return a text such as "dp 2 ep 2, 2 micro-batches of 2 sequences": the values that --elastic changes, from a resolved run."""
+    """Return "dp 2 ep 2, 2 micro-batches of 2 sequences": the values of a resolved run that --elastic changes, as text."""
     d, m = run.degrees, run.pipeline.microbatches
     ep = f" ep {d.ep}" if run.model.layers_with_experts() else ""
     held = run.train.global_batch // (int(d.dp) * m)
@@ -86,7 +85,7 @@ def layout(run: Run) -> str:
 
 
 def _fitted(run: Run, world: int) -> Run | None:
-    """Return `run` on `world` processes with as few micro-batches as possible, none larger than planned; None if it cannot run there."""
+    """Return the planned `run` on `world` processes with the fewest micro-batches, none larger than planned; None if that is impossible."""
     each = _ranks_each(run)
     if world < each or world % each or run.train.global_batch % (world // each):
         return None
@@ -109,7 +108,7 @@ def _candidates(run: Run, dp: int) -> Iterator[Run]:
 
 
 def _expert_degrees(run: Run, dp: int) -> list[int | str]:
-    """Return possible values of degrees.ep at this dp, largest first: common divisors of the recipe's ep and dp * sp * tp / etp."""
+    """Return the possible values of degrees.ep with this dp, largest first: common divisors of the recipe's ep and dp * sp * tp / etp."""
     ep, d = run.degrees.ep, run.degrees
     if ep == "auto":
         return ["auto"]
@@ -117,7 +116,7 @@ def _expert_degrees(run: Run, dp: int) -> list[int | str]:
 
 
 def _same_size(run: Run) -> bool:
-    """Return whether the router decides or balances within a rank's micro-batch, so that its number of sequences must not change."""
+    """Return whether routing or the balancing loss depends on the number of sequences in a micro-batch, which must then stay the same."""
     spec = run.router
     if not run.model.layers_with_experts():
         return False
@@ -126,15 +125,11 @@ def _same_size(run: Run) -> bool:
 
 
 def _held(run: Run) -> int:
-    """Return the number of sequences in one micro-batch of a rank, for a planned `run`."""
-    assert isinstance(run.degrees.dp, int)
-    return max(1, run.train.global_batch // (run.degrees.dp * run.pipeline.microbatches))
+    return max(1, run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches))
 
 
 def _ranks_each(run: Run) -> int:
-    """Return the number of ranks of one data-parallel replica: pp * tp * sp."""
-    d = run.degrees
-    return max(1, d.pp * d.tp * d.sp)
+    return max(1, run.degrees.pp * run.degrees.tp * run.degrees.sp)
 
 
 def _with_degrees(run: Run, **values: int | str) -> Run:
@@ -149,5 +144,5 @@ def _why(run: Run) -> str:
 
 
 def listed(worlds: list[int]) -> str:
-    """Return numbers of processes as text: the first 16, then how many more there are."""
+    """Return numbers of processes as text: at most 16, then how many more there are."""
     return " ".join(map(str, worlds[:16])) + (f" and {len(worlds) - 16} fewer" if len(worlds) > 16 else "") if worlds else "none"

@@ -17,32 +17,30 @@ from parallel.errors import BadInput, counted
 from parallel.machine import usable_cores
 from parallel.process.extensions import extensions_dir, remove_stale_locks, version_of
 
-# Variables of an outer job's launcher. They are removed, because a rank must take its number from its own launcher.
+# Variables that the launcher of a surrounding job has set. They are removed, so that a rank reads its number from its own launcher.
 _RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_A_LAUNCHER = (*_RANK_NAMES, "CROSS_RANK", "CROSS_SIZE", STDIN)
 
-# Variables that torch's libraries read when loaded. The values for speed were measured: `python -m tests.measured environment`.
+# Variables that torch's libraries read when they are loaded. `python -m tests.measured environment` measures their effect on speed.
 BEFORE_TORCH = {
-    # By default two caches keep compiled matrix products of 1,024 shapes each. They would grow for hundreds of steps, because an expert's
-    # number of rows, and so the shape, is new at nearly every step.
+    # oneDNN's caches of compiled matrix products: with the default of 1,024 shapes, memory grows for hundreds of steps, because an expert
+    # has another number of rows, and its product another shape, in nearly every step.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
-    # An OpenMP thread that waits spins this many times, then sleeps. On a busy machine GNU's default of 300,000 is too long: the thread
-    # blocks the core that the awaited thread needs. 0 is slower on an idle machine, where every thread would have to be woken.
+    # Number of times that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000 it occupies a core that the other
+    # thread needs on a busy machine. With 0 every thread must be woken up, which is slower on an idle machine.
     "GOMP_SPINCOUNT": "10000",
-    # Keeps torch's profiler (`moe train --profile`) from printing a line when it starts and stops.
+    # Suppresses the lines that torch's profiler (`moe train --profile`) prints at its start and end.
     "KINETO_LOG_LEVEL": "9",
 }
 
-# Open files that one rank may need: for libraries, plus connections for each rank of the run. Measured: 33 with 2 ranks, 63 with 4.
+# Open files that a rank may need: a constant for libraries, and connections to each other rank. Measured: 33 with 2 ranks, 63 with 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
-    """Return the launcher's environment: cores divided among `nproc` ranks, DeepSpeed's device, and the folder of compiled extensions.
-
-    nproc None: ranks start on other machines. Their cores and devices are unknown here; they are assumed to have the same build of torch.
-    """
+    """Return the environment of a launcher: threads for each of `nproc` ranks, DeepSpeed's accelerator, the folder of compiled extensions.
+    nproc None: ranks start on other machines, so that nothing depends on this machine's cores and devices."""
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}
     env |= {PARENT: str(os.getpid())} | import_path(environment)
@@ -61,14 +59,14 @@ def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict
 
 
 def set_before_torch(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of BEFORE_TORCH that the user has not set. Ranks call it too, because `moe train` may not be their parent."""
+    """Set the variables of BEFORE_TORCH that the user has not set. Ranks call this too, because another launcher may have started them."""
     for name, value in BEFORE_TORCH.items():
-        if name != "GOMP_SPINCOUNT" or "OMP_WAIT_POLICY" not in environment:  # otherwise GOMP_SPINCOUNT would override OMP_WAIT_POLICY
+        if name != "GOMP_SPINCOUNT" or "OMP_WAIT_POLICY" not in environment:  # GOMP_SPINCOUNT would override the user's OMP_WAIT_POLICY
             environment.setdefault(name, value)
 
 
 def allow_open_files(world: int) -> None:
-    """Raise the limit of open files, of this process and its children, to what a rank needs in a run of `world` ranks. Raises BadInput."""
+    """Raise the limit of open files, which children inherit, to the number that a run of `world` ranks needs. Raises BadInput."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + _OPEN_FILES_EACH * world
     if world == 1 or soft == resource.RLIM_INFINITY or soft >= needed:
@@ -80,11 +78,9 @@ def allow_open_files(world: int) -> None:
 
 
 def import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return {variable: value} so that ranks import this project, not a `parallel.py` or `moe.py` in the working folder.
-
-    PYTHONPATH gets the folder of a checkout that is not installed. The folder of an installed package is not added: PYTHONPATH comes
-    before the standard library, so other packages in that folder could hide modules of the library.
-    """
+    """Return {variable: value} with which ranks import this project, not a `parallel.py` or `moe.py` in the working folder.
+    The folder of a checkout is put into PYTHONPATH. The folder of an installed package is not: PYTHONPATH comes before the standard
+    library, so other packages in that folder could hide modules of the library."""
     safe = {"PYTHONSAFEPATH": "1"}
     here = Path(__file__).resolve().parents[2]
     if here.name in ("site-packages", "dist-packages"):
@@ -94,7 +90,7 @@ def import_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Return whether torch will find a GPU. If that is uncertain, True, so that nothing is forced to the CPU."""
+    """Return whether torch may find a GPU. True in doubt, because False would force training to the CPU."""
     if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     drivers = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
@@ -102,7 +98,7 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def devices(environment: Mapping[str, str], nproc: int) -> str | None:
-    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES, for DeepSpeed, which would otherwise take 0, 1, ... . Raises BadInput."""
+    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", for DeepSpeed; None if it is not set. Raises BadInput for too few."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or not has_gpu(environment):
         return None
@@ -116,7 +112,7 @@ def devices(environment: Mapping[str, str], nproc: int) -> str | None:
 
 
 def devices_without(gone: int | None, environment: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES (nproc GPUs) without the GPU of rank `gone`, as {name: value}; {} without such a rank or GPUs."""
+    """Return {"CUDA_VISIBLE_DEVICES": the GPUs of `nproc` ranks, without the GPU of rank `gone`}; {} if `gone` is None or without GPUs."""
     if gone is None or not has_gpu(environment):
         return {}
     visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
@@ -125,17 +121,14 @@ def devices_without(gone: int | None, environment: Mapping[str, str], nproc: int
 
 
 def free_port() -> int:
-    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def port_from(environment: Mapping[str, str], *, local: bool = True) -> int:
-    """Return MASTER_PORT if it is set, otherwise a free port. If MASTER_PORT is in use, print that and return a free port.
-
-    local: rank 0 is on this machine; on another one, MASTER_PORT is not checked. Raises BadInput for a value that is no port.
-    """
+    """Return MASTER_PORT, or a free port if it is not set. If another program uses MASTER_PORT, print that and return a free port.
+    local: whether rank 0 is on this machine; only then its use is checked. Raises BadInput for a MASTER_PORT that is no port."""
     asked = environment.get("MASTER_PORT")
     if asked is None:
         return free_port()

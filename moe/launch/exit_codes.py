@@ -9,8 +9,8 @@ DONE = 0
 FAILED = 1  # an error, or a layout or measurement that failed its check
 BAD_INPUT = 2  # wrong input; an error message of one line says what to change
 STOPPED = 75  # a signal came, and the checkpoint is saved: the same command resumes
-INTERRUPTED = 130  # Ctrl-C with nothing saved
-TERMINATED = 143  # SIGTERM with nothing saved
+INTERRUPTED = 130  # Ctrl-C before anything was saved
+TERMINATED = 143  # SIGTERM before anything was saved
 
 
 def of(passed: bool) -> int:

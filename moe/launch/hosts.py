@@ -2,8 +2,8 @@
 
     moe train -> pdsh -> ssh worker-1 -> python -m moe.launch.hosts send TOKEN 15      on all machines in parallel
 
-DeepSpeed's launcher would end remote processes by their program's name, which all runs of a user share, one rank after another, and kill
-ranks that save for longer than half a minute. So ranks are ended from here. They are found by the token of their launch.
+DeepSpeed's launcher would kill remote processes by their program's name, which also hits other runs of the user, and would kill ranks that
+save for longer than half a minute. So ranks are signalled from here. They are found by the token of their launch.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from parallel.store.files import read_text
 
 _LIMIT_S = 60  # limit of a remote command, including the start of Python
 _POLL_S = 0.05
-
-
 _SLOTS = re.compile(r"[1-9][0-9]{0,4}")
-# names without characters that a shell, ssh or pdsh would read as a command, an option, a list of hosts or another protocol
+# a host's name: without characters that a shell, ssh or pdsh would read as a command, an option, a list of hosts or another protocol
 _HOST = re.compile(r"\w[\w.@-]*", re.ASCII)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Read {host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
+    """Read a hostfile of DeepSpeed: lines `HOST slots=N`, and comments after #. Return {host: slots}. Raises BadInput."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -66,26 +64,25 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Names of the machines, the token of the launch, and the number of ranks (slots) on each."""
+    """The machines of a launch: their names, the number of ranks (slots) on each, and the token of the launch.
+    Methods with `no_more` give up as soon as no_more() returns True, because the user has sent a signal."""
 
     names: tuple[str, ...]
     token: str
     slots: tuple[int, ...]
 
     def ranks_on(self, number: int) -> range:
-        """Return the ranks on machine `number`. The first machine has the lowest ranks, the next machine the next ones, and so on."""
+        """Return the ranks on machine `number`: ranks are counted through the machines in their order."""
         before = sum(self.slots[:number])
         return range(before, before + self.slots[number])
 
     def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
-        """Raise BadInput unless ssh reaches every machine, moe-parallel runs there, and it sees this run's status `folder`.
-
-        Returns True; False if the check was aborted because no_more() became True.
-        """
+        """Raise BadInput unless ssh reaches every machine, moe-parallel runs there, and the machine sees this run's status `folder`.
+        Returns False if it gave up, otherwise True."""
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
                 fix = f"install it (Debian, Ubuntu: apt install {'openssh-client' if program == 'ssh' else program})"
-                raise BadInput("--hostfile", got=f"no {program} here", needed="it, to start ranks on other machines", fix=fix)
+                raise BadInput("--hostfile", got=f"no {program} here", needed=f"{program}, to start ranks on other machines", fix=fix)
         answers, errors = self._all("check", str(folder.resolve()), self.token, no_more=no_more)
         if no_more():
             return False
@@ -101,27 +98,24 @@ class Hosts:
         return True
 
     def send(self, signum: int, *, no_more: Callable[[], bool]) -> tuple[set[int], list[str]]:
-        """Send a signal to all ranks of the launch. Returns (the ranks that got it, the machines that did not answer)."""
+        """Send a signal to all ranks of the launch. Returns (numbers of the ranks that got it, names of machines that did not answer)."""
         answers, _ = self._all("send", self.token, str(signum), no_more=no_more)
         got = {int(rank) for answer in answers.values() for rank in answer.split() if rank.isdecimal()}
         return got, [name for name in self.names if name not in answers]
 
     def end(self) -> list[str]:
-        """Kill every process of the launch on all machines. Returns a line of text for each machine that did not confirm it."""
+        """Kill all processes of the launch on all machines. Returns a line of text for each machine that did not confirm this."""
         answers, errors = self._all("end", self.token)
         wrong = {name: answers.get(name) or errors[name] for name in self.names if answers.get(name) != "none"}
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]
 
     def _all(self, *words: str, no_more: Callable[[], bool] = lambda: False) -> tuple[dict[str, str], dict[str, str]]:
-        """Run `python -m moe.launch.hosts WORDS` on all machines. Returns ({machine: answer}, {machine: error message}).
-
-        The command is aborted when no_more() becomes True.
-        """
+        """Run `python -m moe.launch.hosts WORDS` on all machines. Returns ({machine: answer}, {machine: error message})."""
         paths = [f"{name}={quoted(value)}" for name, value in import_path(os.environ).items()]
         command = ["pdsh", "-R", "ssh", "-f", "1024", "-u", str(_LIMIT_S), "-w", ",".join(self.names), "env", *paths]
         command += [quoted(sys.executable), "-m", "moe.launch.hosts", "%n", *map(quoted, words)]
         said: list[str] = []
-        # files, not pipes: an ssh process that survives pdsh would keep a pipe open, and reading it would not end
+        # output goes to files: a pipe stays open as long as an ssh process survives pdsh, so that reading it would not end
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:
             try:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=problems, start_new_session=True)
@@ -145,10 +139,8 @@ def quoted(word: str) -> str:
 
 
 def answered(names: Sequence[str], text: str) -> dict[str, str]:
-    """Return {machine: answer} from pdsh's lines, such as `worker-1: 1 here`: label, index into `names`, answer.
-
-    The label is not used, because pdsh cuts names at the first dot.
-    """
+    """Parse lines of pdsh's output, such as `worker-1: 1 here` (label: index into `names`, answer). Return {machine: answer}.
+    The label is not used, because pdsh cuts names at the first dot."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         number, _, said = line.partition(": ")[2].partition(" ")
@@ -158,7 +150,6 @@ def answered(names: Sequence[str], text: str) -> dict[str, str]:
 
 
 def _error(name: str, text: str) -> str:
-    """Return pdsh's last error message about a machine, from `text`, its stderr; "no answer" if there is none."""
     host = name.rpartition("@")[2]
     lines = [line.partition(": ") for line in text.splitlines()]
     said = [rest.strip() for label, _, rest in lines if rest and (host == label or host.startswith(f"{label}."))]
@@ -166,7 +157,7 @@ def _error(name: str, text: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Do "check", "send" or "end" on this machine, and print its number and the answer. words: the number, the command, its arguments."""
+    """Carry out `Hosts.check`, `send` or `end` on this machine, and print its answer. words: this machine's number, command, arguments."""
     match words[1:]:
         case ["check", folder, word]:
             try:

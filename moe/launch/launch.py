@@ -1,10 +1,6 @@
-"""The program of every rank, for all launchers: deepspeed, torchrun, srun, or plain python.
+"""The program of every rank, for all launchers (deepspeed, torchrun, srun) and for plain python:
 
-    deepspeed --num_accelerators 2 --module moe.launch.launch switch_tiny --degrees.ep 2
-    torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny
-    python -m moe.launch.launch switch_tiny
-
-Exit codes (moe/launch/exit_codes.py): DONE; BAD_INPUT with one line; STOPPED by a signal after saving; FAILED, anything else.
+torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny --degrees.ep 2
 """
 
 from __future__ import annotations
@@ -41,16 +37,14 @@ from parallel.process.extensions import use_extensions_dir
 from parallel.store.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
-_SAID = ".moe-said-"  # prefix of files in the system's temporary folder, one for each error message that a rank of a launch has printed
+_SAID = ".moe-said-"  # prefix of files in the temporary folder: one for each error message that a rank on this machine has printed
 _KEPT_S = 600.0  # seconds after which these files are removed
 
 
 @dataclass
 class RankRun:
-    """Recipe and folder of a rank's run, for error messages. place: [the run's folder] if `moe train` reads status files there, else [].
-
-    run is None, and place [], until the recipe has been read.
-    """
+    """A rank's recipe and the folder of its status file, both filled in when the recipe has been read.
+    place: a list of one folder, the run's, if `moe train` reads status files there; otherwise empty."""
 
     place: list[Path] = field(default_factory=list)
     run: Run | None = None
@@ -62,17 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script(work: Callable[[], object]) -> NoReturn:
-    """Run a script's own code around `train`, and exit Python as `moe train` does.
-
-        script(lambda: train(run, callbacks=[Best()]))
-
-    Errors that the user can fix are one line, printed once. All ranks exit together, with the codes in moe/launch/exit_codes.py.
-    """
+    """Run a user's own training code in a script, and end Python as `moe train` does: script(lambda: train(run, callbacks=[Best()])).
+    Errors that the user can fix are printed once, as one line. All ranks exit together, with the codes in moe/launch/exit_codes.py."""
     sys.exit(run_as_rank(lambda rank_run: _carried_out(work)))
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
-    """Run `work` as one rank, and return its exit code. An exception is printed, and its message goes to the parent in the status file."""
+    """Run `work` as one rank, and return its exit code. An exception is printed, and written to the status file that the parent reads."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
@@ -100,7 +90,6 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
 
 
 def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
-    """Run `work` and return its exit code. Print an exception as an error; write code and error to the rank's status file."""
     error: str | None = None
     code, of_all, repeats = FAILED, False, False
     try:
@@ -109,13 +98,13 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
         code, error = BAD_INPUT, str(bad)
         if _prints(bad, rank):
             print(f"error: {error}", file=sys.stderr, flush=True)
-    except Ended as ended:  # the message names rank and collective, so a stack trace adds nothing
+    except Ended as ended:  # the message names rank and collective, so no stack trace is printed
         error, of_all = str(ended), True
-        if ended.prints and TOKEN not in os.environ:  # with our parent process, the parent prints it
+        if ended.prints and TOKEN not in os.environ:  # with TOKEN, `moe train` is the parent and prints the message
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:  # before training; later Ctrl-C makes the trainer save and stop
+    except KeyboardInterrupt:  # only before training: during training, Ctrl-C makes the trainer save and stop
         code, error = INTERRUPTED, "interrupted"
-    except BaseException as failure:  # any exception must be in the status file for the parent
+    except BaseException as failure:  # the parent must find any exception in the status file
         error = None if rank_run.run is None else _did_not_fit(failure, rank_run.run)
         if error is None:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -129,18 +118,18 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
 
 
 def _prints(bad: BadInput, rank: int) -> bool:
-    """Return whether this rank prints the BadInput that it raised: of ranks that raise the same one, only one prints it."""
-    if TOKEN in os.environ:  # the parent prints messages of the other ranks that rank 0 does not have
+    """Return whether this rank prints the BadInput that it raised. If several ranks raise the same one, only one of them prints it."""
+    if TOKEN in os.environ:  # `moe train`, the parent, prints the other ranks' messages that differ from rank 0's
         return rank == 0
     if bad.prints is not None:
         return bad.prints
     launched = os.environ.get("SLURM_NTASKS", "1") != "1" or any(name in os.environ for name in _LAUNCHERS)
-    return not launched or _first_here(str(bad))  # a rank that was started by hand has a terminal of its own, so it always prints
+    return not launched or _first_here(str(bad))  # a rank without a launcher was started by hand, in a terminal of its own
 
 
 def _first_here(line: str) -> bool:
-    """Return whether no other rank of the launcher on this machine has printed this line. The first one creates an empty file, named by a
-    hash of the line and the launcher."""
+    """Return whether this is the first rank of the launcher on this machine that prints this line.
+    The first rank creates an empty file, named by a hash of the line and the launcher; the other ranks find this file."""
     began = Path(f"/proc/{os.getppid()}/stat")
     with contextlib.suppress(OSError):
         parent = f"{os.getppid()} {began.read_text().rpartition(')')[2].split()[19]}"
@@ -159,11 +148,9 @@ def _first_here(line: str) -> bool:
 
 @dataclass(frozen=True)
 class _TooEarly:
-    """Signal handler until training begins: ends rank `rank` in process `process`, with a message that nothing is lost.
-
-    In a forked child, which inherits it, the signal has its default effect. place: [the run's folder] or [], as in RankRun.
-    before_training: a mark by which the trainer knows not to restore this handler after training (moe/train/start/place.py).
-    """
+    """Signal handler until training begins: prints that nothing is lost, and ends the rank with STOPPED. place: as in RankRun.
+    process: id of the rank's process. In another process, a forked child that inherited the handler, the signal has its default effect.
+    before_training: a mark by which moe/train/start/place.py recognises this handler, which it must not restore after training."""
 
     place: list[Path]
     rank: int
@@ -172,7 +159,7 @@ class _TooEarly:
 
     def __call__(self, number: int, _: object) -> None:
         if number == signal.SIGINT or os.getpid() != self.process:
-            ctypes.CDLL(None).signal(number, 0)  # 0: the signal's default effect. In C, because Python's function needs the main thread
+            ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; C's function, because signal.signal only works in the main thread
             os.kill(os.getpid(), number)
         if self.place:
             status.leave(self.place[0], self.rank, STOPPED, status.TOO_EARLY)
@@ -183,18 +170,16 @@ class _TooEarly:
 
 @contextlib.contextmanager
 def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
-    """Let `_TooEarly` handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C until training catches them. place: as in RankRun.
-
-    The process ends without an exception, which could interrupt an import and leave a library that does not work.
-    """
+    """Within the context, `_TooEarly` handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, until training installs its own handlers.
+    The process ends without an exception, because an exception within an import could leave a library in a broken state."""
     stop = _TooEarly(place, rank, os.getpid())
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-    with contextlib.suppress(ValueError):  # raised outside of the main thread: handlers then stay as they are
+    with contextlib.suppress(ValueError):  # signal.signal raises it outside of the main thread: then no handler is installed
         for number in heard:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, stop)
     try:
-        with _heard_at_once(stop):
+        with _called_immediately(stop):
             yield
     finally:
         for number in heard:
@@ -203,46 +188,43 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
-    """Call the handler from a second thread too, because Python calls it only when the main thread returns from C code.
-
-    The main thread may be in C code for minutes, waiting for ranks that are missing.
-    """
+def _called_immediately(stop: _TooEarly) -> Iterator[None]:
+    """Within the context, also call the handler from a second thread. Python itself calls it only when the main thread returns from C code,
+    which may wait there for minutes for missing ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    hears = [told]
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    active = [True]
 
-    # Makes Python write each signal's number to the pipe `fd`, or nowhere (-1). A forked child needs -1, because it inherits the pipe: its
-    # own signals would end this process.
-    def hear(fd: int) -> None:
-        if hears:
-            with contextlib.suppress(ValueError):  # raised if another thread than the main one forks
+    # Makes Python write the number of each signal to the pipe `fd` (-1: to no pipe). A forked child gets -1: it inherits the pipe, so
+    # its own signals would end this process.
+    def write_to(fd: int) -> None:
+        if active:
+            with contextlib.suppress(ValueError):  # raised if the fork is made outside of the main thread
                 signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
 
-    os.register_at_fork(before=lambda: hear(-1), after_in_parent=lambda: hear(told), after_in_child=lambda: hear(-1))
+    os.register_at_fork(before=lambda: write_to(-1), after_in_parent=lambda: write_to(writable), after_in_child=lambda: write_to(-1))
 
     def listen() -> None:
-        while number := os.read(heard, 1):
+        while number := os.read(readable, 1):
             now: object = signal.getsignal(number[0])
             if now is stop:
                 stop(number[0], None)
-        os.close(heard)
+        os.close(readable)
 
     threading.Thread(target=listen, daemon=True, name="early-signals").start()
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        hears.clear()
+        active.clear()
         signal.set_wakeup_fd(before)
-        os.close(told)
+        os.close(writable)
 
 
 def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:
-    """Refuse --fresh and --from_step with torchrun's restarts, which repeat the arguments and would set newer checkpoints aside."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     flag = "--fresh" if given.fresh else "--from_step" if given.from_step is not None else None
     if flag and restarts.isdecimal() and int(restarts) > 0:
@@ -252,7 +234,7 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
 
 
 def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
-    """Return (the recipe for the present number of processes, the origin of each value). Raises BadInput below `least` processes."""
+    """Return (the recipe changed for the number of processes that are running, key -> origin). Raises BadInput for fewer than `least`."""
     from parallel.process import process
 
     world = process.read_environment()
@@ -267,7 +249,7 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path]) -> int:
-    from parallel.process import process  # here, because it imports torch, and a wrong recipe is refused before
+    from parallel.process import process  # imports torch, which takes seconds: a wrong recipe is refused before
 
     world = process.read_environment()
     check_for_user(run, world.size, origins)
@@ -287,8 +269,8 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 
 
 def _carried_out(work: Callable[[], object]) -> int:
-    """Do the training `work`, stop the process groups, and return the exit code. If another rank caused this rank's error, that rank's
-    error is raised instead."""
+    """Run `work`, which trains; then destroy the process groups and return the exit code. If an error here was caused by another rank's
+    error, the other rank's error is raised."""
     from moe.train.loop.trainer import Stopped
     from parallel.process import process
     from parallel.watch import watchdog
@@ -298,7 +280,7 @@ def _carried_out(work: Callable[[], object]) -> int:
     except Stopped:
         return STOPPED
     except Exception as failure:
-        _ignore_signals()  # torchrun sends SIGTERM as soon as a rank has died; `_TooEarly` must not take it for a signal of the user
+        _ignore_signals()  # torchrun sends SIGTERM as soon as a rank has died, which must not count as the user's signal
         ended = watchdog.ended_by(failure)
         if ended is not None:
             raise ended from None
@@ -306,8 +288,7 @@ def _carried_out(work: Callable[[], object]) -> int:
             failure.prints = watchdog.prints_line()
         raise
     finally:
-        # launchers send SIGTERM to all ranks when the first has ended; the others must still be able to write their status files
-        _ignore_signals()
+        _ignore_signals()  # launchers send SIGTERM when the first rank has ended; the others must still write their status files
         process.stop()
     return DONE
 
@@ -318,7 +299,7 @@ def _ignore_signals() -> None:
 
 
 def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """Return a function that the watchdog calls as f(message, whether this rank prints it) before it kills this stuck process."""
+    """Return a function (message, whether this rank prints it), which the watchdog calls before it kills this process in a hang."""
 
     def end(line: str, prints: bool) -> None:
         for out in place:
@@ -326,13 +307,12 @@ def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool],
         if prints and TOKEN not in os.environ:
             os.write(2, f"error on rank {rank}: {line}\n".encode())
         if sys.stdout.isatty():
-            os.write(1, b"\x1b[?25h")  # shows the cursor, which a live display hides
+            os.write(1, b"\x1b[?25h")  # shows the cursor again, which the live display has hidden
 
     return end
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:
-    """Return the error message if memory ran out, with the next thing to try; None for any other failure."""
     from moe.train.start.out_of_memory import did_not_fit
     from parallel.process import process
 

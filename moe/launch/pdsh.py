@@ -1,8 +1,6 @@
-"""DeepSpeed's launcher for the machines of a hostfile, with corrected arguments, output and environment.
+"""Program that starts ranks on the machines of a hostfile by DeepSpeed's runner, with corrected arguments, output and environment.
 
-    moe train -> this, on DeepSpeed's runner -> pdsh -> ssh -> deepspeed.launcher.launch on each machine -> ranks
-
-python -m moe.launch.pdsh FOLDER [the runner's arguments]
+    moe train -> python -m moe.launch.pdsh FOLDER [the runner's arguments] -> pdsh -> ssh -> deepspeed.launcher.launch -> ranks
 
 Corrected: each word of the remote shell command is quoted; the working folder is not searched for modules; DeepSpeed's log does not precede
 the run's output; variables that ranks need are passed on. Each machine writes the exit code of its launcher to FOLDER
@@ -26,20 +24,18 @@ from moe.launch.processes import PARENT, STDIN, TOKEN, die_with_input
 from moe.launch.status import machine
 from parallel.errors import BadInput
 
-# variables whose names begin like this are passed on to ranks on other machines
+# prefixes of the variables that are passed on to ranks on other machines
 PASSED = ("MOE_", "PYTHON", "OMP_", "GLOO_", "NCCL_", "UCX_", "TORCH_", "DS_ACCELERATOR")
 
 
 def passed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for ranks on other machines. PARENT is left out, because it is a process id of this machine."""
+    """Return the variables that are passed on to other machines. PARENT is left out: a process id of this machine means nothing there."""
     return {name: value for name, value in environment.items() if name.startswith(PASSED) and name != PARENT}
 
 
 def of_file(path: Path) -> dict[str, str]:
-    """Read NAME=VALUE lines, as in DeepSpeed's .deepspeed_env, as {name: value, quoted for the remote shell}. Raises BadInput.
-
-    A value may be in the shell's quotes. `$HOME` and other variables are expanded on the other machine.
-    """
+    """Read a file of NAME=VALUE lines, such as DeepSpeed's .deepspeed_env. Return {name: value, quoted for the remote shell}.
+    A value may be in the shell's quotes. `$HOME` and other variables are expanded on the other machine. Raises BadInput."""
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), 1):
         name, equals, value = (part.strip() for part in line.strip().removeprefix("export ").partition("="))
@@ -52,7 +48,7 @@ def of_file(path: Path) -> dict[str, str]:
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_OBEYED = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # in a shell's double quotes: a character already escaped, or one to escape
+_SPECIAL = re.compile(r"""\\[$`"\\]|["`\\]|\$(?=\()""")  # in a shell's double quotes: an escaped character, or one that must be escaped
 
 
 def _worded(value: str) -> str:
@@ -62,18 +58,18 @@ def _worded(value: str) -> str:
                 return value
         except ValueError:  # a quote is not closed, so the value is quoted below
             pass
-    escaped = _OBEYED.sub(lambda found: found[0] if len(found[0]) > 1 else f"\\{found[0]}", value)
+    escaped = _SPECIAL.sub(lambda found: found[0] if len(found[0]) > 1 else f"\\{found[0]}", value)
     return f'"{escaped}"'
 
 
 def main() -> int:
-    """Run DeepSpeed's runner, with the pdsh command line corrected. Return the exit code."""
+    """Run DeepSpeed's runner with a corrected pdsh command line, and return the exit code."""
     from deepspeed.launcher import runner
 
     folder, given = Path(sys.argv[1]), sys.argv[2:]
     own = passed(os.environ)
     files = [Path(place) / runner.DEEPSPEED_ENVIRONMENT_NAME for place in runner.DEEPSPEED_ENVIRONMENT_PATHS]
-    runner.DEEPSPEED_ENVIRONMENT_PATHS = []  # so that the runner does not read these files too
+    runner.DEEPSPEED_ENVIRONMENT_PATHS = []  # otherwise the runner would read these files too, without quoting
     try:
         of_files = {name: value for file in files if file.is_file() for name, value in of_file(file).items()}
     except BadInput as bad:
@@ -102,7 +98,7 @@ def main() -> int:
             return command, kill, environment
 
     runner.PDSHRunner = Hosts
-    if STDIN in os.environ:  # stdin ends when `moe train` dies. pdsh would not notice, so it is killed then
+    if STDIN in os.environ:  # stdin ends when `moe train` dies. pdsh does not read it, so pdsh is killed then
         die_with_input(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     runner.main(given)
     return DONE

@@ -1,9 +1,9 @@
-"""The processes of one launch: find them, signal them, notice their deaths, and end every one of them.
+"""Finds the processes of a launch, signals them, notices their ends, and kills them.
 
     moe train (this process) -> launcher -> (second launcher) -> ranks -> their child processes
 
-Launchers lose signals and exit codes, so ranks are looked up directly. Every process of a launch carries the same TOKEN in its environment,
-and keeps it when its parent dies or when it leaves the session. A rank is the topmost process with a RANK.
+Launchers lose signals and exit codes, so ranks are looked up directly. All processes of a launch have the same TOKEN in their environment,
+also after their parent has died. A rank is a process that has the variable RANK and whose parent has not.
 """
 
 from __future__ import annotations
@@ -25,22 +25,19 @@ from parallel.process.libc import die_with
 
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
-STDIN = "MOE_LAUNCH_STDIN"  # set if `moe train` holds the other end of this process's input, also from another machine
+STDIN = "MOE_LAUNCH_STDIN"  # set if stdin of this process is a pipe from `moe train`, which may be on another machine
 _NAMED = "moe rank "
 _LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # set by `moe train`, torchrun and DeepSpeed's launcher
 
 
 def own_launch() -> str:
-    """Return the token of the launch that started this process; "" if it was not started by one."""
+    """Return the token of the launch to which this process belongs; "" without a launch."""
     return os.environ.get(TOKEN, "")
 
 
 def die_with_parent() -> None:
-    """Have this rank killed when its launcher or the `moe train` process above it dies (on Linux).
-
-    Until training catches signals, Ctrl-C also ends it, without a traceback. Does nothing in a process without a launcher, because a run
-    may outlive the shell that started it (nohup).
-    """
+    """On Linux, have this rank killed when its launcher or the `moe train` above it dies. Until training begins, Ctrl-C ends it without a
+    traceback. Does nothing for a rank without a launcher, which may outlive the shell that started it (nohup)."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -56,7 +53,7 @@ def die_with_parent() -> None:
 
 
 def _die_with(pid: int) -> None:
-    """Kill this process when `pid` ends. Needed for `moe train`, because its death does not end the launchers between it and a rank."""
+    """Wait until process `pid` ends, then kill this process. Used for `moe train`, whose death does not end the launchers below it."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -69,7 +66,7 @@ def _die_with(pid: int) -> None:
 
 
 def die_with_input(end: Callable[[], None]) -> None:
-    """Call `end` when stdin reaches its end: `moe train`, which keeps it open without writing, has died or is disconnected."""
+    """Call `end` when stdin is closed: `moe train`, which holds its other end, has died or is disconnected."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -83,10 +80,8 @@ def die_with_input(end: Callable[[], None]) -> None:
 @dataclass
 class Rank:
     """The process of one rank, as `moe train` observes it.
-
-    pid: 0 for a rank on another machine, which cannot be observed. ended_at: the time (time.monotonic) at which its end was noticed. code:
-    its exit code (negative: a signal); None if it runs, or if its launcher collected the code first. handle: the process's pidfd.
-    """
+    pid: 0 on another machine, where it cannot be observed. ended_at: time (time.monotonic) at which its end was noticed. code: exit code
+    (negative: a signal), None if it runs or if its launcher had already collected the code (waitpid). handle: its pidfd."""
 
     rank: int
     pid: int
@@ -108,7 +103,7 @@ class Rank:
 
 
 def wait(ranks: list[Rank], wait_s: float) -> None:
-    """Wait `wait_s` seconds, or until a rank ends: its exit code can be read only until its launcher collects it."""
+    """Wait until a rank ends, at most `wait_s` seconds. Its exit code must be read soon, before its launcher collects it (waitpid)."""
     for rank in ranks:
         if rank.pid and rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # the rank has ended, or the kernel has no pidfd
@@ -119,7 +114,7 @@ def wait(ranks: list[Rank], wait_s: float) -> None:
 
 
 def find_ranks(ancestor: int) -> list[Rank]:
-    """Return the ranks among the descendants of a launcher, in order of rank."""
+    """Return the ranks among the descendants of process `ancestor`, in order of rank."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return _ranks({p.pid: _environment(p) | _named(p) for p in psutil.Process(ancestor).children(recursive=True)})
     return []
@@ -132,7 +127,7 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Give a forked rank's process a name with its number. Its RANK is not visible outside: /proc shows its parent's variables."""
+    """Write a forked rank's number into its process's name. Others cannot read its RANK: /proc shows the variables of its parent."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 
@@ -145,7 +140,7 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Return the ranks in `family`, {pid: environment}, by number: processes that have the variable RANK although their parent has not."""
+    """Return the ranks in `family`, {pid: environment}, in order of rank: processes with the variable RANK whose parent has none."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")
@@ -156,7 +151,7 @@ def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
 
 
 def send(ranks: list[Rank], number: int) -> int:
-    """Send the signal `number` to all living ranks. Returns how many got it."""
+    """Send the signal `number` to all ranks that are alive. Returns the number of ranks that got it."""
     sent = 0
     for rank in ranks:
         rank.look()
@@ -168,10 +163,8 @@ def send(ranks: list[Rank], number: int) -> int:
 
 
 def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
-    """Send SIGKILL to all processes with one of these `tokens` or in the launcher's `session`, except process `spared`, until none is left.
-
-    Returns the ids of processes that are alive after `wait_s` seconds, because they are stuck in the kernel.
-    """
+    """Kill all processes with one of these `tokens` or in the launcher's `session`, except process `spared`. SIGKILL is repeated until none
+    is alive, at most `wait_s` seconds. Returns the ids of processes that are still alive, because they are stuck in the kernel."""
     until = time.monotonic() + wait_s
     while True:
         if session is not None:
@@ -187,7 +180,6 @@ def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_
 
 
 def _members(session: int | None, tokens: Collection[str], spared: int | None) -> list[int]:
-    """Return the ids of living processes in this session or with one of these tokens, except `spared`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -206,10 +198,8 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """Return (state, exit code) of a process. "Z": it has ended, but its parent has not collected the code yet. "X": it is gone.
-
-    Any other state means that the process is alive. The code is None unless the state is "Z".
-    """
+    """Return (state in /proc, exit code) of a process. "Z": it has ended, but its parent has not collected the code yet. "X": it is gone.
+    Any other state: it is alive. The code is None unless the state is "Z"."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (ProcessLookupError, FileNotFoundError):

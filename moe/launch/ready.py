@@ -4,9 +4,9 @@
                            -> warm process                         from the first checkpoint on; loads torch and the trainer, once
                            -> warm process -> leader -> ranks      every later attempt, in a tenth of a second instead of ten
 
-A fork has its parent's memory but not its threads, so the warm process has no thread, process group or GPU of its own. If imports have
-taken a GPU, the launcher starts the next attempt instead. The leader replaces the launcher: ranks die with it, it ends when all ranks have
-ended, and they share its session. Messages are lines of JSON: a request to start, then the process ids, later the exit codes.
+A fork has its parent's memory but not its threads, so the warm process has no thread, process group or GPU of its own. If its imports have
+opened a GPU, the launcher starts the next attempt instead. The leader replaces the launcher: ranks are in its session and die with it, and
+it ends when all ranks have ended. Messages are lines of JSON: a request to start, then the process ids, later the exit codes.
 """
 
 from __future__ import annotations
@@ -33,27 +33,25 @@ from moe.recipe.load import load
 from parallel.process.libc import die_with
 
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
-# modules that a rank imports only when training begins: torch's optimizers need the compiler, rank 0 needs TensorBoard
+# modules that a rank would import when training begins (torch's optimizers import the compiler, rank 0 TensorBoard)
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")
 
 
 class Forked:
-    """The leader of an attempt, used like a `subprocess.Popen` (pid, returncode, poll, wait), and its ranks.
+    """The leader of an attempt, with the interface of `subprocess.Popen` (pid, returncode, poll, wait), and its ranks.
+    pids: process ids of the leader and of the ranks. receive: `Ready._receive`."""
 
-    pids: of the leader, then of the ranks. hear(seconds): returns the next message of the warm process, as `Ready._hear`.
-    """
-
-    def __init__(self, pids: Sequence[int], hear: Callable[[float], dict[str, Any] | None]) -> None:
+    def __init__(self, pids: Sequence[int], receive: Callable[[float], dict[str, Any] | None]) -> None:
         self.pid, self.ranks = pids[0], [Rank(number, pid) for number, pid in enumerate(pids[1:])]
         self.returncode: int | None = None
-        self._hear = hear
+        self._receive = receive
 
     def poll(self, wait_s: float = 0.0) -> int | None:
-        while self.returncode is None and (word := self._hear(wait_s)) is not None:
-            for rank, code in zip(self.ranks, word.get("codes", ()), strict=False):
-                rank.code = code  # from the leader, which collects every exit code; `Rank.look` may have missed it
-            if "codes" not in word:
-                self.returncode = int(word.get("ended", FAILED))
+        while self.returncode is None and (message := self._receive(wait_s)) is not None:
+            for rank, code in zip(self.ranks, message.get("codes", ()), strict=False):
+                rank.code = code  # the leader collects every exit code, also codes that `Rank.look` could not read in time
+            if "codes" not in message:
+                self.returncode = int(message.get("ended", FAILED))
         return self.returncode
 
     def wait(self) -> int:
@@ -62,10 +60,8 @@ class Forked:
 
 
 class Ready:
-    """The parent's side of the warm process, which is started once `wanted()` is True, and runs until `close`.
-
-    words, environment, nproc: arguments, variables and number of the ranks.
-    """
+    """The side of `moe train`: starts the warm process as soon as `wanted()` is True, and sends it requests until `close`.
+    words, environment, nproc: arguments, variables and number of the ranks."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], nproc: int, *, wanted: Callable[[], bool]) -> None:
         self._words, self._environment, self._nproc, self._wanted = list(words), environment, nproc, wanted
@@ -74,7 +70,7 @@ class Ready:
         self._token, self._loaded, self._unread = secrets.token_hex(8), False, b""
 
     def look(self) -> None:
-        """Start the warm process, once, as soon as `wanted()` is True. The caller repeats this call during an attempt."""
+        """Start the warm process if `wanted()` is True and it has not been started. Called repeatedly during an attempt."""
         if self._process is not None or not self._wanted():
             return
         self._channel, theirs = socket.socketpair()
@@ -84,21 +80,19 @@ class Ready:
         theirs.close()
 
     def begin(self, words: Sequence[str], environment: Mapping[str, str], world: int, *, no_more: Callable[[], bool]) -> Forked | None:
-        """Fork `world` ranks with these arguments and variables. Returns None if the launcher must start them instead.
-
-        While the warm process imports, this waits, because the launcher would take longer. It stops waiting when no_more() becomes True.
-        """
+        """Let the warm process fork `world` ranks with these arguments and variables. Returns None if the launcher must start them instead.
+        Waits while the warm process imports, because the launcher would take longer, but only until no_more() returns True."""
         while self._channel is not None and not self._loaded and not no_more():
-            self._loaded = self._hear(_LOOK_S) == {"loaded": True}
+            self._loaded = self._receive(_LOOK_S) == {"loaded": True}
             if not self._loaded and self._process is not None and self._process.poll() is not None:
                 self.close()
         if self._channel is None or not self._loaded:
             return None
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps({"words": list(words), "environment": dict(environment), "world": world}).encode() + b"\n")
-            pids = (self._hear(_FORK_S) or {}).get("pids")
+            pids = (self._receive(_FORK_S) or {}).get("pids")
             if pids:
-                return Forked(pids, self._hear)
+                return Forked(pids, self._receive)
         self.close()
         return None
 
@@ -112,10 +106,10 @@ class Ready:
             self._channel.close()
             kill_all(self._process.pid, self._token)
             self._process.wait()
-        self._channel = None  # `look` does not start it again, because _process is set
+        self._channel = None  # _process stays set, so that `look` does not start the warm process again
 
-    def _hear(self, wait_s: float) -> dict[str, Any] | None:
-        """Return the next message of the warm process, {} if it has ended, or None after `wait_s` seconds."""
+    def _receive(self, wait_s: float) -> dict[str, Any] | None:
+        """Return the next message of the warm process; {} if the process has ended; None if nothing came within `wait_s` seconds."""
         assert self._channel is not None
         until = time.monotonic() + wait_s
         while b"\n" not in self._unread:
@@ -132,7 +126,7 @@ class Ready:
 
 
 def main() -> int:
-    """Run the warm process: import modules, then fork an attempt for each line received. Return the exit code, also in forked processes."""
+    """Run the warm process: import modules, then fork a leader for each request. Return the exit code, also in leaders and ranks."""
     die_with(int(os.environ[PARENT]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     with _silent():
@@ -150,18 +144,17 @@ def main() -> int:
 
 
 def _load(words: list[str]) -> None:
-    """Import the modules of the ranks, once for all of them."""
     given = parse(words)
     run, _ = load(given.recipe, given.overrides)
     for name in ("moe.launch.launch", "moe.train.loop.trainer", *_LATER):
         importlib.import_module(name)
     run.sharding.carrier(pp=run.degrees.pp).load()
     gc.collect()
-    gc.freeze()  # otherwise the garbage collector of a forked rank writes to all objects, and their shared memory is copied
+    gc.freeze()  # otherwise garbage collection in a forked rank writes to all objects, so that the shared memory is copied
 
 
 def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, str], world: int) -> int:
-    """Fork the ranks and wait until all have ended. Returns the exit code of the first that failed; in a rank, the rank's own."""
+    """Run a leader: fork the ranks, and wait until all have ended. Return the exit code of the lowest failed rank; in a rank, its own."""
     import torch
 
     if torch.cuda._is_in_bad_fork():  # imports have opened a GPU, which a forked process cannot use
@@ -178,7 +171,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
         pids.append(pid)
     _say(channel, pids=[os.getpid(), *pids])
     for pid in pids:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # without collecting the exit code yet, so that `moe train` can read it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the exit code is not collected yet, so that `moe train` can read it
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     _say(channel, codes=codes)
     return next((code if code > 0 else 128 - code for code in codes if code), DONE)
@@ -194,7 +187,7 @@ def _live(rank: int, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Discard output of libraries during their import, so that it does not mix with the run's lines."""
+    """Within the context, discard what this process prints: messages of libraries during their import."""
     nowhere, before = os.open(os.devnull, os.O_WRONLY), [os.dup(1), os.dup(2)]
     try:
         for stream in (1, 2):
@@ -208,7 +201,7 @@ def _silent() -> Iterator[None]:
 
 
 def _say(channel: socket.socket, **word: Any) -> None:
-    with contextlib.suppress(OSError):  # `moe train` does not read any more, and is about to kill this process
+    with contextlib.suppress(OSError):  # `moe train` has closed its end, and is about to kill this process
         channel.sendall(json.dumps(word).encode() + b"\n")
 
 

@@ -1,17 +1,12 @@
-"""Restart in place, `moe train --restarts N`: a run whose ranks died starts again from its newest checkpoint, without its user.
+"""Restart in place, `moe train --restarts N`: if a rank dies, all ranks are ended and started again from the newest checkpoint.
 
-    ranks die -> the others are ended -> wait -> all start again, resume -> ...
+A run gives up after N restarts in a row without a new checkpoint. A new checkpoint resets the count, so a long run survives any number of
+faults, and a run that never saves ends soon. (torchrun, in contrast, counts all restarts of a run.) The first restart after a checkpoint is
+immediate, the next ones wait 1, 2, 4, ... seconds, a minute at most. Not restarted: bad input (exit code 2), the user's signals, memory
+that ran out, a launcher that starts no rank, and a Python error that recurs with the same message before a new checkpoint.
 
-A run gives up after N restarts in a row without a new checkpoint. Each new checkpoint resets the count, so a long run survives any number
-of faults, and a run that never saves ends soon. (torchrun, in contrast, counts all restarts of a run.) The first restart after a new
-checkpoint is immediate, the next ones wait 1, 2, 4, ... seconds, a minute at most.
-
-Only failures that may be temporary are retried. Not retried: bad input (exit code 2), the user's signals, memory that ran out, a launcher
-that starts no rank, and a Python error that recurs with the same message before a new checkpoint.
-
-With `--elastic MIN` a run that would give up, because of restarts in a row or a recurring error, continues with fewer processes: 4, 3, 2
-... (moe/launch/elastic.py says which numbers are possible). The count then begins again. The GPU of the rank that died first in most of
-these attempts is not used any more.
+With `--elastic MIN`, a run that would give up continues with fewer processes (moe/launch/elastic.py), and the count begins again. The GPU
+of the rank that died first in most of these attempts is then left out.
 """
 
 from __future__ import annotations
@@ -24,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe.launch import status
 from moe.launch.exit_codes import FAILED, STOPPED
+from moe.launch.status import NOTHING_LOST, TOO_EARLY
 from moe.records.redone import Restart
 from parallel.errors import counted
 from parallel.store.files import step_of
@@ -37,30 +32,26 @@ _POLL_S = 0.1
 @dataclass(frozen=True)
 class End:
     """How one attempt of a run ended.
-
-    code: exit code. lines: lines printed about the end. left: rank -> its status (moe/launch/status.py). began: a rank had started.
-    stuck: a process could not be killed. first: the rank that died first, or for which the others waited; None if unknown.
-    """
+    code: exit code. lines: lines printed about the end. statuses: rank -> its status file (moe/launch/status.py). began: a rank had
+    started. stuck: a process could not be killed. first: the rank that died first, or for which the others waited; None if unknown."""
 
     code: int
     lines: Sequence[str]
-    left: Mapping[int, Mapping[str, Any]]
+    statuses: Mapping[int, Mapping[str, Any]]
     began: bool = True
     stuck: bool = False
     first: int | None = None
 
 
 class Restarts:
-    """Decides after each attempt of the run in folder `out` whether, from where and on how many processes it starts again.
-
+    """Decides after each attempt of the run in folder `out` whether it starts again, from which checkpoint, and on how many processes.
     limit: N of --restarts; 0: never. fresh, from_step: flags of the run. smaller: numbers of processes for --elastic, largest first.
-    processes: number of processes of the next attempt, None for all. gone: the rank, numbered as in the last attempt, that is left out
-    with its GPU; None unless `processes` has just changed and a rank is known to have died first.
-    """
+    processes: number of processes of the next attempt; None: all. gone: rank of the last attempt whose GPU the next one leaves out; None
+    if `processes` has not just changed, or if it is not known which rank died first."""
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit
-        self._old = _inode(self._checkpoints) if fresh else None  # the folder of earlier checkpoints, until an attempt renames it
+        self._old = _inode(self._checkpoints) if fresh else None  # inode of the earlier checkpoints' folder, which --fresh renames
         self._fresh, self._from_step = fresh, from_step
         self._newest = self._first_newest = _newest(self._checkpoints)
         self._count = self._in_a_row = 0
@@ -69,35 +60,35 @@ class Restarts:
         self._wait_s = 0.0
         self._why = ""
         self._smaller = list(smaller)
-        self._left_for: tuple[str, ...] = ()  # recurring errors after which the run shrank; it does not shrink again for them
-        self._first: Counter[int] = Counter()  # how often each rank died first since the last checkpoint
+        self._shrunk_for: tuple[str, ...] = ()  # recurring errors after which the run continued with fewer processes: only once for each
+        self._first: Counter[int] = Counter()  # rank -> number of attempts since the last checkpoint in which it died first
         self.processes: int | None = None
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Return --fresh for the next attempt: False once an attempt has set the earlier checkpoints aside, so that its own are kept."""
+        """Return whether the next attempt gets --fresh: not after an attempt has set the earlier checkpoints aside, which keeps its own."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
-        """Return --from_step for the next attempt: None once an attempt has saved, so that its own checkpoints are used."""
+        """Return --from_step for the next attempt; None after an attempt has saved, because the next one resumes from that checkpoint."""
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """Return {variable: value} from which the next attempt's ranks read number, reason and start time of the restart; {} at first."""
+        """Return {variable: value} that tell the next attempt's ranks the number, reason and start time of the restart; {} at first."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:
-        """Return whether this attempt has made a checkpoint."""
+        """Return whether the present attempt has saved a checkpoint."""
         newest = _newest(self._checkpoints)
         return newest is not None and newest != self._newest
 
     def after(self, end: End) -> int | None:
-        """Return the exit code if the run is over, None if it restarts. With --restarts, prints the decision and its reason."""
+        """Decide after an attempt: return the exit code if the run ends, None if it restarts. With --restarts, print the decision."""
         if end.code != FAILED or not self._limit:
             return end.code
         newest, saved = _newest(self._checkpoints), self.saved()
-        said = tuple(sorted({str(word.get("error")) for word in end.left.values() if not word.get("of_all")}))
-        own_words = bool(end.left) and all("pid" in word for word in end.left.values())
+        said = tuple(sorted({str(status.get("error")) for status in end.statuses.values() if not status.get("of_all")}))
+        all_wrote = bool(end.statuses) and all("pid" in status for status in end.statuses.values())
         if saved:
             self._first.clear()
         self._first.update([] if end.first is None else [end.first])
@@ -106,13 +97,13 @@ class Restarts:
             reason = "no rank had started"
         elif end.stuck:
             reason = "a process of the last start is still there"
-        elif any(word.get("error") == status.TOO_EARLY for word in end.left.values()):
+        elif any(status.get("error") == TOO_EARLY for status in end.statuses.values()):
             reason = "a rank had a signal of its own"
-        elif any(word.get("repeats") for word in end.left.values()):
+        elif any(status.get("repeats") for status in end.statuses.values()):
             reason = "memory would run out again"
-        elif not saved and own_words and said and said == self._said:
+        elif not saved and all_wrote and said and said == self._said:
             reason = f"the same error came again before a new checkpoint: {said[0]}"
-            fewer, self._left_for = said != self._left_for, said
+            fewer, self._shrunk_for = said != self._shrunk_for, said
         elif not saved and self._in_a_row >= self._limit:
             reason = f"{counted(self._limit, 'restart')} in a row (--restarts {self._limit}) brought no new checkpoint"
             fewer = True
@@ -134,7 +125,6 @@ class Restarts:
         return None
 
     def _shrink(self, reason: str) -> None:
-        """Continue with the next smaller number of processes, and count restarts anew."""
         self.processes, self._in_a_row = self._smaller.pop(0), -1
         self.gone = max(self._first, key=self._first.__getitem__, default=None)
         self._first.clear()
@@ -142,17 +132,17 @@ class Restarts:
         _say(f"{who} leaves for good: {reason}")
 
     def wait(self, caught: Sequence[object]) -> bool:
-        """Wait before the next attempt and return True. If a signal comes, which is then in `caught`, print a line and return False."""
+        """Wait before the next attempt, and return True. If a signal comes (it is then in `caught`), print a line and return False."""
         until = time.monotonic() + self._wait_s
         while not caught and time.monotonic() < until:
             time.sleep(_POLL_S)
         if caught:
-            _say(f"not started again: a signal came first, and {status.NOTHING_LOST} (exit code {STOPPED} unless it was Ctrl-C)")
+            _say(f"not started again: a signal came first, and {NOTHING_LOST} (exit code {STOPPED} unless it was Ctrl-C)")
         return not caught
 
 
 def _newest(checkpoints: Path) -> tuple[str, int] | None:
-    """Return (name, inode) of the newest complete checkpoint, or None. A checkpoint that is written again has another inode."""
+    """Return (name, inode) of the newest complete checkpoint, or None. The inode differs if the same step is saved again."""
     try:
         found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path.name)) is not None and path.is_dir()]
         _, newest = max(found, default=(None, None))

@@ -1,12 +1,10 @@
-"""The parent of a run on several processes: starts the launcher, passes signals on, judges the end, and leaves no process behind.
+"""The parent of a run on several processes: starts the launcher, sends signals on to ranks, judges the end, and leaves no process alive.
 
     start() -> deepspeed | torchrun -> ranks: moe.launch.launch -> <out>/.status/<rank>.json {"exit", "pid", "error"}
 
 Launchers alone do not suffice: `deepspeed` does not pass SIGTERM on, ends its ranks one after another, and can exit with 0 after a rank was
-killed. So each rank writes its own status, which decides success, and signals are sent to all ranks directly. In every case no process of
-the launch stays alive. Nothing here imports torch.
-
-moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether to start again (`--restarts`).
+killed. So each rank writes a status file, which decides success, and signals go to all ranks directly. Nothing here imports torch.
+moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether the run starts again (`--restarts`).
 """
 
 from __future__ import annotations
@@ -41,17 +39,17 @@ from parallel.store.lock import HELD, alone_in
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
-_LEAVE_S = 5.0  # time for the other ranks to report after a failure. Then all are killed; a launcher would take half a minute for each
+_LEAVE_S = 5.0  # time that other ranks have after a failure to write their status files, before all are killed
 _KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
-_STATUS_S, _ALL_STATUS_S = 5.0, 65.0  # time until status files from other machines are visible; the longer one if all ranks have succeeded
-_SAME_SIGNAL_S = 1.0  # signals within this time are one request, because `timeout` and shells may send it twice
+_STATUS_S, _ALL_STATUS_S = 5.0, 65.0  # time to wait for status files of other machines: after a failure, after success
+_SAME_SIGNAL_S = 1.0  # two signals within this time count as one, because `timeout` and shells may send a signal twice
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One attempt of a run.
+    """Settings of one attempt of a run.
 
-    words: arguments of each of its `world` ranks. environment: the user's variables. nproc: ranks on this machine, or on each machine of
+    words: arguments of each of the `world` ranks. environment: the user's variables. nproc: ranks on this machine, or on each machine of
     `hostfile` (None: its slots). module: the program of a rank. grace_s: see `start`. caught: signals received so far, each with its time
     (time.monotonic). ready: the warm process for quick restarts.
     """
@@ -80,11 +78,11 @@ def start(
     restarts: int = 0,
     smaller: Sequence[int] = (),
 ) -> int:
-    """Run `module` with the arguments `given` on `nproc` processes, with a hostfile on each of its hosts. Returns the exit code.
+    """Run `module` with the arguments `given` on `nproc` processes (with a hostfile: on each of its hosts). Returns the exit code.
 
-    After a signal the ranks have `grace_s` to save. Then, or at a second signal, all are killed. restarts: number of restarts in a row
-    without a new checkpoint after ranks died. smaller: numbers of processes with which to continue if restarts do not help, largest first.
-    Raises BadInput before anything starts. Call it from the main thread, which receives the signals.
+    grace_s: seconds that ranks have to save after a signal, before all are killed; a second signal kills them immediately. restarts: the
+    most restarts in a row without a new checkpoint. smaller: numbers of processes with which to continue after these, largest first.
+    Raises BadInput before anything starts. Must be called in the main thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     allow_open_files(world)
@@ -105,24 +103,24 @@ def start(
             if again.processes not in (None, nproc):
                 environment |= devices_without(again.gone, environment, world)
                 world = nproc = again.processes or world
-                if ready is not None:  # the warm process has cores and devices of the old number of ranks
+                if ready is not None:  # the warm process was started with cores and devices for the old number of ranks
                     ready.close()
             if not again.wait(caught):
                 return INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
 
 
 def _run(launch: Launch) -> End:
-    """Run one attempt, and create and remove the folder of its ranks' status. Raises BadInput."""
+    """Run one attempt. Its status folder exists only meanwhile. Raises BadInput."""
     token, folder = secrets.token_hex(8), launch.out / status.NAME
     try:
         status.empty(launch.out, token)
-        return _lived(launch, token, folder)
+        return _attempt(launch, token, folder)
     finally:
         status.delete(folder, token)
 
 
-def _lived(launch: Launch, token: str, folder: Path) -> End:
-    """Start the launcher, wait for its end, kill processes that remain, and print how ranks ended. folder: the status folder."""
+def _attempt(launch: Launch, token: str, folder: Path) -> End:
+    """Start the ranks, wait for their end, kill all processes that remain, and print how ranks ended. folder: the status folder."""
     world, nproc, caught, here = launch.world, launch.nproc, launch.caught, launch.hostfile is None
     env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
     hosts = None
@@ -133,22 +131,24 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
     process, ranks = _started(launch, env, folder)
-    left: set[int] = set()  # ranks that still run at the end, and are then killed by this process
+    killed: set[int] = set()  # ranks that still run after the launcher, so that this process kills them
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
             before = len(caught)
-            status.wait_for(folder, world, _status_s(how, process.returncode), no_more=lambda: len(caught) > before)
-            words, broken = status.read(folder), status.machines(folder, token)
-            gone = {rank for number in broken for rank in hosts.ranks_on(number)}
-            left = set(range(world)) - words.keys() - gone if how == "killed" and not caught else set()
-            silent = {number: code for number, code in broken.items() if not words.keys() >= set(hosts.ranks_on(number))}
+            succeeded = how == "ended" and process.returncode in (DONE, STOPPED)  # then status files may appear late: after a minute on NFS
+            wait_s = 0.0 if how == "early" else _ALL_STATUS_S if succeeded else _STATUS_S
+            status.wait_for(folder, world, wait_s, no_more=lambda: len(caught) > before)
+            statuses, failed = status.read(folder), status.machines(folder, token)
+            ended = {rank for number in failed for rank in hosts.ranks_on(number)}
+            killed = set(range(world)) - statuses.keys() - ended if how == "killed" and not caught else set()
+            silent = {number: code for number, code in failed.items() if not statuses.keys() >= set(hosts.ranks_on(number))}
             also = [f"the launcher on {hosts.names[number]} ended with {in_words(code)}" for number, code in silent.items()]
     finally:
         for rank in ranks:
             rank.look()
-        left |= {rank.rank for rank in ranks if rank.pid and rank.ended_at is None}
+        killed |= {rank.rank for rank in ranks if rank.pid and rank.ended_at is None}
         uncertain = [] if hosts is None else hosts.end()
         if isinstance(process, Forked) and launch.ready is not None:
             stuck = launch.ready.end(process, token)
@@ -156,11 +156,11 @@ def _lived(launch: Launch, token: str, folder: Path) -> End:
             stuck = kill_all(process.pid, token)
         code = process.wait()
     uncertain += [f"process {pid} could not be ended" for pid in stuck]
-    return _end(launch, ranks, code, how=how, ended_here=left, also=also, uncertain=uncertain)
+    return _end(launch, ranks, code, how=how, ended_here=killed, also=also, uncertain=uncertain)
 
 
 def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
-    """Start the ranks as forks of the warm process, or else by the launcher. Returns (the process to wait for, the ranks known by then)."""
+    """Start the ranks by the warm process or the launcher. Return (process that ends after all ranks, ranks that are already known)."""
     world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
     visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
     if visible:
@@ -172,11 +172,10 @@ def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subproc
         forked = launch.ready.begin(launch.words, env | own, world, no_more=lambda: bool(launch.caught))
         if forked is not None:
             return forked, forked.ranks
-    command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
+    command = _command(launch, visible, port=port, folder=folder)
     processes = counted(world, "process")
     print(f"waiting for {launch.launcher} to start {processes}: it loads torch first, and so does each of them", flush=True)
-    # remote ranks notice the death of this process by the end of this pipe, to which nothing is written
-    stdin = subprocess.DEVNULL if here else subprocess.PIPE
+    stdin = subprocess.DEVNULL if here else subprocess.PIPE  # nothing is written; its end tells remote ranks that this process has died
     return subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True), []
 
 
@@ -190,31 +189,22 @@ def _end(
     also: Sequence[str] = (),
     uncertain: Sequence[str] = (),
 ) -> End:
-    """Judge how the attempt ended, and print it. ended_here: ranks that this process killed. how: from `_watch`.
-
-    also: lines to print if the run failed. uncertain: lines about processes that may still run.
-    """
+    """Judge how the attempt ended, and print it. how: result of `_watch`. ended_here: ranks that this process killed.
+    also: lines to print if the run failed. uncertain: lines about processes that may still run."""
     for rank in ranks:
         rank.look()
     number = launch.caught[0][0] if launch.caught else None
-    words_left = status.read(launch.out / status.NAME)
-    code, lines = verdict(words_left, ranks, launch.world, launcher_code, asked=number and _sent(number), how=how, ended_here=ended_here)
+    statuses = status.read(launch.out / status.NAME)
+    code, lines = verdict(statuses, ranks, launch.world, launcher_code, asked=number and _sent(number), how=how, ended_here=ended_here)
     lines += [*(also if code == FAILED else ()), *uncertain]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-    first = first_to_fail(words_left, ranks, ended_here=ended_here)
-    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(uncertain), first=first)
-
-
-def _status_s(how: Watched, launcher_code: int | None) -> float:
-    """Return the seconds to wait for status files from other machines: long if all succeeded, because NFS may show them after a minute."""
-    if how == "early":
-        return 0.0
-    return _ALL_STATUS_S if how == "ended" and launcher_code in (DONE, STOPPED) else _STATUS_S
+    first = first_to_fail(statuses, ranks, ended_here=ended_here)
+    return End(code, lines, statuses, began=bool(ranks or statuses), stuck=bool(uncertain), first=first)
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
-    """Return the number of ranks of a launch: `nproc` on each host of a hostfile; without `nproc`, the hosts' slots. Raises BadInput."""
+    """Return the number of ranks of a launch. With a hostfile, `nproc` (or by default the slots) of each host count. Raises BadInput."""
     if nproc is not None and nproc < 1:
         raise BadInput("--nproc", got=nproc, needed="at least 1 process", fix="--nproc 1")
     if hostfile is None:
@@ -226,44 +216,41 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
     return len(hosts) * nproc if nproc else sum(hosts.values())
 
 
-def _command(
-    launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, words_of_ranks: Path
-) -> list[str]:
-    """Return the launcher's command line, without the ranks' own arguments. visible: GPUs to use. words_of_ranks: the status folder."""
-    if launcher == "torchrun":
-        codes = str(words_of_ranks / "launcher.json")
+def _command(launch: Launch, visible: str | None, *, port: int, folder: Path) -> list[str]:
+    """Return the launcher's command line, without the ranks' arguments. visible: GPUs to use, as "0,1". folder: the status folder."""
+    nproc, hostfile = launch.nproc, launch.hostfile
+    if launch.launcher == "torchrun":
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
-        return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
-    # --log_level critical, because "-q" still shows the launcher's errors, which repeat messages of the ranks and of this process
-    runner = ["deepspeed.launcher.runner"] if hostfile is None else ["moe.launch.pdsh", str(words_of_ranks)]
+        return [sys.executable, "-m", "moe.launch.torchrun", str(folder / "launcher.json"), *where, "-m", launch.module]
+    # --log_level critical: with "-q" the launcher still prints errors, which repeat messages of the ranks and of this process
+    runner = ["deepspeed.launcher.runner"] if hostfile is None else ["moe.launch.pdsh", str(folder)]
     command = [sys.executable, "-m", *runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
-    if hostfile is not None:  # --force_multi: a single host is another machine, too; -N: no name of the host before each line
+    if hostfile is not None:  # --force_multi: use ssh also for a single host; -N: do not print the host's name before each line
         command += ["--hostfile", str(hostfile), "--force_multi", "--launcher_args=-N"]
         command += ["--num_accelerators", str(nproc)] if nproc else []
     else:
         command += ["--include", f"localhost:{visible}"] if visible else ["--num_accelerators", str(nproc or 1)]
         command += ["--hostfile", os.devnull + "/none"]  # a file that does not exist; by default DeepSpeed would read /job/hostfile
-    return [*command, "--module", module]
+    return [*command, "--module", launch.module]
 
 
 def _watch(
     launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
 ) -> Watched:
-    """Wait until the launcher ends; meanwhile find ranks, notice their ends and pass signals on.
-
-    Ranks are added to `ranks` when they are found; those on other machines when they get a signal. Returns "ended"; "killed" if all
-    processes are to be killed; "early" if a signal came before all ranks had started.
-    """
+    """Wait until the launcher ends. Meanwhile add ranks that are found to `ranks`, notice their ends, and send signals on to them.
+    Ranks on other machines are added when they get a signal. Returns "ended"; "killed" if the caller must kill all processes; "early" if a
+    signal came before all ranks had started."""
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()
     seen: dict[object, float] = {}
     while process.poll() is None:
         now = time.monotonic()
-        asked = tuple(caught)  # a copy, so that a signal during this pass of the loop is handled in the next pass
+        asked = tuple(caught)  # a copy: a signal that comes during this iteration is handled in the next one
         asked_first = bool(asked) and passed_at < 0
         if hosts is None and len(ranks) < world and (asked_first or now - looked > _FIND_S):
-            _add(ranks, find_ranks(process.pid))
+            known = {rank.pid for rank in ranks}
+            ranks.extend(rank for rank in find_ranks(process.pid) if rank.pid not in known)
             looked = now
             if len(ranks) == world:
                 print(f"{counted(world, 'process')} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
@@ -287,61 +274,51 @@ def _watch(
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
-    """Return whether a rank failed so long ago (`_leave_s`) that the others need not be waited for. now: time.monotonic()."""
-    ended = [rank for rank in ranks if rank.ended_at is not None]
-    left = status.read(folder) if ended else {}
-    for rank in ended:
-        assert rank.ended_at is not None
-        word = left.get(rank.rank, {})
-        failed = word.get("exit", FAILED if rank.code is None else rank.code) not in (DONE, STOPPED)
-        if failed and now - rank.ended_at > _leave_s(word, rank.code):
+    """Return whether a rank has failed, and the time in which other ranks could report (`_leave_s`) is over. now: time.monotonic()."""
+    ended = [(rank, rank.ended_at) for rank in ranks if rank.ended_at is not None]
+    statuses = status.read(folder) if ended else {}
+    for rank, ended_at in ended:
+        found = statuses.get(rank.rank, {})
+        failed = found.get("exit", FAILED if rank.code is None else rank.code) not in (DONE, STOPPED)
+        if failed and now - ended_at > _leave_s(found, rank.code):
             return True
     return False
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Return whether a rank or launcher on another machine failed so long ago (`_leave_s`) that the others need not be waited for.
-
-    seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen here; this call adds to it.
-    """
+    """Return the same as `_failed_before` for ranks and launchers on other machines.
+    seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen here; this call adds to it."""
     codes: dict[object, tuple[int, float]] = {
-        rank: (word.get("exit", FAILED), _leave_s(word)) for rank, word in status.read(folder).items()
+        rank: (found.get("exit", FAILED), _leave_s(found)) for rank, found in status.read(folder).items()
     }
     codes |= {f"machine {number}": (code, _LEAVE_S) for number, code in status.machines(folder, token).items()}
     waited = {who: (now - seen.setdefault(who, now), leave_s) for who, (code, leave_s) in codes.items() if code not in (DONE, STOPPED)}
     return any(since > leave_s for since, leave_s in waited.values())
 
 
-def _leave_s(word: Mapping[str, Any], code: int | None = None) -> float:
-    """Return the seconds that other ranks have to report after a rank failed with this status (word) and exit code.
-
-    The time is short if the others can add nothing: they have the same error, or this rank was killed.
-    """
-    return _LEAVE_S / 10 if word.get("of_all") or (not word and code in _KILLED) else _LEAVE_S
+def _leave_s(failed: Mapping[str, Any], code: int | None = None) -> float:
+    """Return the seconds in which other ranks may write their status files after a rank failed (failed: its status; code: its exit code).
+    The time is short if other ranks cannot add anything: they have the same error, or this rank was killed."""
+    return _LEAVE_S / 10 if failed.get("of_all") or (not failed and code in _KILLED) else _LEAVE_S
 
 
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
-    """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first; all ranks are then killed."""
+    """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first. All ranks are then killed."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
 
 
-def _add(ranks: list[Rank], found: list[Rank]) -> None:
-    known = {rank.pid for rank in ranks}
-    ranks.extend(rank for rank in found if rank.pid not in known)
-
-
 def _sent(number: int) -> int:
-    """Return the signal that ranks get for a signal `number` here: SIGTERM for SIGHUP, because a closed terminal also asks to stop."""
+    """Return the signal to send to ranks after signal `number` came here: SIGTERM for SIGHUP (a closed terminal), else `number`."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
 def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | None) -> bool:
-    """Send the first signal to all ranks. Returns False if not all had started: then nothing can be saved, and there is no need to wait."""
+    """Send the first signal on to all ranks. Returns False if not all had started, so that nothing can be saved and all can be killed."""
     number = launch.caught[0][0]
     name, silent = signal.Signals(number).name, list[str]()
     if hosts is not None:
         found, silent = hosts.send(_sent(number), no_more=lambda: _asked_again(launch.caught))
-        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # ranks that have already ended count as started
+        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # a status file: the rank started and ended
         for host in silent:
             print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
     if len(ranks) < launch.world and not silent:
@@ -355,7 +332,7 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[tuple[int, float]]]:
-    """Collect the signals received, each with its time. Signals that are ignored in this process (nohup) stay ignored."""
+    """Yield a list, to which each signal is added with its time. Signals that this process ignores (nohup) stay ignored."""
     caught: list[tuple[int, float]] = []
     numbers = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {s: signal.signal(s, lambda number, _: caught.append((number, time.monotonic()))) for s in numbers}

@@ -25,25 +25,23 @@ from parallel.errors import BadInput
 
 NAME, STARTED = ".status", "started"
 NOTHING_LOST = "nothing is lost: start it again"
-TOO_EARLY = "a signal before training"  # the error of a rank that ended by a signal before training
+TOO_EARLY = "a signal before training"  # "error" in the status file of a rank that a signal ended before training
 _POLL_S = 0.1
 
 
 def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
     """Write this rank's status file, as its last action. of_all: the same error ended all ranks. repeats: it would recur after a restart.
-
-    If the run's folder was renamed or removed, a new one is made, which the parent removes after reading.
-    """
+    If the run's folder was renamed or removed, a new one is made, which the parent removes after reading."""
     folder = out / NAME
-    word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
+    content = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):
         if _is_of(folder, own_launch()):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{rank}.json").write_text(json.dumps(word))
+            (folder / f"{rank}.json").write_text(json.dumps(content))
 
 
 def empty(out: Path, token: str = "") -> Path:
-    """Make the status folder of the launch `token`, without files of earlier launches, and return it. Raises BadInput."""
+    """Make the status folder of the launch `token`, or empty an earlier launch's folder. Return its path. Raises BadInput."""
     folder = out / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,13 +55,12 @@ def empty(out: Path, token: str = "") -> Path:
 
 
 def delete(folder: Path, token: str) -> None:
-    """Remove the status folder of the launch `token`. A folder of another launch, which was renamed to this path, is kept."""
+    """Remove the status folder of the launch `token`. If the folder at this path belongs to another launch, it is kept."""
     if _is_of(folder, token):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_of(folder: Path, token: str) -> bool:
-    """Return whether the status folder belongs to the launch `token`. True also if no launch is named in it."""
     try:
         return (folder / STARTED).read_text().strip() in ("", token)
     except (OSError, ValueError):
@@ -83,7 +80,7 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def machine(token: str, number: object) -> str:
-    """Return the name of machine n's file. The launch's token is in it, because launchers of an earlier launch may still write theirs."""
+    """Return the name of the file of machine `number`. It contains the token, because launchers of an earlier launch may still write."""
     return f"machine-{token}-{number}.json"
 
 

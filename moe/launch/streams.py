@@ -1,7 +1,4 @@
-"""Output that outlives its reader: in `moe train ... | tee log` Ctrl-C ends tee first, and a closed terminal ends both streams.
-
-Output that cannot be written is dropped. The run continues and saves, and its records are in its folder.
-"""
+"""Drops output that cannot be written, so that the run continues: Ctrl-C ends tee in `moe train ... | tee log`, or a terminal is closed."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 
 class Lasting:
-    """Text stream on which writing never fails: at the first error its descriptor is pointed at the null device."""
+    """Wraps a text stream, so that writing never fails: at the first error its file descriptor is redirected to the null device."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -43,7 +40,7 @@ class Lasting:
 
 
 def outlive_readers() -> None:
-    """Replace this process's stdout and stderr by streams on which writing never fails. Calling it again changes nothing."""
+    """Wrap this process's stdout and stderr in `Lasting`, if they are not wrapped yet."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Lasting):

@@ -1,9 +1,5 @@
-"""torchrun, but with each failed rank's exit code written to a file instead of the launcher's own traceback.
-
-python -m moe.launch.torchrun CODES.json [torchrun's arguments]
-
-torchrun's own files are kept in a folder next to that file, and removed with it. Otherwise they would stay in the system's temporary
-folder.
+"""`python -m moe.launch.torchrun CODES.json [torchrun's arguments]` runs torchrun, and writes the failed ranks' exit codes to CODES.json
+instead of printing torchrun's traceback. torchrun's log files go into the folder CODES, which is removed with the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Judges the end of a run on several processes, from its ranks' status files, their deaths, and the launcher's exit code.
-
-Exit codes (moe/launch/exit_codes.py): DONE, every rank finished; STOPPED, every rank saved and stopped for a signal; BAD_INPUT, found by
-the ranks; FAILED, all else.
-"""
+"""Judges the end of a run on several processes from its ranks' status files, the order in which they died, and the launcher's exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ Statuses = Mapping[int, Mapping[str, Any]]  # rank -> content of its status file
 
 
 def verdict(
-    left: Statuses,
+    statuses: Statuses,
     ranks: list[Rank],
     world: int,
     launcher_code: int,
@@ -32,37 +28,35 @@ def verdict(
     how: Watched = "ended",
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
-    """Return (exit code, lines of text: one for each group of ranks that failed in the same way, the first to die first).
-
-    left: each rank's status file; a rank without one has not finished. asked: the signal that was passed on to ranks. how: the launcher
-    "ended" by itself or was "killed"; "early": a signal came before all ranks had started. ended_here: ranks that this process killed.
-    """
+    """Return (exit code, lines to print: one for each group of ranks that failed in the same way, in the order of death).
+    statuses: status files; a rank without one has not finished. asked: the signal that was sent to the ranks. how: the launcher "ended" by
+    itself or was "killed"; "early": a signal came before all ranks had started. ended_here: ranks that this process killed."""
     killed = how != "ended"
-    exits = [left.get(rank, {}).get("exit") for rank in range(world)]
+    exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
-        early = all(left[rank].get("error") == status.TOO_EARLY for rank in range(world))
+        early = all(statuses[rank].get("error") == status.TOO_EARLY for rank in range(world))
         said = f"a signal came before training began, and {status.NOTHING_LOST}" if early else "every rank saved and stopped for a signal"
         return STOPPED, [f"exit code {STOPPED}: {said}"]
     if all(code == DONE for code in exits) and launcher_code == DONE:
         return DONE, []
     if all(code in (DONE, STOPPED) for code in exits):
         return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {in_words(launcher_code)}"]
-    if _too_early(left, ranks, world, launcher_code, asked, how):
+    if _too_early(statuses, ranks, world, launcher_code, asked, how):
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    # not if ranks were killed without a signal: a rank on another machine had then started, and ended without a status file
-    if not left and not ranks and (asked is not None or not killed):
+    # if ranks were killed without a signal, a rank had started: one on another machine, which ended without a status file
+    if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]
     failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
     seen = {rank.rank: rank for rank in ranks}
-    bad = [rank for rank in failed if _was_bad_input(left.get(rank), seen.get(rank), launcher_code)]
-    if bad:  # rank 0 prints its own message, so only the message of another rank is returned
+    bad = [rank for rank in failed if _was_bad_input(statuses.get(rank), seen.get(rank), launcher_code)]
+    if bad:  # rank 0 prints its message itself; the message of another rank is returned
         silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not note why: is the disk full?"
-        error = left.get(bad[0], {}).get("error") or silent
+        error = statuses.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
-    # time of death of a rank without a process in `ranks`: last if it was killed here, else first, because it died before it was found
+    # for a rank that is not in `ranks`: if this process killed it, it died last; otherwise it died before it was found, so first
     late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
@@ -70,15 +64,15 @@ def verdict(
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
         last = next((c for c in codes if c not in (None, DONE)), None)
         end = f"ended with {in_words(last)}"
-        wordless = "pid" not in left.get(rank, {})
-        if wordless and asked is not None and (killed or last == -asked):
+        unreported = "pid" not in statuses.get(rank, {})
+        if unreported and asked is not None and (killed or last == -asked):
             end = "was killed: it had not stopped" if killed else f"ended with {in_words(last)}: it had not come as far as to save"
-        elif wordless and rank in ended_here:
+        elif unreported and rank in ended_here:
             end = "was ended here, after the others"
-        elif wordless and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
+        elif unreported and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
             end = "was ended by the launcher after that"
-        error = left.get(rank, {}).get("error")
-        text, of_all = f"{end}{f': {error}' if error else ''}", left.get(rank, {}).get("of_all")
+        error = statuses.get(rank, {}).get("error")
+        text, of_all = f"{end}{f': {error}' if error else ''}", statuses.get(rank, {}).get("of_all")
         same = next((who for said, who in groups if of_all and said == text), None)
         if same is None:
             groups.append((text, [rank]))
@@ -88,44 +82,42 @@ def verdict(
     return FAILED, lines
 
 
-def _was_bad_input(left: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
-    """Return whether a rank ended with BAD_INPUT, by its status file; without one by its exit code, or else by the launcher's."""
-    if left is not None:
-        return left.get("exit") == BAD_INPUT
+def _was_bad_input(found: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
+    """Return whether a rank ended with BAD_INPUT. found: its status file; without one its exit code counts, or else the launcher's."""
+    if found is not None:
+        return found.get("exit") == BAD_INPUT
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
-def first_to_fail(left: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
-    """Return the rank that failed first by itself. If none did, return the rank that was killed here and had reported nothing.
-
-    The other ranks had waited for the latter. Return None if there is neither.
-    """
-    own = [rank for rank in ranks if not left.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
-    failed = [rank for rank in own if rank.rank not in ended_here and left.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
-    waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in left.get(rank.rank, {})]
+def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
+    """Return the rank that failed first by itself. If no rank did, return the rank for which the others waited: it was killed here and has
+    no status file. Return None if there is no such rank either."""
+    own = [rank for rank in ranks if not statuses.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
+    failed = [rank for rank in own if rank.rank not in ended_here and statuses.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
+    waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in statuses.get(rank.rank, {})]
     found = min(failed or waited_for, key=lambda rank: rank.ended_at or 0.0, default=None)
     return None if found is None else found.rank
 
 
-def _too_early(left: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
-    """Return whether a signal ended the run before training: it ended some ranks, and the others failed only because these were missing."""
+def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
+    """Return whether a signal ended the run before training: it ended some ranks, and the others failed because these were missing."""
     seen = {rank.rank: rank for rank in ranks}
 
     def by_signal(rank: int) -> bool:
-        if rank in left:
-            return left[rank].get("error") == status.TOO_EARLY or (asked is not None and left[rank].get("exit") == -asked)
+        if rank in statuses:
+            return statuses[rank].get("error") == status.TOO_EARLY or (asked is not None and statuses[rank].get("exit") == -asked)
         if asked is None or how == "early" or rank not in seen:
             return asked is not None and how == "early"
-        if not seen[rank].pid:  # on another machine: pdsh returns the largest of the launchers' codes, each of which is its first rank's
+        if not seen[rank].pid:  # on another machine, where only the launchers' largest exit code is known
             return how == "ended" and launcher_code == 256 - asked
         return seen[rank].code in (-asked, STOPPED)
 
     early = set(filter(by_signal, range(world)))
-    return bool(early) and all(left.get(rank, {}).get("of_all") for rank in range(world) if rank not in early)
+    return bool(early) and all(statuses.get(rank, {}).get("of_all") for rank in range(world) if rank not in early)
 
 
 def in_words(code: int | None) -> str:
-    """Return "exit code 1" or "signal SIGKILL (its likely cause)". Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
+    """Return an exit code as text: "exit code 1", or "signal SIGKILL (its likely cause)" for -9, 137 or (from DeepSpeed) 247."""
     if code is None:
         return "no word: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0

@@ -1,4 +1,4 @@
-"""The effect of changed keys when a run is resumed, which each key's field states (`alters`: moe/recipe/section.py)."""
+"""Compares the recipe of a resumed run with its checkpoint's: which changed keys are refused, and what the others alter (`Key.alters`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.fixes import typed, written
 
 # keys on which the order of samples depends
 ORDER = ("train.global_batch", "train.seed", "model.max_length")
-# keys of the router that only a capacity reads, which evaluation has only with router.eval_capacity_factor
+# keys of the router that only a capacity limit reads; evaluation has that limit only with router.eval_capacity_factor
 _OF_CAPACITY = ("group", "min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue")
 
 
@@ -29,16 +29,16 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with a different value. A router's key that is "preset" has the preset's value."""
+    """Return every key whose values in the two recipes differ. For a router key with the value "preset", the preset's value is compared."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 
 
 def function_changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with a change that makes the same parameters compute something else. Keys that decide shapes are not among them."""
+    """Return every changed key that leaves the parameters' shapes as they are, but changes the function that the model computes."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
-    by_model = before.experts.ffn is None and after.experts.ffn is None  # the change is listed as model.ffn
+    by_model = before.experts.ffn is None and after.experts.ffn is None  # experts follow model.ffn, whose change is listed itself
     return [c for c in found if not (c.key == "experts.ffn" and by_model) and not (c.key == "router.bias_rate" and c.before is None)]
 
 
@@ -47,7 +47,7 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def _function(run: Run) -> dict[str, Any]:
-    """Return the values of all keys that decide the model's function and that this run reads, by key."""
+    """Return key -> value for the keys that this run reads and that change the function that its model computes."""
     values = _values(run)
     values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate does not matter, and a new bias is 0
     values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares its contents
@@ -63,7 +63,6 @@ def _function(run: Run) -> dict[str, Any]:
 
 
 def _norms(run: Run) -> set[str]:
-    """Return the kinds of norms that read model.norm_eps. Norms of queries, keys and a router's input are always RMSNorms."""
     routed = run.router.input_norm == "rmsnorm" and run.model.layers_with_experts()
     return {run.model.norm} | ({"rmsnorm"} if routed or run.model.qk_norm != "none" else set())
 
@@ -88,10 +87,8 @@ def check_allowed(allowed: Sequence[str]) -> None:
 def check_function(
     before: Run, after: Run, *, allowed: Sequence[str], where: str, otherwise: str = "start over with --fresh or another --out"
 ) -> None:
-    """Raise BadInput if a key that is not `allowed` was changed, so that the parameters compute something else.
-
-    `where` names the checkpoint; `otherwise`: another fix, in words.
-    """
+    """Raise BadInput if a changed key alters the function that the model computes, unless the key is in `allowed`.
+    where: name of the checkpoint, for the message. otherwise: another fix, in words."""
     refused = [change for change in function_changes(before, after) if change.key not in allowed]
     if refused:
         flags = " ".join(f"--allow-change {change.key}" for change in refused)
@@ -100,11 +97,11 @@ def check_function(
         raise BadInput(", ".join(c.key for c in refused), got=got, needed=f"{old}, with which {where} was trained", fix=fix)
 
 
-_MOMENTS = {"kfac": "adamw"}  # optimizers that keep the same states as another one
+_MOMENTS = {"kfac": "adamw"}  # optimizer -> another optimizer that keeps the same states
 
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
-    """Raise BadInput if the optimizer keeps other states than the checkpoint, which `where` names, has."""
+    """Raise BadInput if the optimizer of `after` cannot read the optimizer states in the checkpoint. where: the checkpoint's name."""
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
         fix = typed({"optimizer.kind": old}) | "begin anew with its weights alone: --init_from RUN --out ANOTHER"
@@ -112,7 +109,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
 
 
 def change_lines(before: Run, after: Run, *, begun: bool) -> list[str]:
-    """Return one line for each kind of effect that changes have, with their keys. `begun`: the run has trained on samples already."""
+    """Return lines of text on changed keys, one for all keys with the same effect. begun: the run has already trained on samples."""
     function = {change.key for change in function_changes(before, after)}
     lines: dict[str, list[Change]] = {}
     for change in changes(before, after):

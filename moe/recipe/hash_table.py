@@ -1,12 +1,10 @@
-"""A given table for `router.select: hash`: the experts of each token id (Hash Layers, arXiv 2106.04426). No torch here.
+"""The table of router.hash_table, for `router.select: hash`: the experts of each token id (Hash Layers, arXiv 2106.04426).
 
     [3, 0, 5, ...]                       JSON: one expert for each id
     [[3, 1], [0, 4], ...]                router.num_choices experts for each id
-    {"1": [...], "3": [...]}             another table for each layer with experts, by its number
+    {"1": [...], "3": [...]}             another table for each MoE layer, by the layer's number
 
-The routers read it from the file. Every checkpoint has a copy, like the tokenizer, from which a resumed run reads it.
-
-The paper's balanced hash: ids from the most frequent to the rarest, each to the experts that have the fewest tokens at that point.
+A new run reads the table from its file. Every checkpoint has a copy, from which a resumed run reads it.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from parallel.store.files import read_text, user_path
 STATE = "hash_table"  # the table's key in a checkpoint's state, and the name of the copy in a run's folder
 KEY = "router.hash_table"
 _FIX = "make one for this recipe: moe hash-table RECIPE FILE.json"
-Table = list[Any] | dict[str, list[Any]]  # entries by token id: for all layers, or by layer
+Table = list[Any] | dict[str, list[Any]]  # one entry for each token id: a list for all layers, or a list for each layer
 
 
 def wanted(run: Run) -> str | None:
-    """Return the name of the recipe's table file, if its model has MoE layers; else None."""
+    """Return the path in router.hash_table; None without such a path or without MoE layers."""
     return run.router.hash_table if run.model.layers_with_experts() else None
 
 
 def read(run: Run, *, or_none: bool = False) -> Table | None:
-    """Return the table in the recipe's file; None if it names none, or with `or_none` if the file does not exist. Raises BadInput."""
+    """Return the table of the recipe's router.hash_table; None without that key, or (or_none) if its file is missing. Raises BadInput."""
     name = wanted(run)
     if name is None:
         return None
@@ -55,7 +53,7 @@ def of_layer(table: Table, layer: int) -> list[Any]:
 
 
 def check(table: Any, run: Run, *, where: str) -> None:
-    """Raise BadInput for the first mistake in a table, such as an id or a layer without experts. `where` names the table."""
+    """Raise BadInput for the first mistake in a table, such as a token id or a MoE layer without an entry. where: the table's name."""
     layers = run.model.layers_with_experts()
     if not isinstance(table, list | dict) or (isinstance(table, dict) and table.keys() != {str(layer) for layer in layers}):
         got = f"layers {', '.join(map(str, table)) or 'none'}" if isinstance(table, dict) else f"a {type(table).__name__}"
@@ -78,7 +76,7 @@ def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
 
 
 def same(one: Table, other: Table) -> bool:
-    """Return whether two tables send every id to the same experts."""
+    """Return whether two tables have the same experts for every token id in every layer, even if they are written differently."""
     layers = {*(one if isinstance(one, dict) else ()), *(other if isinstance(other, dict) else ())} or {"0"}
     return all(_rows(of_layer(one, int(layer))) == _rows(of_layer(other, int(layer))) for layer in layers)
 
@@ -88,8 +86,9 @@ def _rows(table: Sequence[Any]) -> list[list[int]]:
 
 
 def balanced(counts: Sequence[int], num_experts: int, num_choices: int) -> list[Any]:
-    """Return the table that gives experts about equally many tokens. `counts`: occurrences of each id. Equal counts spread ids evenly."""
-    heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # heap of (tokens, ids, expert)
+    """Return the paper's balanced table, with which all experts get about equally many tokens. counts: occurrences of each token id.
+    Ids are assigned from the most frequent to the rarest, each to the experts with the fewest tokens so far (then: the fewest ids)."""
+    heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # heap: (tokens so far, ids so far, expert)
     for token in sorted(range(len(counts)), key=lambda token: (-counts[token], token)):
         emptiest = [heapq.heappop(heap) for _ in range(num_choices)]
         table[token] = [expert for _, _, expert in emptiest]

@@ -1,14 +1,13 @@
-"""Values that a user writes and nothing reads: keys of experts in a dense model, of text with token ids, of AdamW with another optimizer,
-or a warm-up longer than the run.
+"""Refuses values that a user sets but that have no effect: keys of experts in a dense model, of text with token ids, of AdamW with another
+optimizer, or a warm-up longer than the run.
 
-    default < parent < the recipe's own file < command line        levels of a value's origin
+    0 default < 1 parent recipe < 2 the recipe's own file < 3 command line        levels of a value, by its origin
 
-A value is refused if its level is at least the level of the setting that makes it idle: `--router.jitter 0.1` with a dense recipe. A
-value of a lower level stays, because the nearer setting turned it off on purpose: `moe train switch_tiny --model.moe_every 0`. A file's
-value that equals the default stays, too. On the command line it is refused: `moe train dense_tiny --experts.num_experts 8` would not
-give a model with 8 experts.
+A value without effect is refused if its level is at least the level of the setting that disables it: `--router.jitter 0.1` with a dense
+recipe. A value of a lower level is kept, because the user disabled it on purpose: `moe train switch_tiny --model.moe_every 0`. A file may
+also repeat a default; the command line may not: `moe train dense_tiny --experts.num_experts 8` would give no experts.
 
-The conditions under which a key is read are in its field (`of` and `off_without` of moe/recipe/section.py).
+A key's field states the conditions under which the key is read (`of` and `off_without`: moe/recipe/section.py).
 """
 
 from __future__ import annotations
@@ -25,34 +24,32 @@ from parallel.fixes import Remove, Set, written
 from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
-_Said = Callable[[str, object, object], bool]
+_IsSet = Callable[[str, object, object], bool]
 
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
-    """Raise BadInput for the first value of the recipe `file` or the command line that has no effect. `origins`: key -> origin.
-
-    A file with nearly every key was written by a run, which writes idle values, too. Its values have the level of a parent.
-    """
+    """Raise BadInput for the first value of the recipe `file` or the command line that has no effect. origins: key -> origin of its value.
+    A file with nearly every key was written by a run, also with values that have no effect. Its values get the level of a parent."""
     by_run = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
-    level = {file: 1 if by_run else 2, COMMAND_LINE: 3, "default": 0}
+    levels = {file: 1 if by_run else 2, COMMAND_LINE: 3, "default": 0}
 
-    def nearness(key: str) -> int:
-        return level.get(origins.get(key, "default"), 1)
+    def level(key: str) -> int:
+        return levels.get(origins.get(key, "default"), 1)
 
-    def said(key: str, value: object, default: object) -> bool:
-        return value != default or nearness(key) == level[COMMAND_LINE]
+    def is_set(key: str, value: object, default: object) -> bool:
+        return value != default or level(key) == levels[COMMAND_LINE]
 
-    _check_switched_off(run, nearness, said)
-    _check_ids(run.data, nearness, said)
+    _check_disabled(run, level, is_set)
+    _check_ids(run.data, level, is_set)
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
-    if warmup > steps and nearness("optimizer.warmup_steps") >= max(2, nearness("train.steps")):
+    if warmup > steps and level("optimizer.warmup_steps") >= max(2, level("train.steps")):
         needed = "at most the steps: the learning rate would never be reached"
         fix = Set("optimizer.warmup_steps", steps // 10) | Set("train.steps", 10 * warmup)
         raise BadInput("optimizer.warmup_steps", got=f"{warmup} with train.steps={steps}", needed=needed, fix=fix)
 
 
 def check_settings(run: Run) -> None:
-    """Raise BadInput for a value, of any origin, that nothing reads because a condition of its key (`Key.of`) does not hold."""
+    """Raise BadInput for a value that differs from its default and has no effect, because a condition in its key's `Key.of` is not met."""
     for key, default in _with_reader():
         if value_of(run, key) != default and (condition := not_met(run, facts(key).of)) is not None:
             raise _refusal(run, key, condition)
@@ -63,17 +60,15 @@ def _with_reader() -> tuple[tuple[str, Any], ...]:
     return tuple((key, field_of(key).default) for key in known_keys() if facts(key).of)
 
 
-def _check_switched_off(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
-    """Raise BadInput for a value that nothing reads because its part of the recipe is switched off (`Key.off_without`).
-
-    `nearness`: returns the level of a key's value. `said(key, value, default)`: returns whether the user wrote it.
-    """
+def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> None:
+    """Raise BadInput for a value without effect, because a condition in its key's `Key.off_without` is not met.
+    level: key -> level of its value (see above). is_set(key, value, default): whether the user set the value."""
     values, defaults = flat(run), flat(Run())
-    conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if said(key, values[key], defaults[key]))
+    conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if is_set(key, values[key], defaults[key]))
     idle = [
         (key, condition)
         for key, condition in conditions
-        if condition is not None and nearness(key) >= max(2, *(nearness(reader) for reader, _ in settings(condition)))
+        if condition is not None and level(key) >= max(2, *(level(other) for other, _ in settings(condition)))
     ]
     if not idle:
         return
@@ -87,7 +82,6 @@ def _check_switched_off(run: Run, nearness: Callable[[str], int], said: _Said) -
 
 
 def _refusal(run: Run, key: str, condition: str) -> BadInput:
-    """Return the error for a key that nothing reads because this condition of it does not hold."""
     wanted, value = settings(condition), value_of(run, key)
     first, names = wanted[0]
     got = f"{f'{value:g}' if isinstance(value, float) else written(value)} with {first}={written(value_of(run, first))}"
@@ -96,8 +90,8 @@ def _refusal(run: Run, key: str, condition: str) -> BadInput:
     return BadInput(key, got=got, needed=needed, fix=fix | Remove(key))
 
 
-def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
-    """Raise BadInput for keys of text if the data are token ids, and for validation_share if folders have files for validation."""
+def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
+    """Raise BadInput for keys that only text has, if the data are token ids, and for validation_share if a folder has a validation file."""
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:
         return
@@ -105,12 +99,12 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
         if source.text_key is not None:
             key, got = f"data.sources[{number}].text_key", f"{source.text_key} with token ids"
             raise BadInput(key, got=got, needed="text, which alone reads it", fix=Remove(key))
-    ids = max(2, nearness("data.tokenizer"))
+    ids = max(2, level("data.tokenizer"))
     idle = {"source": ("text", ids), "text_key": ("text", ids)}
     if all(user_path(path, what="data.path").is_dir() for path in paths):
-        idle["validation_share"] = ("ids without a val.bin", max(ids, nearness("data.path"), nearness("data.sources")))
+        idle["validation_share"] = ("ids without a val.bin", max(ids, level("data.path"), level("data.sources")))
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
-        if nearness(f"data.{key}") >= decided and said(f"data.{key}", value, Data.model_fields[key].default):
+        if level(f"data.{key}") >= decided and is_set(f"data.{key}", value, Data.model_fields[key].default):
             needed, fix = f"{reader}, which alone reads it", Remove(f"data.{key}")
             raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=needed, fix=fix)

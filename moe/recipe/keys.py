@@ -1,4 +1,4 @@
-"""Keys of a recipe by their dotted names: fields, conditions under which they are read, names that they take, values in a run, meanings."""
+"""Facts about a recipe's keys by their dotted names, such as "model.rope.base": field, choices, conditions, and value in a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe.recipe.section import Alters, Key, Section, choices_of, facts_of, takes
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
-ALL = "all"  # names every section
-ABOVE_0 = "above 0"  # stands for the values of a number that switch something on
+ALL = "all"  # in `moe show --keys all`: every section
+ABOVE_0 = "above 0"  # in a condition on a number: all values but 0 and null
 
 
 @cache
@@ -30,7 +30,7 @@ def field_of(key: str) -> Any:
 
 
 def choices(key: str) -> list[str]:
-    """Return the names that a key takes, built-in and registered ones; none for a key that takes no names or does not exist."""
+    """Return the names that a key accepts as values: built-in names, then names registered by packages. [] if it accepts no names."""
     section, _, name = key.partition(".")
     field = field_of(key)
     names = [] if field is None else choices_of(field.annotation)
@@ -39,14 +39,13 @@ def choices(key: str) -> list[str]:
     return [*names, *registered(key)]
 
 
-def names_beside_plugins(key: str) -> list[str]:
-    """Return the names of a key that also takes a plugin, module:name; none for any other key."""
-    field = field_of(key)
-    return choices(key) if field is not None and Plugin in get_args(field.annotation) else []
+def takes_plugin(field: Any) -> bool:
+    """Return whether a field (None: no such key) accepts a plugin, module:name."""
+    return field is not None and Plugin in get_args(field.annotation)
 
 
 def flat(run: Run) -> dict[str, Any]:
-    """Return every value of a recipe, as JSON has it, by its dotted key."""
+    """Return dotted key -> value, in JSON's types, for every key of a recipe."""
     values = run.model_dump(mode="json")
     return {key: reduce(lambda held, name: held[name], key.split("."), values) for key in known_keys()}
 
@@ -58,7 +57,7 @@ def _within(section: type[Section], prefix: str) -> Iterator[str]:
 
 
 def section_of(field: Any) -> type[Section] | None:
-    """Return the section class of a field; None if the field is a value."""
+    """Return the class of a field that holds a section; None for a field that holds a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
@@ -77,7 +76,7 @@ def field_at(path: Sequence[Any]) -> Any:
 
 @cache
 def facts(key: str) -> Key:
-    """Return a key's properties: `alters` of the innermost section that states it, and the conditions of the key and all its sections."""
+    """Return a key's `Key` together with those of its sections: `alters` of the innermost that has one, and all conditions."""
     path = key.split(".")
     sections = [section for n in range(1, len(path)) if (section := section_of(field_at(path[:n]))) is not None]
     held = [*(section.all_keys for section in sections), facts_of(field_of(key))]
@@ -86,17 +85,17 @@ def facts(key: str) -> Key:
 
 
 def keys_of(alters: Alters) -> list[str]:
-    """Return the keys that alter a resumed run in this way if they are changed."""
+    """Return the keys whose change alters this part of a resumed run, such as "function"."""
     return [key for key in known_keys() if facts(key).alters == alters]
 
 
 def not_met(run: Run, conditions: Sequence[str]) -> str | None:
-    """Return the first of a key's conditions (`Key.of`, `Key.off_without`) that does not hold in this run; None if all hold."""
+    """Return the first of these conditions (from `Key.of` or `Key.off_without`) that the run does not meet; None if it meets all."""
     return next((condition for condition in conditions if not any(_holds(run, *setting) for setting in settings(condition))), None)
 
 
 def settings(condition: str) -> list[tuple[str, list[str]]]:
-    """Return the alternatives of a condition, such as `a=x|y or b`, each as (key, the values with which the condition holds)."""
+    """Split a condition such as `a=x|y or b` into its alternatives, each as (key, values of the key that meet the condition)."""
     parts = (setting.partition("=") for setting in condition.split(" or "))
     return [(key, names.split("|") if names else _values_that_switch_on(key)) for key, _, names in parts]
 
@@ -109,7 +108,7 @@ def in_words(condition: str) -> str:
 
 @cache
 def _values_that_switch_on(key: str) -> list[str]:
-    """Return the values with which a key switches something on: any but null, 0, false and none."""
+    """Return the values that meet a condition which names only a key: all of its values but null, 0, false and none."""
     annotation = field_of(key).annotation
     return [name for name in choices_of(annotation) if name != "none"] or ["true" if annotation is bool else ABOVE_0]
 
@@ -131,10 +130,8 @@ _INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "     
 
 
 def keys_of_section(section: str, run: Run | None) -> list[str]:
-    """Return lines that explain each key of a section such as model or model.rope, or of `all`: value in `run`, or default; meaning.
-
-    Raises BadInput for a section that does not exist.
-    """
+    """Return lines of text on each key of a section (model, model.rope, ... or all): its value in `run` or its default, choices, meaning.
+    Raises BadInput for a section that does not exist."""
     name = section.replace("-", "_")
     keys = [key for key in known_keys() if name == ALL or key.startswith(f"{name}.") or key == name]
     if not keys:
@@ -149,7 +146,7 @@ def keys_of_section(section: str, run: Run | None) -> list[str]:
 def _lines(key: str, value: Any) -> list[str]:
     field, names = field_of(key), choices(key)
     kinds = [*names, "a number"] if names and takes_number(field.annotation) else names
-    kinds = [*kinds, WORDS] if Plugin in get_args(field.annotation) else kinds
+    kinds = [*kinds, WORDS] if takes_plugin(field) else kinds
     notes = [f"one of {', '.join(kinds)}"] if kinds else []
     notes += [field.description] if field.description else []
     own = facts_of(field)

@@ -1,9 +1,7 @@
-"""Builds a Run from a recipe file, its parents and command-line flags, and records each value's origin.
+"""Builds a Run from a recipe file, its parents (`extends`) and values of the command line, and records the origin of each value.
 
-    YAML file --extends--> parent        command line > file > parent > default
-         \\______ merge ______/          `load` returns the Run and each value's origin
-
-Every mistake is reported in one line with its fix; for an unknown key, the fix is the most similar known key.
+A value of the command line replaces the file's, the file's replaces its parent's, and the parent's replaces the default. Every mistake is
+reported in one line with its fix; for an unknown key, the fix is the most similar known key.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
-from moe.recipe.keys import ALL, choices, field_at, field_of, known_keys, section_of
+from moe.recipe.keys import ALL, choices, field_at, field_of, known_keys, section_of, takes_plugin
 from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
-from moe.recipe.plugin import WORDS, Plugin, registered
+from moe.recipe.plugin import WORDS, registered
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Section, takes_number
 from moe.recipe.sections import Run
@@ -44,26 +42,24 @@ def recipe_names() -> list[str]:
 
 
 def published_names() -> list[str]:
-    """Return the names of the recipes of well-known runs, such as published/bloom_176b, which need a cluster of their size."""
+    """Return the names of the recipes of well-known training runs, such as published/bloom_176b; each needs a large cluster."""
     return sorted(f"{PUBLISHED}/{p.stem}" for p in (RECIPES / PUBLISHED).glob("*.yaml"))
 
 
 def run_name(recipe: str) -> str:
-    """Return the default name of a run: the recipe's name, or for a run folder's own recipe.yaml that run's name."""
+    """Return the default name of a run of this recipe: the recipe's name, or for RUN/recipe.yaml the name of the folder RUN."""
     path = Path(recipe)
     return path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
 
 
 def of_transformers(folder: Path) -> bool:
-    """Return whether a folder holds a model that transformers saved."""
+    """Return whether a folder holds a model that Hugging Face's transformers saved."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def download_of(name: str) -> tuple[str, str] | None:
-    """Return (command that downloads a model of the Hugging Face hub, such as Qwen/Qwen3-30B-A3B; hf:FOLDER, the folder that it makes).
-
-    None for a folder of this machine, and for a name that the hub cannot have.
-    """
+    """Return (the command that downloads the model `name` from the Hugging Face hub, "hf:" with the folder that it creates).
+    Returns None if `name` is a folder of this machine, or cannot be a model's name, such as Qwen/Qwen3-30B-A3B, on the hub."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return None
@@ -89,7 +85,7 @@ def recipe_path(name: str) -> Path:
         raise BadInput("recipe", got=f"{name}, the folder of a run", needed="a YAML file", fix=f"{given / 'recipe.yaml'}")
     if given.exists() and not given.is_dir():
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
-    # a wrong name is compared with published names without published/, too, because that makes all of them similar
+    # a misspelled name is also compared with published names without "published/": that common prefix makes all of them look similar
     published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}
     near = did_you_mean(name, [*recipe_names(), *published_names()]) or published.get(did_you_mean(name, published) or "")
     needed, fix = f"a YAML file, or one of {some(recipe_names(), rest='moe recipes')}", "list them with: moe recipes"
@@ -97,7 +93,7 @@ def recipe_path(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (a recipe merged with its parents, each value's origin): {'model': {'d_ff': 512}} and {'model.d_ff': 'dense_tiny.yaml'}."""
+    """Return (values of a recipe and its parents, origin of each value): {'model': {'d_ff': 512}} and {'model.d_ff': 'dense_tiny.yaml'}."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     while True:
         if any(path.resolve() == seen.resolve() for seen, _ in chain):
@@ -128,7 +124,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str], *, prefix: str, source: str) -> None:
-    """Write `fields`, the values of the section `prefix` in the file `source`, over the parent's values in `into`, key by key."""
+    """Copy `fields` into `into`, key by key: a section's values in the file `source` replace its parent's. prefix: the section's name."""
     for key, value in fields.items():
         dotted = f"{prefix}.{key}"
         if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known_keys()):
@@ -139,7 +135,7 @@ def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str]
 
 
 def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Replace a section in `values` by a copy, an empty one if its value is no section, and return the copy."""
+    """Replace the dict values[section] by a copy, and return the copy. If there is no dict, the copy is empty."""
     held = values.get(section)
     values[section] = dict(held) if isinstance(held, dict) else {}
     return values[section]  # type: ignore[no-any-return]
@@ -147,11 +143,11 @@ def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-_DROPPED = "; not "  # begins the origin of a key whose value in a parent was dropped with the parent's preset
+_DROPPED = "; not "  # first characters of the origin of a router key whose parent's value was dropped (`_drop_router`)
 
 
 def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Drop a parent's preset and its changes to that preset, because another preset was chosen."""
+    """Remove a parent recipe's router preset and its changes to that preset from `values`, because another preset was chosen."""
     held = values.get("router") or {}
     for key in [key for key in held if key in _OF_PRESET]:
         origin, value = origins.pop(f"router.{key}"), held.pop(key)
@@ -177,13 +173,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[Run, dict[str, str]]:
-    """Load a recipe by name or path, with overrides by dotted key: returns (the Run, each value's origin). Raises BadInput.
-
-    An override that is text is read as YAML, as on a command line; any other value is taken unchanged.
+    """Load a recipe, given by name or path. Return (the Run, dotted key -> origin of its value). Raises BadInput.
+    overrides: dotted key -> value that replaces the recipe's; text is read as YAML, as on a command line, any other value is used as it is.
     """
     path = recipe_path(str(recipe))
     values, origins = read_recipe(path)
-    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # the preset first, because it drops values
+    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # the preset first, because `_drop_router` drops values
     for dotted, text in given:
         if dotted not in known_keys():
             raise _unknown_key(tuple(dotted.split(".")), text, typed=True)
@@ -205,11 +200,11 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
 
 
 def _read_value(text: Any, annotation: Any) -> Any:
-    """Read a command-line value as YAML. Text for a key that takes text stays as typed (a folder may be called 2024 or no)."""
+    """Return a value of the command line, read as YAML. For a key that accepts text, it stays as typed (a folder may be named 2024)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
     if not text.strip() and str in (annotation, *get_args(annotation)):
-        return ""  # refused by Section; YAML would read null, but an empty text is never meant as null
+        return ""  # YAML would read this as null; as text it is refused by Section
     try:
         value = yaml_text.load(text)
     except yaml_text.NOT_YAML:
@@ -229,12 +224,12 @@ def build_run(values: dict[str, Any]) -> Run:
 
 
 def _place(loc: Sequence[Any]) -> list[Any]:
-    """Return the first names of `loc`, pydantic's location of an error: the path of a key. The other names point inside the key's value."""
+    """Return the part of `loc`, the location of an error from pydantic, that is the path of a key. The rest is a place inside its value."""
     return [name for at, name in enumerate(loc) if field_at(loc[: at + 1]) is not None]
 
 
 def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> BadInput:
-    """Return the error for a key that no recipe has. `typed`: the key is from the command line, and so is the fix."""
+    """Return the error for a key that does not exist. typed: the key was given on the command line, for which the fix is then written."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
     elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
     outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or field_at(path[:n]) is not None)
@@ -265,7 +260,6 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
 
 
 def _of_each(field: Any) -> type[Section] | None:
-    """Return the section class of the elements of a field that is a list of sections; None for any other field."""
     held = [] if field is None or get_origin(field.annotation) is not tuple else get_args(field.annotation)
     return next((kind for kind in held if isinstance(kind, type) and issubclass(kind, Section)), None)
 
@@ -274,7 +268,7 @@ _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def _explain(error: dict[str, Any], more: int) -> BadInput:
-    """Turn pydantic's first error into one line in the project's form."""
+    """Return the BadInput for an error of pydantic. more: number of further errors, which the fix mentions."""
     raised = error.get("ctx", {}).get("error")
     if isinstance(raised, BadInput):
         return raised
@@ -303,7 +297,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         ours = in_our_words(dotted, error["input"])
         near = ours if ours in names else did_you_mean(str(error["input"]), names)
         numbers = " or a number" if field is not None and takes_number(field.annotation) else ""
-        numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
+        numbers += f" or {WORDS}" if takes_plugin(field) else ""
         listed = some(sorted(names, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
         needed = f"{listed}{numbers}" if len(names) > 1 or numbers else f"{names[0]} (the only choice this version has)"
         wanted = near if near and near != str(error["input"]) else None
@@ -314,7 +308,6 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
 
 
 def _shown(value: Any) -> str:
-    """Return a short form of a wrong value, however deeply nested."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
     return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)

@@ -1,8 +1,9 @@
-"""Names in other tools for keys of a recipe and flags of verbs: Hugging Face, DeepSpeed, torchtitan, Megatron-LM, nanoGPT.
+"""Names in other tools (Hugging Face, DeepSpeed, torchtitan, Megatron-LM, nanoGPT) for keys of a recipe and flags of `moe`.
 
-    "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4"        a key here: its names in other tools, each with a value as they write it
+    "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4"        a key here: its names in other tools, each with an example of a value
 
-An unknown name is looked up here before similar names are searched: `hidden_size` is spelled like head_size and means d_model.
+An unknown name is looked up here first, and compared with similar names of keys only then: `hidden_size` is similar to head_size but means
+d_model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
-# key -> its names in other tools, if their values are equal or WORDS translates them
+# key -> its names in other tools. A value is used unchanged, or translated by WORDS.
 KEYS: dict[str, str] = {
     "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768",
     "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32",
@@ -103,7 +104,7 @@ KEYS: dict[str, str] = {
     "train.timeout_s": "ddp_timeout=1800 train_timeout_seconds=100",
     "train.trackers": "report_to=wandb tracker=wandb",
 }
-# KEY=VALUE -> names in other tools that mean this setting unless their value is false
+# KEY=VALUE -> switches of other tools that mean this setting if they are on
 SWITCHES: dict[str, str] = {
     "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16",
     "precision.compute=fp16": "fp16 fp16.enabled use_fp16 use_amp",
@@ -125,7 +126,7 @@ SWITCHES: dict[str, str] = {
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking",
 }
-# settings -> names in other tools that mean all of them; {} is the name's value
+# several settings -> names in other tools, each of which means all of these settings; {} is replaced by the name's value
 WITH_OTHERS: dict[str, str] = {
     "sharding.kind=zero sharding.stage={}": "zero_stage=3 zero_optimization.stage=2 ds_zero_stage=1",
     "sharding.kind=fsdp degrees.dp={}": "data_parallel_shard_degree=8 dp_shard=8",
@@ -141,7 +142,7 @@ WITH_OTHERS: dict[str, str] = {
     "model.rope.scaling=linear model.rope.factor={}": "rope_scaling_factor=8",
     "optimizer.schedule=wsd optimizer.decay_share={}": "decay_ratio=0.2",
 }
-# key and its unit -> names in other tools for values in another unit, which must be converted
+# key and its unit in words -> names in other tools whose values are in another unit, so that the user must convert them
 OTHER_UNITS: dict[str, str] = {
     "train.global_batch, of all ranks and micro-batches together": "per_device_train_batch_size micro_batch_size local_batch_size "
     "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch",
@@ -172,7 +173,7 @@ FLAGS: dict[str, str] = {
     "--samples": "num_return_sequences=2 num_samples=2 n_samples=2",
     "--prompt": "start=text text=text input=text",
 }
-# reason why no key is needed -> names in other tools
+# reason why no key is needed -> names in other tools that need no key here
 NEEDLESS: dict[str, str] = {
     "moe train continues from the newest checkpoint of its run folder; --out names another folder": "resume resume_from_checkpoint "
     "auto_resume resume_from load load_checkpoint checkpoint.enable enable_checkpoint continue_from",
@@ -184,7 +185,7 @@ NEEDLESS: dict[str, str] = {
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
     "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm",
 }
-# key -> {value in other tools: value here}
+# key -> {value in other tools, in lower case: value here}
 WORDS: dict[str, dict[str, str]] = {
     "precision.compute": dict.fromkeys(("bfloat16", "bf16-mixed", "torch.bfloat16", "mixed_bf16"), "bf16")
     | dict.fromkeys(("float16", "half", "16-mixed", "torch.float16", "16"), "fp16")
@@ -218,10 +219,8 @@ _FALSE = ("false", "0", "no", "off")
 
 @dataclass(frozen=True)
 class Meant:
-    """Meaning of another tool's name: `keys` of a recipe with their values, or one of the other fields.
-
-    `unit`: a key, and its unit in words; `flag`: a flag of a verb; `needless`: why nothing needs to be set.
-    """
+    """The meaning of a name of another tool; one of the four fields is set.
+    keys: keys of a recipe with their values. unit: a key and its unit, in words. flag: a flag of `moe`. needless: why no key is needed."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None
@@ -229,7 +228,7 @@ class Meant:
     needless: str | None = None
 
     def fix(self, value: Any, *, typed: bool) -> Fix:
-        """Return the advice for this value of the name. `typed`: as flags for a command line; else as keys for a recipe's file."""
+        """Return the advice for the name with this value, written as keys for a recipe file or (typed) as flags for a command line."""
         if self.flag is not None:
             return Words(f"remove it, and give moe train {self.flag}", Remove("it"))
         if self.unit is not None:
@@ -245,7 +244,7 @@ class Meant:
 
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
-    """Return the meaning of another tool's name with this value; None if no other tool has it. `flags`: the verb's, such as --out."""
+    """Return the meaning of another tool's name with this value; None for an unknown name. flags: flags of the verb, such as --out."""
     rows = _table().get(name.lower().replace("-", "_"), [])
     if (flag := next((here for kind, here in rows if kind == "flag" and here in flags), None)) is not None:
         return Meant(flag=flag)
@@ -260,7 +259,7 @@ def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Mean
 
 
 def in_our_words(key: str, value: Any) -> Any:
-    """Return a key's value as recipes write it, if another tool has another word for it, or the same one in capitals."""
+    """Return a key's value as recipes write it: translated by WORDS, or in lower case; unchanged for keys that WORDS does not have."""
     if key not in WORDS or not isinstance(value, str | int):
         return value
     lower = str(value).lower()
@@ -278,7 +277,7 @@ def first_leaf(value: Any) -> tuple[str, Any]:
 
 @cache
 def _table() -> dict[str, list[tuple[str, str]]]:
-    """Return name in other tools -> its entries in the tables above, each as (kind of table, the key, settings or flag here)."""
+    """Return name in another tool -> its rows in the tables above, each as (kind of table, the row's key, settings, flag or reason)."""
     table: dict[str, list[tuple[str, str]]] = {}
     tables = {"key": KEYS, "switch": SWITCHES, "others": WITH_OTHERS, "unit": OTHER_UNITS, "needless": NEEDLESS, "flag": FLAGS}
     for kind, rows in tables.items():
@@ -293,7 +292,6 @@ def _pairs(here: str) -> dict[str, Any]:
 
 
 def _value(of: Any) -> Any:
-    """Return a value that is given as text, read as YAML."""
     try:
         return yaml_text.load(of) if isinstance(of, str) else of
     except yaml_text.NOT_YAML:

@@ -1,4 +1,4 @@
-"""Recipe values as users type them: `--section.key value` and `--section.key=value`, in any position; whole numbers as 1e3."""
+"""Splits recipe values off a command line: `--section.key value` and `--section.key=value`, in any position."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ _POWER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,2}")
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split off every `--section.key value` and `--section.key=value`: returns (the other words, {"section.key": text}).
-
-    Dashes in a key are read as underscores. Whether a key exists is checked in `moe.recipe.load.load`. Raises BadInput for a key
-    without a value, or given twice.
-    """
+    """Return (the other words of a command line, {"section.key": its value as text}). Dashes in a key are read as underscores.
+    Raises BadInput for a key without a value, or given twice. `moe.recipe.load.load` checks later whether a key exists."""
     rest: list[str] = []
     overrides: dict[str, str] = {}
     following = iter(enumerate(words))
@@ -37,7 +34,7 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def whole(value: Any) -> Any:
-    """Return the number for text that is a whole number with an exponent, such as 1e3 or 2.5e4; any other value unchanged."""
+    """Return 1000 for the text "1e3", and likewise for other whole numbers with an exponent; any other value unchanged."""
     if not isinstance(value, str) or _POWER.fullmatch(value) is None or not float(value).is_integer():
         return value
     return int(float(value))

@@ -4,10 +4,9 @@
     optimizer.kind: lion                 ->  the same, if an installed package registers lion = my_parts:lion in moe_parallel.optimizers
 
 A registered name is looked up in the packages' metadata when the recipe is read, and replaced by module:name. Built-in names come first.
-Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that build its model to use it
-(training, evaluation, generation, verify, conversion) import the module and print a line about it. The module's code has all the rights
-of the user. Python's own search comes first, then the working folder: no file there replaces an installed package, unless `python -m`
-has put that folder first itself.
+Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that use the model (training,
+evaluation, generation, verify, conversion) import the module, whose code has all the rights of the user, and print a line about it. The
+working folder is searched last, so that no file there replaces an installed package.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Annotated, Any
 from parallel.errors import BadInput, did_you_mean, where
 
 _PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-GROUPS = {  # the keys that take plugins -> the group of entry points in which packages register theirs
+GROUPS = {  # key that accepts plugins -> group of entry points in which packages register plugins for it
     "optimizer.kind": "moe_parallel.optimizers",
     "optimizer.schedule": "moe_parallel.schedules",
     "data.source": "moe_parallel.sources",
@@ -39,7 +38,7 @@ GROUPS = {  # the keys that take plugins -> the group of entry points in which p
 
 
 class _ModuleAndName:
-    """Pydantic's check of module:name. The import is in the method, because a program that uses a router alone needs no pydantic."""
+    """Check of the form module:name by pydantic. It is imported in the method, so that a program with only a router needs no pydantic."""
 
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
         from pydantic_core import core_schema
@@ -52,20 +51,18 @@ WORDS = "module:name of a part of your own"
 
 
 def is_plugin(value: object) -> bool:
-    """Return whether a recipe's value is module:name."""
+    """Return whether a recipe's value names a plugin, as module:name."""
     return isinstance(value, str) and ":" in value
 
 
 def registered(key: str) -> list[str]:
-    """Return the names that installed packages register for this key, by their metadata: nothing is imported."""
+    """Return the names of plugins that installed packages register for this key. Their metadata are read; no module is imported."""
     return sorted(entry_points(group=GROUPS[key]).names) if key in GROUPS else []
 
 
 def by_name(key: str, name: str) -> str:
-    """Return module:name of the plugin that an installed package registers under `name` for this key; `name` itself if none does.
-
-    Raises BadInput for a name that packages register for different plugins, and for an entry point that is not module:name.
-    """
+    """Return module:name of the plugin that an installed package registers under `name` for this key; without one, `name` itself.
+    Raises BadInput for a name that packages register for different plugins, and for an entry point that is not module:name."""
     found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
     packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
     if len(found) > 1:
@@ -89,11 +86,8 @@ def check_there(key: str, value: str) -> None:
 
 
 def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
-    """Import and return the plugin `value` of a key. `arguments`: number of arguments with which it is called; None: any.
-
-    Raises BadInput for a module that is missing or raises an error on import, a name that it lacks, and an object that cannot be called
-    with these arguments.
-    """
+    """Import and return the plugin module:name that `value` names for a key. arguments: number of arguments of its calls; None: any.
+    Raises BadInput if the module is missing, fails on import or lacks the name, or if the object cannot be called with these arguments."""
     module, _, name = value.partition(":")
     found = _imported(key, value, module)
     if not hasattr(found, name):
@@ -111,7 +105,7 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
 def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: int) -> None:
     try:
         signature = inspect.signature(part)
-    except ValueError:  # a C function without a signature, which cannot be checked, is accepted
+    except ValueError:  # a C function has no signature to check, so it is accepted
         return
     try:
         signature.bind(*range(arguments))
@@ -121,14 +115,14 @@ def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: 
 
 
 def loaded(key: str, value: str, *, arguments: int | None) -> Any:
-    """Return the plugin `value` of a key, quickly enough for every step: a plugin that was loaded before is not checked again."""
+    """Return the plugin of a key, quickly enough for every step: after the first call (`load_plugin`), nothing is checked again."""
     module, _, name = value.partition(":")
     found = getattr(sys.modules.get(module), name, None)
     return load_plugin(key, value, arguments=arguments) if found is None else found
 
 
 def source_of(value: str) -> str:
-    """Return the SHA-256 of the file of a loaded plugin's module; empty if it has no file."""
+    """Return the SHA-256 of the file of a loaded plugin's module; "" if the module has no file."""
     path = file_of(sys.modules[value.partition(":")[0]])
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

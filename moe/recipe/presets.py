@@ -1,21 +1,7 @@
-"""The published routers, each with all its settings; docs/moe/routing.md shows the table and the source of each number.
+"""Published routers by name, with their settings. docs/moe/routing.md explains them, and docs/inside/papers.md has their papers.
 
-switch          top-1, gate as it is                                Switch (arXiv 2101.03961); capacity as DeepSpeed rounds it
-switch_mtf      top-1, with the released code's numbers             Mesh TensorFlow, mesh_tensorflow/transformer/moe.py
-gshard          top-2, the second at random                         GShard (arXiv 2006.16668, algorithm 1)
-glam            top-2, both always                                  GLaM (arXiv 2112.06905)
-mixtral         top-2 of 8, softmax over the chosen, dropless       Mixtral (arXiv 2401.04088)
-qwen2_moe       top-4 as it is, with a gated shared expert          Qwen1.5-MoE, Qwen2 (arXiv 2407.10671)
-olmoe           top-8 as it is, with the z loss                     OLMoE (arXiv 2409.02060)
-qwen3_moe       top-8, renormalised, balanced over the batch        Qwen3 (arXiv 2505.09388)
-gpt_oss         top-4, affine logits, softmax over the chosen       GPT-OSS (arXiv 2508.10925); transformers, models/gpt_oss
-deepseek_v2     top-6, 3 of 8 expert groups by their best expert    DeepSeek-V2 (arXiv 2405.04434, section 2.2)
-deepseek_v3     top-8 by sigmoid + bias, 4 of 8 expert groups       DeepSeek-V3 (arXiv 2412.19437)
-llama4          top-1 by sigmoid, which scales the expert's input   transformers, models/llama4
-nllb            top-2, gates renormalised after dropping            NLLB-MoE (arXiv 2207.04672, section 6.1); fairseq
-deepspeed       top-2, gates renormalised after dropping            DeepSpeed, deepspeed/moe/sharded_moe.py: top2gating
-megatron        top-2, softmax over the chosen, lowest dropped      Megatron-LM, megatron/core/transformer/moe
-expert_choice   experts choose tokens                               Expert Choice (arXiv 2202.09368)
+The code of some: mesh_tensorflow/transformer/moe.py (switch_mtf), deepspeed/moe/sharded_moe.py, top2gating (deepspeed),
+megatron/core/transformer/moe (megatron), transformers, models/gpt_oss and models/llama4.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The base of all sections of a recipe, and of their keys (this file needs no torch).
+"""The base class of a recipe's sections, and `key`, which declares one of their keys.
 
     beta1: float = key(0.9, "of momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
 
-The field of a key has all of its properties: type, default, meaning, bounds, what a change alters in a resumed run, and the
-setting without which nothing reads it. A section may state the last two for all of its keys.
+The declaration has all properties of the key: type, default, meaning, bounds, what a change alters in a resumed run, and the condition
+under which the key is read. A section may state the last two for all of its keys.
 """
 
 from __future__ import annotations
@@ -21,16 +21,10 @@ from parallel.errors import harmless
 
 _LARGEST = 2**40
 _OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # refused: 010 is 8 to YAML and C, 10 to Python
-OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # a name alone is read as a list of one name
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # reads a single name as a list of one name
 
 
-# what a change of a key alters in a resumed run:
-# shape      decides names and shapes of parameters: a checkpoint that does not fit is refused, with the parameter
-# function   the same shapes, but another function: a trained model would compute something else than it was trained for
-# training   how training continues: its text, batches, optimizer, losses, drops, noise, dtypes
-# cost       speed, memory, layout, checkpoints and records: the same losses, to rounding
-# name       replaced by other keys, which are compared instead
-Alters = Literal["shape", "function", "training", "cost", "name"]
+Alters = Literal["shape", "function", "training", "cost", "name"]  # explained in `Key`
 _Value = TypeVar("_Value")
 
 
@@ -38,11 +32,15 @@ _Value = TypeVar("_Value")
 class Key:
     """Properties of a key in addition to its type, bounds and description.
 
-    `alters`: what a change alters if a run is resumed; None: as its section says. "Function" is the model's output for a text in
-    evaluation, so a training capacity is training, and an evaluation capacity function.
-    `of`: conditions that must all hold, or nothing reads the key, and any value but the default is refused. A condition is
-    `key=value|value`, or `key` for any value but null, 0, false and none, or several of these joined by `or`.
-    `off_without`: such conditions for a whole part of a recipe. If one does not hold, a parent's values may stay (moe/recipe/idle.py).
+    alters: what a change of the key alters in a resumed run. None: what the section states.
+        "shape"     parameters' names or shapes: a checkpoint that does not fit is refused
+        "function"  the model's output in evaluation, with parameters of the same shapes: refused unless --allow-change permits it
+        "training"  how training continues: data, optimizer, losses, dropping, noise, dtypes
+        "cost"      speed, memory, layout, checkpoints or records: losses stay equal up to rounding
+        "name"      other keys, which the key sets (router.preset): those are compared instead
+    of: conditions under which the key is read. If one is not met, every value but the default is refused. A condition is `key=value|value`,
+        or `key` (any value but null, 0, false and none), or several of these joined by `or`.
+    off_without: conditions of the same form. If one is not met, a value that comes from a parent recipe may stay (moe/recipe/idle.py).
     """
 
     alters: Alters | None = None
@@ -66,7 +64,7 @@ def key(
     of: str | None = None,
     off_without: str | None = None,
 ) -> _Value:
-    """Return the field of a section's key: its default, meaning, bounds, and what `Key` has."""
+    """Declare a key of a section: return its pydantic field, which holds the default, the description, the bounds and a `Key`."""
     extra: Any = {"key": Key.made(alters, of, off_without)}
     return Field(default, description=description, gt=gt, ge=ge, lt=lt, le=le, json_schema_extra=extra)
 
@@ -78,23 +76,23 @@ def facts_of(field: FieldInfo) -> Key:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Return the names that a field of this type takes."""
+    """Return the names that a field of this type accepts, which are the strings in its Literal types."""
     if get_origin(annotation) is Literal:
         return [str(a) for a in get_args(annotation)]
     return [c for a in get_args(annotation) for c in choices_of(a)]
 
 
 def takes_number(annotation: Any) -> bool:
-    """Return whether a value of this type may be a number."""
+    """Return whether a field of this type accepts numbers."""
     return annotation in (int, float) or any(takes_number(a) for a in get_args(annotation))
 
 
 class Section(BaseModel):
-    """A group of keys. `class Muon(Section, alters="training", of="optimizer.kind=muon")` states this for all of them."""
+    """A section of a recipe. `class Muon(Section, alters="training", of="optimizer.kind=muon")` states both for all keys of Muon."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     all_keys: ClassVar[Key] = Key()
-    gone: ClassVar[dict[str, Any]] = {}  # keys of earlier versions that no longer exist -> the value that is built in now
+    gone: ClassVar[dict[str, Any]] = {}  # removed key of an earlier version -> the value that is always used now
 
     def __init_subclass__(
         cls,
@@ -107,13 +105,13 @@ class Section(BaseModel):
     ) -> None:
         super().__init_subclass__(**rest)
         cls.gone = gone or {}
-        if alters is not None:  # otherwise the subclass has its parent's
+        if alters is not None:  # otherwise the class inherits its parent's all_keys
             cls.all_keys = Key.made(alters, of, off_without)
 
     @model_validator(mode="before")
     @classmethod
     def _without_gone(cls, values: Any) -> Any:
-        """Drop keys that no longer exist, with their built-in values: recipes and checkpoints of earlier versions have them."""
+        """Drop removed keys (`gone`) that have the value which is always used now, for recipes and checkpoints of earlier versions."""
         if not cls.gone or not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if key not in cls.gone or value not in (cls.gone[key], str(cls.gone[key]))}
@@ -121,9 +119,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError for some values that pydantic would accept: true for a number (`steps: yes` would be 1), or numbers so large
-        that checks would not end.
-        """
+        """Raise ValueError for values that pydantic would accept, such as true for a number (`steps: yes` would be 1) or a huge number."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if takes_number(kind) and float not in (kind, *get_args(kind)):
             value = [whole(each) for each in value] if isinstance(value, list) else whole(value)
@@ -143,7 +139,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _registered(cls, value: Any, info: ValidationInfo) -> Any:
-        """Replace a name that is not built in by the part that an installed package registers under it."""
+        """Replace a name that is not built in by module:name of the plugin that an installed package registers under this name."""
         key = f"{cls.__name__.lower()}.{info.field_name}"
         if key not in GROUPS or not isinstance(value, str) or is_plugin(value):
             return value

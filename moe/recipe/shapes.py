@@ -1,4 +1,4 @@
-"""Constants and lengths that determine a model's sizes together with a recipe. Plain numbers: no torch here.
+"""Constants of models, and the lengths of encoder and decoder sequences.
 
 Span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4) makes the tokens of an encoder and a decoder from a text:
 
@@ -6,8 +6,8 @@ Span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4) makes the 
     inputs     t - n tokens, a sentinel in the place of each span, the end          t - n + s + 1
     targets    a sentinel and the hidden tokens of each span, the end                   n + s + 1
 
-All texts are equally long, so inputs and targets are too, and nothing is padded. One more token of text adds one token of inputs, or
-none, so every length of inputs has a text; T5 takes the longest.
+All texts have the same length, so inputs and targets have fixed lengths and no padding. One more token of text adds at most one token of
+inputs, so there is a text for every length of inputs; the longest one is used, as in T5.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ START = 0  # first token that a decoder reads (T5: the id of padding)
 SEPARATOR = 0  # the token before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square in a norm, unless a recipe sets another value
 PADDING = -100  # replaces a token id; torch's own number for a target that does not count
-DENSITY, SPAN = 0.15, 3.0  # the share of tokens that are hidden, and the mean length of a span
+DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
 
 def marked(ids: Any) -> Any:
-    """Return -101 - id for ids, an array or a tensor, that are read but not predicted. Applied to such marks, return their ids again."""
+    """Return -101 - id for an array or tensor of token ids: targets that a model reads but need not predict. Its own inverse."""
     return PADDING - 1 - ids
 
 
 class Spans(NamedTuple):
-    """Numbers of span corruption for one sequence: `text` tokens, of which `hidden` are hidden in `num_spans` spans."""
+    """Numbers of tokens and spans in span corruption of one text: `text` tokens, of which `hidden` are hidden, in `num_spans` spans."""
 
     text: int
     hidden: int
@@ -37,12 +37,12 @@ class Spans(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Tokens that the encoder reads."""
+        """Number of tokens that the encoder reads."""
         return self.text - self.hidden + self.num_spans + 1
 
     @property
     def targets(self) -> int:
-        """Tokens that the decoder writes."""
+        """Number of tokens that the decoder predicts."""
         return self.hidden + self.num_spans + 1
 
 
@@ -53,14 +53,14 @@ def spans_of_text(tokens: int) -> Spans:
 
 
 def inputs_within(tokens: int) -> int:
-    """Return the largest number of encoder tokens for which `spans_of` gives a text of at most `tokens` tokens, which are at least 2."""
+    """Return the largest number of encoder tokens for which the longest text (`spans_of`) has at most `tokens` tokens (2 or more)."""
     inputs = spans_of_text(tokens).inputs
-    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 may have equally many inputs
+    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 tokens may have the same number of inputs
 
 
 def spans_of(inputs: int) -> Spans:
-    """Return the spans of the longest text with at most `inputs` encoder tokens, or of a text of 2 tokens if none is short enough."""
-    tokens = max(2, int((inputs - 1) / (1 - DENSITY + DENSITY / SPAN)) - 8)  # a lower bound, to be increased one by one
+    """Return the spans of the longest text with at most `inputs` encoder tokens; at least 2 tokens of text are used."""
+    tokens = max(2, int((inputs - 1) / (1 - DENSITY + DENSITY / SPAN)) - 8)  # a lower bound on the text's length
     while spans_of_text(tokens + 1).inputs <= inputs:
         tokens += 1
     return spans_of_text(tokens)

@@ -1,8 +1,7 @@
-"""Support for one test that needs the whole machine while several workers run (`pytest -n 2`): `@pytest.mark.alone`.
+"""`@pytest.mark.alone`: while a marked test runs, no other worker (`pytest -n 2`) runs a test.
 
-A marked test waits until no other test runs, and no other test begins before it has ended. Other tests share the machine, so their
-statements about time must hold on a busy one. There are two locks, so that no worker waits forever: a worker that waits for the machine
-holds the turn, and later workers queue for the turn.
+A marked test waits until no other test runs, and no other test begins before it has ended. There are two locks, so that no worker waits
+forever: a worker that waits for the lock `machine` holds the lock `turn`, and later workers queue for `turn`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MOST_WORKERS = 8  # each worker imports torch and collects every test, so more w
 
 
 class Turns:
-    """Locks in a folder that all workers of one run share. Each worker opens its own."""
+    """The two lock files, in a folder that all workers of a test run share. Each worker opens the files itself."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -40,9 +40,8 @@ TYPES = {
 
 
 def compile_instead(kernel: Any, capability: int) -> Any:
-    """A launch that only compiles. As in Triton, pointers are aligned, integers divisible by 16 are marked as such, and 1 and None are
-    constants.
-    """
+    """Return a function that replaces a kernel's launch and only compiles. As in a launch, pointers count as aligned, integers divisible by
+    16 are marked, and 1 and None are constants."""
 
     def launch(*args: Any, grid: Any, warmup: bool, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
@@ -102,7 +101,7 @@ def route(*, tokens: int, num_experts: int, k: int) -> None:
 
 
 def compute(dtype: torch.dtype, *, fused: bool, tokens: int, num_experts: int, k: int, width: int, hidden: int, ffn: str) -> None:
-    """Run the fused layer, or its steps with dropout, forward and backward."""
+    """Run forward and backward of the fused MoE layer, or of its separate kernels (with dropout)."""
     expert = torch.rand(tokens, num_experts).topk(k).indices
     plan = cpu.plan(expert, torch.ones_like(expert, dtype=torch.bool), num_experts=num_experts)
     x = torch.rand(tokens, width).to(dtype).requires_grad_()
@@ -130,8 +129,10 @@ def main(capability: int) -> None:
     route(tokens=120, num_experts=60, k=3)
     compute(
         torch.bfloat16, fused=True, tokens=1024, num_experts=4, k=3, width=256, hidden=512, ffn="swiglu"
-    )  # tiles of 128 rows, all whole
-    compute(torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu")  # tiles of 64 rows, none whole
+    )  # tiles of 128 rows without a remainder
+    compute(
+        torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu"
+    )  # tiles of 64 rows with remainders
     compute(torch.float32, fused=True, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="gelu")
 
 

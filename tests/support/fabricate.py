@@ -14,7 +14,8 @@ RECIPE = 'model:\n  d_model: 256  # dense_tiny.yaml\nrouter:\n  preset: "switch"
 
 
 def layer_line(rng: random.Random, *, layer: int, experts: int, progress: float, tokens: int) -> dict[str, Any]:
-    """One MoE layer of one step: its load starts uneven and evens out, expert 0 of layer 1 stays underused; kept + dropped = tokens."""
+    """Return the figures of one MoE layer in one step. Loads become equal as `progress` goes from 0 to 1, but expert 0 of layer 1 stays
+    underused; kept + dropped = tokens."""
     skew = 1.6 * math.exp(-8 * progress) + 0.15
     weights = [math.exp(skew * math.sin(7.1 * expert + layer) + 0.05 * rng.gauss(0, 1)) for expert in range(experts)]
     if layer == 1 and progress > 0.5:
@@ -37,7 +38,7 @@ def layer_line(rng: random.Random, *, layer: int, experts: int, progress: float,
 def step_line(
     step: int, *, steps: int = 300, experts: int = 8, layers: tuple[int, ...] = (1, 3), seed: int = 0, gain: float = 0.0, fp16: bool = False
 ) -> dict[str, Any]:
-    """One training line; `gain` lowers the loss (a better model), `fp16` adds a dynamic loss scale with skipped steps."""
+    """Return one training line. gain: lowers the loss, as a better model does. fp16: with a dynamic loss scale and skipped steps."""
     rng, tokens, progress = random.Random(1000 * seed + step), 8192, step / steps
     parts = {"dense": 0.9 * math.exp(-2 * progress) + 0.3 + 0.1 * rng.random()}
     moe = [layer_line(rng, layer=layer, experts=experts, progress=progress, tokens=tokens) for layer in layers]
@@ -67,7 +68,7 @@ def step_line(
 
 
 def curve(progress: float, *, gain: float = 0.0) -> float:
-    """The noiseless loss, from log(256) down."""
+    """Return the loss without noise at `progress` from 0 to 1, which begins at log(256). gain: lowers it."""
     return 1.7 + 3.85 * math.exp(-9 * progress) - gain * progress
 
 
@@ -77,7 +78,7 @@ def eval_line(step: int, *, steps: int = 300, gain: float = 0.0, shift: float = 
 
 
 def run_lines(steps: int = 300, *, eval_every: int = 50, upto: int | None = None, **options: Any) -> list[dict[str, Any]]:
-    """The lines of a run of `steps` steps that reached step `upto`."""
+    """Return the lines of a run of `steps` steps that has reached step `upto`."""
     lines = []
     for step in range(1, (upto or steps) + 1):
         lines.append(step_line(step, steps=steps, **options))
@@ -110,7 +111,7 @@ def summary(steps: int = 300) -> dict[str, Any]:
 
 
 def run_folder(out: Path, *, finished: bool = True, lines: list[dict[str, Any]] | None = None, **options: Any) -> Path:
-    """A run's folder as training leaves it, without TensorBoard's files, which take a second to write."""
+    """Write a run's folder as training does, but without TensorBoard's files, and return its path."""
     out.mkdir(parents=True, exist_ok=True)
     lines = run_lines(**options) if lines is None else lines
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""NVML without a GPU: the locked clocks of each GPU, and every lock in order."""
+"""A replacement for NVML that needs no GPU, and records all locked clocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class NvmlError(Exception):
 
 
 class FakeNvml:
-    """Records the locked clocks of each GPU. Refuses calls as configured."""
+    """locked: GPU -> its locked clock now. set: (GPU, MHz) of every lock, in order. Calls raise NvmlError as the arguments say."""
 
     NVML_CLOCK_SM, NVMLError = 1, NvmlError
 

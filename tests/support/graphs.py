@@ -8,7 +8,8 @@ from parallel.annotations.graph import Dim, Graph, Operator
 
 
 def chain(layers: int, *, b: int, d: int, f: int, then: Literal["nothing", "pointwise"] = "nothing") -> Graph:
-    """Products d -> f -> d -> ... of an input x, which sum over widths only. `then`: a pointwise operator after each."""
+    """Return a graph of `layers` matrix products of an input x [b, d], to width f and back to d in turn. then: "pointwise": a pointwise
+    operator follows each product."""
     dims = {"b": Dim("batch", b), "d": Dim("width", d), "f": Dim("hidden", f)}
     ops, x, parameters = [], "x", {}
     for i in range(layers):

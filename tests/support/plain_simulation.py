@@ -18,7 +18,7 @@ def needs_of(schedule: Schedule, node: Node) -> tuple[Node, ...]:
 
 
 def own_needs(schedule: Schedule, node: Node) -> tuple[Node, ...]:
-    """Return the needs of one action, without the needs of the other action of its pair."""
+    """Return the same for one action of a pair (forward and backward at the same time), without what the other action needs."""
     op, stage, microbatch, version = schedule.action(node)
     each = schedule.microbatches_per_update
     if op is Op.S or (op is Op.U and len(schedule.homes[stage]) == 1):
@@ -42,7 +42,7 @@ def _after(node: Node) -> Node:
 
 
 def plain_order(schedule: Schedule, *, all_reduce_blocks: bool) -> tuple[list[Node], list[str]]:
-    """(all actions that can run, in order; for each rank the action that it waits for at the end, "" if all ran)."""
+    """Return (all actions that can run, in a possible order; for each rank the action at which it is stuck, "" if all its actions ran)."""
 
     def needs(node: Node) -> tuple[Node, ...]:
         held = all_reduce_blocks and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
@@ -70,7 +70,7 @@ def plain_order(schedule: Schedule, *, all_reduce_blocks: bool) -> tuple[list[No
 def plain_simulate(
     schedule: Schedule, cost: Cost, transfer_time: OfMessage, overlap: bool
 ) -> tuple[tuple[tuple[Span, ...], ...], tuple[Transfer, ...]]:
-    """(spans by rank, transfers)."""
+    """Simulate a schedule. Return (spans of each rank's actions, transfers), as `simulate` does."""
     spans: dict[Node, Span] = {}
     transfers: list[Transfer] = []
     free: list[float] = [0] * schedule.num_ranks
@@ -110,12 +110,11 @@ def plain_simulate(
 
 
 def exposed(timeline: Timeline, seconds: Callable[[int, int], float], *, begin: Literal["stage", "rank"] = "stage") -> float:
-    """Return the time from the end of a timeline's last action to the end of the last data-parallel sum.
+    """Return the time from the end of a timeline's last action to the end of the last gradient all-reduce. All-reduces of a rank run one
+    after another, and do not slow actions down.
 
-    Each rank's sums run one after another. Sums use a link but no compute, so they do not slow actions down.
-
-    seconds: (rank, stage) -> time of the stage's sum. begin: a sum starts as soon as its stage's gradients are complete ("stage"), or
-    after all of the rank's actions ("rank").
+    seconds: (rank, stage) -> duration of the stage's all-reduce. begin: it starts as soon as its stage's gradients are complete ("stage"),
+    or after all of the rank's actions ("rank").
     """
     end = last = max(span.end for spans in timeline.spans for span in spans)
     for rank, spans in enumerate(timeline.spans):

@@ -1,4 +1,4 @@
-"""`run_on_ranks` for tests: if a rank fails, an assertion fails that shows every rank's traceback, or its stack in a deadlock.
+"""`run_on_ranks` for tests: if a rank fails or hangs, the test fails with every rank's traceback or stack.
 
     def work(rank: int, width: int) -> Tensor: ...      # torch.distributed is initialised here, with gloo
     first, second = run_on_ranks(work, 2, 8)

@@ -21,7 +21,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def ids(batch: int = B, length: int = L, *, seed: int = 0) -> Tensor:
-    """Token ids [batch, length], with repetitions."""
+    """Return token ids [batch, length], with repetitions."""
     return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -35,7 +35,7 @@ def router_of(
 
 
 def from_logits(logits_TE: Tensor, **options: Any) -> Router:
-    """A router whose logits are its input."""
+    """Return a router that uses its input as logits."""
     num_experts = logits_TE.shape[1]
     router = router_of(num_experts=num_experts, d_model=num_experts, **options)
     router.weight.data.copy_(torch.eye(num_experts))
@@ -59,7 +59,7 @@ def route(router: Router, x_TD: Tensor, *, length: int = L, **options: Any) -> R
 
 
 def by_hand(layer: MoELayer, x_BLD: Tensor, routing: Routing) -> Tensor:
-    """Sum over kept choices of gate * expert(x), token by token."""
+    """Return the layer's output [T, D], computed token by token: the sum of gate * expert(x) over the token's kept choices."""
     x_TD = x_BLD.flatten(0, 1)
     out = []
     for t in range(len(x_TD)):

@@ -20,12 +20,12 @@ Parts = list[np.ndarray]
 
 
 def places(mesh: Sizes) -> list[dict[str, int]]:
-    """Each rank's index on every axis."""
+    """Return for each rank of the mesh: axis -> the rank's index on it."""
     return [dict(zip(mesh, place, strict=True)) for place in product(*map(range, mesh.values()))]
 
 
 def parts_of(whole: np.ndarray, sharding: Sharding, mesh: Sizes, *, seed: int = 0) -> Parts:
-    """Each rank's array of a tensor. Partial sums: random on all ranks but the last, which gets the rest."""
+    """Return each rank's array of a tensor. For partial sums, arrays are random on all ranks but the last, which gets the difference."""
     drawn = np.random.default_rng(seed)
     shares = {place: drawn.standard_normal(whole.shape) for place in product(*(range(mesh[axis]) for axis in sharding.partial))}
     last = list(shares)[-1]
@@ -57,7 +57,7 @@ def whole_of(parts: Parts, sharding: Sharding, mesh: Sizes, size: tuple[int, ...
 
 
 def take(parts: Parts, step: Step, mesh: Sizes) -> Parts:
-    """Run one collective or local change of a tensor's sharding. Returns each rank's new array."""
+    """Run one step that changes a tensor's sharding, a collective or a local operation. Return each rank's new array."""
     ranks, out = places(mesh), []
     for place in ranks:
         group = [part for other, part in zip(ranks, parts, strict=True) if all(other[a] == place[a] for a in mesh if a != step.axis)]
@@ -88,7 +88,7 @@ def compute(op: Operator, inputs: list[np.ndarray]) -> np.ndarray:
 
 
 def gradient_of(op: Operator, place: int, inputs: list[np.ndarray], grad: np.ndarray) -> np.ndarray:
-    """The gradient of an input on this rank. Dims that the output lacks are repeated."""
+    """Return the gradient of input number `place` on one rank, given the output's. It is repeated along dims that the output lacks."""
     if op.kind == "pointwise" and len(inputs) == 1:
         return grad * (1 - np.tanh(inputs[0]) ** 2)
     others = [i for i in range(len(inputs)) if i != place]
@@ -99,7 +99,7 @@ def gradient_of(op: Operator, place: int, inputs: list[np.ndarray], grad: np.nda
 
 
 def run(program: Program, values: Mapping[str, np.ndarray], output_grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every tensor by name, and as `grad NAME` the gradient of each that has one, assembled from all ranks."""
+    """Run a program forward and backward. Return name -> whole tensor, assembled from all ranks, and "grad NAME" -> its gradient."""
     graph, mesh, lies = program.graph, program.mesh, program.shardings
     held = {name: parts_of(value, lies[name], mesh) for name, value in values.items()}
     read: dict[str, list[Parts]] = {}
@@ -125,7 +125,7 @@ def run(program: Program, values: Mapping[str, np.ndarray], output_grads: Mappin
 
 
 def alone(graph: Graph, values: Mapping[str, np.ndarray], output_grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The values and gradients of the graph as torch computes them on one process."""
+    """Return the same as `run`, computed by torch on one process."""
     import torch  # imported here, because the simulation does not need it
 
     held = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}

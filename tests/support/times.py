@@ -25,7 +25,7 @@ KEY = "times"
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds: wall time, processor time of this process, processor time of ended children."""
+    """Seconds that were used: wall time, processor time of this process (here), processor time of ended child processes."""
 
     wall: float
     here: float
@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def by_file(path: str) -> dict[str, list[float]]:
-    """file -> (number of tests, wall seconds, processor seconds)."""
+    """Read a file of --times. Return test file -> [number of tests, wall seconds, processor seconds]."""
     files: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for test, (wall, here, children) in json.loads(Path(path).read_text())["tests"].items():
         row = files[test.split("::")[0]]
@@ -100,7 +100,7 @@ def by_file(path: str) -> dict[str, list[float]]:
 
 
 def main(paths: list[str]) -> None:
-    """Print the table by file, the longest first; with a second file, also that file's figures as `before`."""
+    """Print a row for each test file, the longest first. A second file of --times gives the column `before`."""
     tables = [by_file(path) for path in reversed(paths)]
     names = sorted({name for table in tables for name in table}, key=lambda name: -max(table[name][2] for table in tables))
     print("| file |" + " tests | wall s | cpu s |" * len(tables))

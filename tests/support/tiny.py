@@ -79,17 +79,17 @@ class Tiny:
         return self.finish()
 
     def state(self) -> State:
-        """A copy of every parameter's weight and moments, as this rank holds them."""
+        """Return copies of every parameter's weight and optimizer moments, as this rank holds them."""
         return {name: {kind: t.detach().clone() for kind, t in self.engine.state(name).items()} for name in self.engine.layouts}
 
     def adam_steps(self) -> set[float]:
-        """Adam's step counters, from whichever object the engine keeps them in."""
+        """Return the step counters of Adam's states, which each engine keeps in another object."""
         optimizer = self.engine.zero.optimizer if hasattr(self.engine, "zero") else self.engine.optimizer  # type: ignore[attr-defined]
         return {float(state["step"]) for state in optimizer.state.values()}
 
     @contextmanager
     def spoiled(self, name: str, *, rank: int, value: float = float("inf")) -> Iterator[None]:
-        """Within the context, one element of this rank's own gradient of a parameter is `value`, before any reduction."""
+        """Within the context, one element of a parameter's gradient on `rank` is `value`, before gradients are reduced over ranks."""
 
         def spoil(grad: Tensor) -> Tensor:
             grad = grad.clone()
@@ -98,7 +98,7 @@ class Tiny:
 
         path, _, last = name.rpartition(".")
         module, handles = self.model.get_submodule(path), []
-        if self.mesh.rank == rank and isinstance(getattr(module, last), DTensor):  # the whole weight, which exists while the module runs
+        if self.mesh.rank == rank and isinstance(getattr(module, last), DTensor):  # the gathered weight exists only while the module runs
             gathered = [handles.append]
             handles.append(module.register_forward_pre_hook(lambda module, _: gathered[0](getattr(module, last).register_hook(spoil))))
         elif self.mesh.rank == rank:
@@ -120,7 +120,7 @@ def start(case: Case, rank: int, *, scale: LossScale | None = None, **sections: 
 
 
 def hand_over(folder: Path, one: Tiny, other: Tiny, *, step: int) -> None:
-    """`one` saves a checkpoint after `step` steps, and `other` resumes from it with its recipe. Collective."""
+    """Save a checkpoint of `one` after `step` steps, and resume `other`, which may have another layout, from it. Collective."""
     counters, again, scale = state.Counters(step=step, updates=step), state.Counters(), LossScale.of("none")
     recipe = one.run.model_dump(mode="json")
     state.save(folder, one.engine, one.mesh, counters=counters, scale=scale, recipe=recipe, tokenizer={}, data="text", keep=1)
@@ -130,7 +130,7 @@ def hand_over(folder: Path, one: Tiny, other: Tiny, *, step: int) -> None:
 
 
 def same(a: State, b: State) -> bool:
-    """Whether both states are bitwise equal."""
+    """Return whether both states are bitwise equal."""
     return a.keys() == b.keys() and all(
         a[name].keys() == b[name].keys() and all(torch.equal(a[name][kind], b[name][kind]) for kind in a[name]) for name in a
     )

@@ -1,8 +1,8 @@
-"""Runs of a second for tests of the trainer: a text of random words, a model of width 16, and the results of a run, bit by bit.
+"""Training runs of about a second for tests of the trainer: a text of random words, a model of width 16, and functions to compare runs.
 
-    home = trained.home(folder, monkeypatch)          text and token files, CPU only, without the slow end of a run
+    home = trained.home(folder, monkeypatch)          text and token files; patches the trainer
     trained.train(trained.recipe(home), out, ranks=2) each rank in its own process; `before(rank)` prepares it, for example to die
-    trained.losses(out), trained.tensors(checkpoint)  equal if and only if every bit is
+    trained.losses(out), trained.tensors(checkpoint)  every bit of losses and tensors
 
 Changes that `before` makes in a rank's process end with that process.
 """
@@ -48,7 +48,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
-    """A folder with a text and a cache for token files, and a trainer that ends a run without report, sample and measured speed."""
+    """Return a folder with a text and a cache for token files. Patch the trainer: CPU only, no report, no sample, no measured speed."""
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -100,9 +100,8 @@ def train(
     profile: bool = False,
     own: Callable[[int], dict[str, Any]] = lambda rank: {},
 ) -> list[Any]:
-    """Each rank's summary, "stopped", or the text of its BadInput or of the error that ended all ranks. One rank trains in this process
-    unless `forked` or `before` is given. `own`: a rank's callbacks, data and optimizer.
-    """
+    """Train, and return a result for each rank: its summary, STOPPED, or the text of its BadInput or of the error that ended all ranks. One
+    rank trains in this process, unless `forked` or `before` is given. own: rank -> its callbacks, data and optimizer."""
 
     def work(rank: int) -> Any:
         if before is not None:
@@ -121,7 +120,7 @@ def train(
 
 
 def on_line(step: int, act: Callable[[], Any]) -> None:
-    """In a process that will train: call `act` when it records this step (every rank does, rank 0 alone writes)."""
+    """Make this process, which will train, call `act` when it records step `step`."""
     write = metrics.Records.write
 
     def hooked(self: metrics.Records, line: Any) -> None:
@@ -133,7 +132,7 @@ def on_line(step: int, act: Callable[[], Any]) -> None:
 
 
 def after_step(act: Callable[[trainer.Job], Any]) -> None:
-    """In a process that will train: call `act` with the job as soon as a step is counted, before its line is written."""
+    """Make this process, which will train, call `act` with the job after each step, before the step's line is written."""
     count = trainer.count
 
     def counted(job: trainer.Job, norm: Any) -> None:
@@ -144,12 +143,12 @@ def after_step(act: Callable[[trainer.Job], Any]) -> None:
 
 
 def stop_at(step: int, *, rank: int = 0, number: signal.Signals = signal.SIGTERM) -> Callable[[int], None]:
-    """A `before` that sends a signal to one rank as this step is recorded. The next step's sum carries the flag, and all ranks stop."""
+    """Return a `before` for `train`: rank `rank` gets a signal when it records step `step`, so that all ranks stop after the next step."""
     return lambda this: on_line(step, lambda: os.kill(os.getpid(), number)) if this == rank else None
 
 
 def log_draws(folder: Path, rank: int, attempt: int) -> None:
-    """In a process that will train: record which windows of the text each step draws."""
+    """Make this process, which will train, write the indices of the text's windows that each step draws to a file."""
     batch = TrainSet.batch
 
     def logged(self: TrainSet, step: int, shard: TokenShard) -> Any:
@@ -162,9 +161,7 @@ def log_draws(folder: Path, rank: int, attempt: int) -> None:
 
 
 def draws(folder: Path, ranks: int) -> list[dict[int, list[int]]]:
-    """For each start of the run in order: step -> the windows that all ranks together drew. Empty for a start that ended before its
-    first step.
-    """
+    """Read the files of `log_draws`. Return for each attempt of the run: step -> indices of the windows that all ranks together drew."""
     lives: list[dict[int, list[int]]] = []
     count = 1 + max((int(p.name.split("-")[1]) for p in folder.glob("draws-*")), default=-1)
     for attempt in range(count):
@@ -196,7 +193,7 @@ def events(out: Path) -> list[tuple[str, int]]:
 
 
 def losses(out: Path) -> list[tuple[int, str]]:
-    """(step, every bit of its loss) of each training line."""
+    """Return (step, its loss as text with every bit) for each training line."""
     return [(line["step"], float(line["loss"]).hex()) for line in lines(out)]
 
 
@@ -211,7 +208,7 @@ def checkpoints(out: Path) -> list[int]:
 
 
 def tensors(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every whole logical tensor, regardless of its shards, and the counters and loss scale."""
+    """Return name -> SHA-256 of each whole tensor in a checkpoint, assembled from its shards; also of the counters and the loss scale."""
     reader = Reader(checkpoint)
     found = {}
     for (name, kind), parts in reader.entries.items():
@@ -221,5 +218,5 @@ def tensors(checkpoint: Path) -> dict[str, str]:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder."""
+    """Return path -> SHA-256, for every file below a folder."""
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -1,13 +1,10 @@
-"""The function of each verb. Each imports what it needs, so that wrong input is refused before anything heavy is imported.
-
-This file has the helpers that several of these functions call.
-"""
+"""Helpers of the verbs' functions. These import modules themselves, so that wrong input is refused before anything heavy is imported."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,35 @@ from parallel.store.files import user_path
 
 
 def call(module: str, *words: Any, **flags: Any) -> int:
-    """Call module.main(*words, **flags) with paths in `flags` as text, and return its exit code. None counts as 0."""
+    """Import `module`, call its main(*words, **flags), and return the exit code (None counts as 0). Paths in `flags` are passed as text."""
     texts = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     return int(importlib.import_module(module).main(*words, **texts) or 0)
 
 
 def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows and the entries `more` as JSON to `path` (of --json), unless it is None. Raises BadInput if it cannot be written."""
+    """Write the rows, and the entries `more`, as JSON to the file of --json; nothing if `path` is None. Raises BadInput."""
     if path is not None:
         from moe.records.results import write_json
 
         write_json(path, verb=verb, rows=rows, **more)
 
 
+def check_least(flags: Any, **least: float) -> None:
+    """Raise BadInput for the first flag whose number is below its minimum in `least`. Flags that were not given are skipped."""
+    for name, low in least.items():
+        if (value := getattr(flags, name)) is not None and value < low:
+            raise BadInput(f"--{name}", got=value, needed=f"at least {low}", fix=f"--{name} {low}")
+
+
+def refuse(flags: Mapping[str, object], *, got: str, needed: str) -> None:
+    """Raise BadInput for the first flag that was given. flags: name -> value, or None if the flag was not given."""
+    for name, value in flags.items():
+        if value is not None:
+            raise BadInput(f"--{name}", got=got, needed=needed, fix=f"remove --{name}")
+
+
 def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first flag or word that was given (differs from its default) and is not `allowed`."""
+    """Raise BadInput for the first flag or word that differs from its default and is not in `allowed`."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and getattr(flags, field.name) != field.default:
             shown = "RECIPE" if field.name == "recipe" else f"--{field.name}"
@@ -38,7 +49,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
-    """Return `name` if it is a folder that contains `holds` or `also`. Otherwise raise BadInput for `what` and propose another folder."""
+    """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput for the word `what`, which proposes a folder."""
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     user_path(Path(name) / holds, what=what)

@@ -1,7 +1,4 @@
-"""moe bench: measurements, which are the modules of moe/bench that have a main function.
-
-Their sources are read instead of imported, because importing one imports torch.
-"""
+"""`moe bench`: measurements, which are the modules of moe/bench with a main function. They are parsed, not imported (no torch)."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ import ast
 import dataclasses
 from pathlib import Path
 
-from moe.cli.run import call
+from moe.cli.run import call, check_least
 from moe.cli.verbs import Bench
 from parallel.errors import BadInput, did_you_mean, some
 
 BENCHES = Path(__file__).resolve().parents[2] / "bench"
-# module of a checkout -> former measurements that it now has
+# package in a checkout of moe-parallel -> measurements that moved there from moe/bench
 MOVED = {
     "tests.campaigns": "faults corruption damage disks elastic hangs hostile kills machines preemption recipes restarts",
     "tests.counted": "comm initial resume tiling",
@@ -29,19 +26,17 @@ def bench(flags: Bench, _: dict[str, str]) -> int:
         raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=_instead(flags.name))
     module = bench_file(flags.name)
     asked = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
-    given = {name: value for name, value in asked.items() if value is not None and value is not False}  # keeps 0, which is refused below
+    given = {name: value for name, value in asked.items() if value is not None and value is not False}
     takes = arguments_of_main(module)
-    for name, value in given.items():
+    for name in given:
         if name not in takes:
             flags_there = ", ".join(f"--{t}" for t in takes) or "no flags"
             raise BadInput(f"--{name}", got=f"it for {flags.name}", needed=f"a flag of {flags.name}: {flags_there}", fix=f"remove --{name}")
-        if isinstance(value, int) and value < 1:
-            raise BadInput(f"--{name}", got=value, needed="at least 1", fix=f"--{name} 1")
+    check_least(flags, **{name: 1 for name, value in given.items() if isinstance(value, int)})
     return call(f"moe.bench.{module.parent.name}.{module.stem}", **given)
 
 
 def _instead(name: str) -> str:
-    """Return the fix for an unknown measurement: the command that now has it, or a similar name."""
     for module, names in MOVED.items():
         if name.replace("_", "-") in names.split():
             part = "" if name in ("faults", "planner") else f" {name.replace('_', '-')}"
@@ -51,12 +46,12 @@ def _instead(name: str) -> str:
 
 
 def bench_names() -> list[str]:
-    """Return the names of all measurements: modules with the text of a main function, which is faster to find than to parse."""
+    """Return the names of all measurements. Modules are searched for the text `def main(`, which is faster than to parse them."""
     return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 
 def arguments_of_main(module: Path) -> dict[str, str]:
-    """Return argument of a measurement's main function -> its default as text, "" for None, False and computed defaults."""
+    """Return name -> default, as text, for each argument of a measurement's main function; "" for None, False and computed defaults."""
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             pairs = zip((*node.args.args, *node.args.kwonlyargs), (*node.args.defaults, *node.args.kw_defaults), strict=True)
@@ -71,5 +66,4 @@ def about_bench(name: str) -> str:
 
 
 def bench_file(name: str) -> Path:
-    """Return the file of a measurement."""
     return next(BENCHES.glob(f"*/{name.replace('-', '_')}.py"))

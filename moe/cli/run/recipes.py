@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from moe.cli.run import call, refuse_others, write_rows
+from moe.cli.run import call, check_least, refuse, refuse_others, write_rows
 from moe.cli.verbs import Plan, Recipes, Show
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -44,9 +44,8 @@ def show(flags: Show, overrides: dict[str, str]) -> int:
 def _show_plan(flags: Show, run: Run, origins: dict[str, str]) -> int:
     from moe.checks.advice import check_for_user
 
-    world, rank = 1 if flags.nproc is None else flags.nproc, flags.rank or 0
-    if world < 1:
-        raise BadInput("--nproc", got=world, needed="at least 1", fix="--nproc 1")
+    check_least(flags, nproc=1)
+    world, rank = flags.nproc or 1, flags.rank or 0
     run = check_for_user(run, world, origins)
     if not 0 <= rank < world:
         raise BadInput("--rank", got=rank, needed=f"0 to {world - 1}", fix="--rank 0, or another --nproc")
@@ -72,8 +71,7 @@ def recipes(_: Recipes, __: dict[str, str]) -> int:
 def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
-    if flags.nproc is not None:
-        raise BadInput("--nproc", got="it without --calibrate", needed="--cluster, which gives the number of devices", fix="remove --nproc")
+    refuse({"nproc": flags.nproc}, got="it without --calibrate", needed="--cluster, which gives the number of devices")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
@@ -85,11 +83,8 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
 
 def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
     refuse_others(flags, ("calibrate", "nproc", "out"), got="it with --calibrate", needed="no flags but --out and --nproc")
-    if overrides:
-        key = next(iter(overrides))
-        raise BadInput(f"--{key}", got="it with --calibrate", needed="no recipe values: calibration reads no recipe", fix="remove it")
-    if flags.nproc is not None and flags.nproc < 1:
-        raise BadInput("--nproc", got=flags.nproc, needed="at least 1", fix="--nproc 2")
+    refuse(overrides, got="it with --calibrate", needed="no recipe values: calibration reads no recipe")
+    check_least(flags, nproc=1)
     if flags.out is not None and flags.out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(flags.out), needed="a cluster file, *.yaml", fix=f"--out {flags.out.stem or 'machine'}.yaml")
     return int(importlib.import_module("moe.calibrate.calibrate").main(out=flags.out, nproc=flags.nproc))

@@ -1,4 +1,4 @@
-"""Verbs on a run that exists, and on this toolkit: verify, generate, eval, report, convert."""
+"""Functions of the verbs verify, generate, eval, report and convert."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moe.cli.run import call, refuse_others, run_dir
+from moe.cli.run import call, check_least, refuse, refuse_others, run_dir
 from moe.cli.verbs import Convert, Eval, Generate, Report, Verify
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -26,34 +26,29 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
     if given.pop("debug_collectives"):
         from parallel.mesh.debug_collectives import DEBUG
 
-        os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
+        os.environ[DEBUG] = "20"  # seconds to wait; ranks are forked from this process, so they inherit the variable
     return call("moe.verify.verify", **given)
 
 
 def generate(flags: Generate, _: dict[str, str]) -> int:
-    least = {"tokens": 1, "samples": 1, "temperature": 0, "top_k": 1, "seed": 0, "step": 0}
-    given = _given(flags, least)
+    check_least(flags, tokens=1, samples=1, temperature=0, top_k=1, seed=0, step=0)
+    given = _given(flags)
     return call("moe.train.use.generate", run_dir(given.pop("run_dir"), "checkpoints"), **given)
 
 
 def evaluate(flags: Eval, overrides: dict[str, str]) -> int:
-    given = _given(flags, {"sequences": 0, "step": 0})
+    check_least(flags, sequences=0, step=0)
+    given = _given(flags)
     return call("moe.train.use.evaluate", run_dir(given.pop("run_dir"), "checkpoints"), overrides=overrides, **given)
 
 
-def _given(flags: Any, least: dict[str, int]) -> dict[str, Any]:
-    """Return the flags that were given, by name. Raises BadInput for a number below its minimum in `least`."""
-    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
-    for name, low in least.items():
-        if name in given and given[name] < low:
-            raise BadInput(f"--{name}", got=given[name], needed=f"at least {low}", fix=f"--{name} {low}")
-    return given
+def _given(flags: Any) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
 
 
 def report(flags: Report, _: dict[str, str]) -> int:
     if flags.other is not None:
-        if flags.json is not None:
-            raise BadInput("--json", got="it with two runs", needed="one run: --json lists the files of its report", fix="remove --json")
+        refuse({"json": flags.json}, got="it with two runs", needed="one run: --json lists the files of its report")
         first, second = (Path(run_dir(folder, "metrics.jsonl")) for folder in (flags.run_dir, flags.other))
         print(f"picture: {importlib.import_module('moe.report.compare').beside(first, second)}")
         return exit_codes.DONE
@@ -74,8 +69,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
     if of_transformers(Path(flags.from_run)):
         got, needed = f"{flags.from_run}, a model of transformers", f"hf:{flags.from_run}"
         raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"moe convert {needed} {flags.to_run}")
-    if flags.dtype is not None:
-        raise BadInput("--dtype", got=f"{flags.dtype} without hf:", needed="it only with RUN hf:PATH", fix="remove --dtype")
+    refuse({"dtype": flags.dtype}, got="it without hf:", needed="RUN hf:PATH, whose weights it concerns")
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)
@@ -86,15 +80,12 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
 
 
 def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
-    """Convert a folder of transformers into a run (hf:PATH RUN), or a run into such a folder (RUN hf:PATH)."""
     into = flags.to_run.startswith("hf:")
     if into and flags.from_run.startswith("hf:"):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
     needed = "no flags but --json and --dtype" if into else "no flags but --json, and recipe keys of training"
     allowed = ("from_run", "to_run", "json", *(("dtype",) if into else ()))
     refuse_others(flags, allowed, got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed)
-    if into and overrides:
-        key, needed = next(iter(overrides)), "no recipe values: the run's own recipe is used"
-        raise BadInput(f"--{key}", got="it with RUN hf:PATH", needed=needed, fix=f"remove --{key}")
+    refuse(overrides if into else {}, got="it with RUN hf:PATH", needed="no recipe values: the run's own recipe is used")
     source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
     return call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, dtype=flags.dtype, json=flags.json)

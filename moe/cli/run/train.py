@@ -1,4 +1,4 @@
-"""moe train and moe rehearse: what is checked before processes start."""
+"""Functions of the verbs train and rehearse: checks before processes start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe.cli.run import call
+from moe.cli.run import call, check_least
 from moe.cli.verbs import Rehearse, Train
 from parallel.errors import BadInput
 from parallel.store.files import user_path
@@ -35,7 +35,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     if flags.cluster is not None:
         from moe.plan.machine.cluster import load_cluster
 
-        load_cluster(flags.cluster)  # raises BadInput now for an unknown cluster; the ranks load it again
+        load_cluster(flags.cluster)  # only to raise BadInput for an unknown cluster before ranks start; they load it again
     source = _begins_with(flags, overrides)
     out = None if flags.out is None else user_path(flags.out, what="--out")
     allowed = [key.replace("-", "_") for key in flags.allow_change]
@@ -46,7 +46,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    if not (alone and _is_rank(os.environ)):  # otherwise this is a rank, which checks with its launcher's world size
+    if not (alone and _is_rank(os.environ)):  # a rank of another launcher checks later, with that launcher's number of ranks
         check_for_user(run, world, origins)
         check_installed(run)
         check_begins(run, _out(flags), fresh=flags.fresh, source=source)
@@ -62,10 +62,8 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
 
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
-    """Return the folder from which weights are loaded (--init_from); None without this flag.
-
-    For hf:PATH this is RUN/base, and PATH is converted into it now, unless the run already has a checkpoint.
-    """
+    """Return the folder from which a new run loads its weights (--init_from); None without this flag.
+    For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint."""
     from moe.checks.begins import has_checkpoint
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
@@ -106,7 +104,6 @@ def _out(flags: Train) -> Path:
 
 
 def _check_restarts(flags: Train) -> None:
-    """Refuse --restarts if another launcher started this rank, or if ranks run on other machines. Raises BadInput."""
     if not flags.restarts:
         return
     if flags.restarts < 0:
@@ -122,16 +119,13 @@ def _check_restarts(flags: Train) -> None:
 
 
 def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
-    """Return (the recipe for `world` processes, smaller numbers of processes with which it can continue, degrees.dp at full size).
-
-    Raises BadInput if --elastic is below 1 or comes without --restarts, or if no smaller number is possible.
-    """
+    """Return (the recipe for `world` processes, smaller numbers of processes with which the run can continue, degrees.dp as planned).
+    Raises BadInput if --elastic is below 1 or comes without --restarts, or if no smaller number is possible."""
     from moe.checks.advice import check_for_user
     from moe.launch import elastic
 
     assert flags.elastic is not None
-    if flags.elastic < 1:
-        raise BadInput("--elastic", got=flags.elastic, needed="the minimum number of processes, at least 1", fix="--elastic 1")
+    check_least(flags, elastic=1)
     if not flags.restarts:
         needed = "--restarts N too: the run continues with fewer processes after N restarts without a new checkpoint"
         raise BadInput("--elastic", got="it without --restarts", needed=needed, fix=f"--restarts 3 --elastic {flags.elastic}")

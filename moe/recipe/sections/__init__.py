@@ -1,9 +1,5 @@
-"""The sections of a recipe: small, frozen, one per concern (no torch here).
-
-    Run = model + experts + router + degrees + sharding + ... + train
-    check_run(run, world)  refuses valid values that do not fit together (moe/checks/together.py): one line, what, got, needed, fix
-
-`Run` is also the library's entry: `train(Run(...))` never reads argv. moe/recipe/load.py reads YAML and flags into a Run.
+"""The sections of a recipe, which is a `Run`. moe/recipe/load.py reads a Run from YAML and flags; `check_run` (moe/checks/together.py)
+refuses values that do not work together; in Python, `train(Run(...))` trains a recipe without a command line.
 """
 
 from moe.recipe.section import Section

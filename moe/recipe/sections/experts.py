@@ -21,14 +21,14 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     skip: int = key(0, "additional choices that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function")
     zero: int = key(0, "additional choices that add nothing (MoE++)", ge=0, le=100_000, alters="function")
     biases: bool = key(False, "biases after the products of each expert (GPT-OSS)")
-    shared: int = key(0, "experts that every token passes, as one wider network", ge=0)
+    shared: int = key(0, "number of experts that compute every token, stored as one wider network", ge=0)
     shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
-    shared_gate: bool = key(False, "the shared network times sigmoid(w x), as in Qwen2-MoE", of="experts.shared")
+    shared_gate: bool = key(False, "the shared experts' output is multiplied by sigmoid(w x) (Qwen2-MoE)", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
     dropout: float = key(0.0, "of hidden units in the experts; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
-    rebalance_every: int = key(0, "steps between moves of experts that even out the ranks' load; 0: never", ge=0, alters="cost")
+    rebalance_every: int = key(0, "steps after which experts move between ranks to equalise their load; 0: never", ge=0, alters="cost")
     kernels: Literal["auto", "reference", "cpu", "triton"] = key("auto", alters="cost")
-    products: ClassVar[str] = "plain"  # the only policy of moe/kernels/products.py, so it is no key
+    products: ClassVar[str] = "plain"  # name in moe/kernels/products.py, which has only this one, so that a key would have no choice
 
     @field_validator("num_experts")
     @classmethod
@@ -38,41 +38,39 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
         return value
 
     def of_layer(self, nth: int) -> int:
-        """Number of experts in layer number `nth`, from 0, of the layers with experts."""
+        """Return the number of experts in the `nth` MoE layer, counted from 0."""
         return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
 
     @property
     def free(self) -> int:
-        """Number of choices that are no experts: `skip` and `zero`."""
+        """Number of choices without computation that a router has in addition to the experts: `skip` + `zero`."""
         return self.skip + self.zero
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of experts in each layer with experts; a single number if all of them have the same."""
+        """Number of experts in each MoE layer; a tuple of one number if it is the same in all of them."""
         return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
 class _Published(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
-    """The first key of the section `router`."""
+    """Declares `router.preset`, as a base class, so that it is the first key of the section."""
 
     preset: Literal[
         "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
         "llama4", "nllb", "deepspeed", "megatron", "expert_choice",
-    ] = key("switch", "a published router, with all its values", alters="name")  # fmt: skip
+    ] = key("switch", "a published router, from which all keys of the section take their values", alters="name")  # fmt: skip
 
 
 class Router(RouterSpec, _Published):
-    """A published router by name, with this recipe's changes: Router(preset="glam", jitter=0.1) has GLaM's values except for jitter.
+    """A published router with changes: Router(preset="glam", jitter=0.1) has GLaM's values except for jitter. The value "preset" of a key
+    stands for the published router's value."""
 
-    A key with the value "preset" has the published router's value.
-    """
-
-    allow_noncausal: bool = key(False, "train a router that looks at later tokens when it chooses", alters="training")
+    allow_noncausal: bool = key(False, "permit a router whose choice for a token depends on later tokens", alters="training")
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Fill keys that are missing, or that are "preset", with the preset's values."""
+        """Return the values, with the preset's value for each key that is missing or "preset"."""
         if not isinstance(values, dict):
             return values
         own = {key: value for key, value in values.items() if value != "preset"}
@@ -81,20 +79,20 @@ class Router(RouterSpec, _Published):
 
     @model_serializer(mode="wrap")
     def _as_written(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write "preset" for the preset's values: if another preset is chosen for the written recipe, it decides them."""
+        """Return the section's values with "preset" for each value that is the preset's, so that a recipe can change its preset later."""
         return {key: "preset" if key in RouterSpec.model_fields and key not in self.own else value for key, value in inner(self).items()}
 
     @property
     def own(self) -> dict[str, Any]:
-        """Keys and values that differ from the preset's."""
+        """Key -> value, for the keys whose value differs from the preset's."""
         return {key: getattr(self, key) for key, value in PRESETS[self.preset] if getattr(self, key) != value}
 
 
 class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe_layers"):
-    """How rows are sent to the ranks that hold their experts, and back. All kinds give the same numbers."""
+    """How tokens are sent to the ranks that hold their experts, and how results are sent back. All kinds give the same numbers."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
-        "auto", "auto: all_to_all; if one rank holds every expert, no rows are sent whatever is set"
+        "auto", "auto: all_to_all. No kind sends anything if each rank holds all experts (degrees.ep 1)"
     )
-    overlap_chunks: int = key(1, "of all_to_all: chunks of a rank's experts; one is computed while the next is exchanged", gt=0)
+    overlap_chunks: int = key(1, "of all_to_all: chunks of a rank's experts; one computes while the next one's tokens are exchanged", gt=0)
     node_size: int | None = key(None, "of hierarchical: ranks of the ep axis that share a node", gt=0)

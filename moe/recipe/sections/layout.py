@@ -1,4 +1,4 @@
-"""Sections of a recipe that say how the work is split, what is computed again, and in which dtypes."""
+"""Sections of a recipe for parallelism, sharding, tiling, recomputation and dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from parallel.sequence.order import Places
 
 
 class Parallel(Section, alters="cost"):
-    """Ways to split the work. `auto` dp uses all processes; `auto` ep is the largest divisor of dp * sp * tp / etp and of the experts."""
+    """Degrees of parallelism. dp auto: all processes are used. ep auto: the largest common divisor of dp * sp * tp / etp and the number of
+    experts."""
 
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
@@ -24,7 +25,7 @@ class Parallel(Section, alters="cost"):
 
 
 class Offload(Section, alters="cost"):
-    """Where states are stored that do not stay on the device."""
+    """Places other than the device in which ZeRO stores optimizer states and weights."""
 
     optimizer: Literal["none", "cpu", "nvme"] = key("none", "of zero: optimizer states (master weights, moments); nvme: stage 3")
     parameters: Literal["none", "cpu", "nvme"] = key("none", "of zero stage 3: a rank's shard of the working weights")
@@ -39,15 +40,15 @@ class Sharding(Section, alters="cost"):
     offload: Offload = Offload()
     reshard: bool = key(True, "free weights after the forward pass, and gather them again", of="sharding.kind=fsdp or sharding.engine=fsdp")
     prefetch: int = key(1, "number of blocks gathered ahead of the running one", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp")
-    allow_slow: bool = key(False, "of fsdp and zero 2, 3 with degrees.pp above 1: run it, as FSDP without reshard")
+    allow_slow: bool = key(False, "permit fsdp and zero stages 2, 3 with degrees.pp above 1, where FSDP keeps weights gathered")
 
     @property
     def named(self) -> EngineKind:
-        """The engine that `kind` and `stage` name."""
+        """The engine of `kind` and `stage`."""
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1) -> EngineKind:
-        """Return the engine that runs: sharding.engine, else `named`; with pipeline stages (pp > 1), the one that replaces it, if any."""
+        """Return the engine that runs: the one of sharding.engine, or `named`. With pipeline stages (pp > 1) another may replace it."""
         chosen = ENGINES.get(self.engine, self.named)
         return ENGINES[chosen.with_stages] if pp > 1 and chosen.with_stages else chosen
 
@@ -56,14 +57,14 @@ class Tensor(Section, alters="cost"):
     kind: Literal["1d", "2d", "2.5d", "3d", "dtensor", "copied"] = key(
         "1d",
         "1d: heads, hidden units and vocabulary over tp (Megatron-LM); 2d (q x q ranks), 2.5d (depth x q x q), 3d (q x q x q): "
-        "weights and activations in blocks; dtensor: 1d by torch's DTensor; copied: each rank of tp has all weights and "
-        "the same tokens, a check of engines",
+        "weights and activations in blocks; dtensor: 1d by torch's DTensor; copied: every rank of tp has all weights and "
+        "reads the same tokens, to test engines",
     )
     depth: int | None = key(None, "number of grids of q x q ranks; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
     sequence_parallel: bool = key(
-        False, "of 1d and dtensor: in norms, dropout and between layers, a rank of tp has a shard of every sequence"
+        False, "of 1d and dtensor: each rank of tp has a shard of every sequence in norms, in dropout and between layers"
     )
-    overlap_chunks: int = key(1, "of 1d: chunks of tokens in a layer's products; one is computed while another is summed or gathered", gt=0)
+    overlap_chunks: int = key(1, "of 1d: chunks of a layer's tokens; one is multiplied while another is all-reduced or gathered", gt=0)
 
 
 class Sequence(Section, alters="cost"):
@@ -71,49 +72,49 @@ class Sequence(Section, alters="cost"):
 
     kind: sequences.Named = key("ring", sequences.described())
     order: Places | None = key(None, "positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous")
-    heads: int = key(1, "ranks of sp in a group that exchanges tokens for heads (Ulysses) inside the ring; ulysses: all", gt=0)
-    keep_attention: bool = key(False, "of recompute.kind full: keep attention's output, so that keys are not sent a second time")
+    heads: int = key(1, "number of ranks in each Ulysses group (tokens exchanged for heads) inside the ring; ulysses: all of sp", gt=0)
+    keep_attention: bool = key(False, "with recompute.kind full: store attention's output, so that keys are not sent a second time")
 
     def heads_of(self, sp: int) -> int:
-        """Return the number of ranks in a group that exchanges tokens for heads, if `sp` ranks share a sequence."""
+        """Return the number of ranks in each Ulysses group (tokens exchanged for heads), for `sp` ranks of sequence parallelism."""
         return sp if self.named.trades_heads else self.heads if sp > 1 else 1
 
     @property
     def named(self) -> SequenceKind:
-        """The method that `kind` names."""
+        """The method of `kind`."""
         return sequences.SEQUENCES[self.kind]
 
     @property
     def position_order(self) -> Places:
-        """The recipe's order of positions, or the first one that the kind can have."""
+        """`order`, or by default the first one that the method supports."""
         return self.order or self.named.orders[0]
 
 
 class Pipeline(Section, alters="cost"):
-    """Layers cut into stages on degrees.pp ranks. Without stages only `microbatches` has an effect."""
+    """The pipeline over degrees.pp ranks: its stages, micro-batches and schedule. With degrees.pp 1 only `microbatches` has an effect."""
 
     schedule: str = key("1f1b", "a name that moe simulate lists, or a file of actions, *.csv", alters="training")
-    microbatches: int = key(1, "micro-batches in each rank's share of the batch; gradients accumulate", gt=0, le=100_000)
-    chunks: int | None = key(None, "stages of a rank; null: the schedule's own number, 2 if it can vary", gt=0, le=10_000)
-    layers: tuple[int, ...] | None = key(None, "number of layers of each stage; null: cut by FLOPs")
+    microbatches: int = key(1, "micro-batches in each data-parallel rank's part of the batch; gradients accumulate", gt=0, le=100_000)
+    chunks: int | None = key(None, "stages on each rank; null: the schedule's number, 2 if it allows a choice", gt=0, le=10_000)
+    layers: tuple[int, ...] | None = key(None, "number of layers in each stage; null: stages get about equal FLOPs")
     drain_every: int = key(16, "of pipedream and two_bw: steps after which the pipeline is emptied", gt=0, le=1000, alters="training")
-    vertical_sync: bool = key(False, "of pipedream: every stage reads the weights of the step that the first one reads", alters="training")
-    pipelines: int | None = key(None, "of chimera: pipelines through the same ranks, half of them in each direction; null: 2", gt=1)
-    energy_plan: str | None = key(None, "a file by moe energy --out: its order, and its clocks if NVML may set them")
+    vertical_sync: bool = key(False, "of pipedream: all stages use the first stage's weight version for a micro-batch", alters="training")
+    pipelines: int | None = key(None, "of chimera: number of pipelines on the same ranks, half of them in each direction; null: 2", gt=1)
+    energy_plan: str | None = key(None, "a file from moe energy --out: run its order of actions, with its GPU clocks if NVML permits")
 
 
 class Tiling(Section, alters="cost"):
-    """Large matrices cut into tiles, each a separate parameter that an engine gathers, updates and frees on its own."""
+    """Large matrices are cut into tiles. Each tile is a separate parameter, which an engine gathers, updates and frees alone."""
 
-    ffn: int = key(1, "tiles of feed-forward networks and experts, by hidden units", gt=0)
-    head: int = key(1, "tiles of the embedding table and the vocabulary projection, by tokens of the vocabulary", gt=0)
+    ffn: int = key(1, "tiles of feed-forward networks and experts, cut along the hidden units", gt=0)
+    head: int = key(1, "tiles of the embedding table and the vocabulary projection, cut along the vocabulary", gt=0)
 
 
 class Recompute(Section, alters="cost"):
-    """Activations that are computed again in the backward pass instead of kept."""
+    """Activations that are recomputed in the backward pass instead of stored."""
 
     kind: Literal["none", "full", "selective"] = key("none", "full: whole blocks; selective: their feed-forward or MoE part")
-    every: int = key(1, "of every n-th block (2: blocks 0, 2, ...)", gt=0, off_without="recompute.kind")
+    every: int = key(1, "recompute every n-th block only (2: blocks 0, 2, ...)", gt=0, off_without="recompute.kind")
     loss_chunks: int = key(1, "chunks of tokens for logits and cross-entropy, computed again in the backward pass", gt=0)
 
     def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:

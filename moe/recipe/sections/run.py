@@ -1,4 +1,4 @@
-"""A whole recipe, and what follows from several of its sections together."""
+"""`Run`: a whole recipe, and values that are computed from several of its sections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel.mesh.mesh import Degrees, divisors
 
 
 class Run(Section):
-    """A whole recipe."""
+    """A whole recipe: one field for each section."""
 
     model: Model = Model()
     experts: Experts = Experts()
@@ -42,16 +42,16 @@ class Run(Section):
 
     @property
     def least_vocab_size(self) -> int:
-        """Number of the tokenizer's ids and of span corruption's sentinels."""
+        """Smallest possible size of the vocabulary: the tokenizer's ids and span corruption's sentinels."""
         return (256 if self.data.tokenizer == "bytes" else self.data.vocab_size) + self.num_sentinels
 
     @property
     def num_sentinels(self) -> int:
-        """Number of ids at the end of the vocabulary that stand for hidden spans."""
+        """Number of sentinels: ids at the end of the vocabulary, each of which replaces a hidden span (0 without span corruption)."""
         return self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
 
     def plugins(self) -> dict[str, str]:
-        """Return the recipe's plugins, module:name, by key."""
+        """Return key -> module:name, for the plugins that the recipe uses."""
         keys = [key for key in GROUPS if not key.startswith("router.") or self.model.layers_with_experts()]
         values = {key: attrgetter(key)(self) for key in keys}
         return {key: value for key, value in values.items() if is_plugin(value)}

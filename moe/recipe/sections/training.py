@@ -14,7 +14,7 @@ class Source(Section):
     """One of several sources of text."""
 
     path: str
-    weight: float = Field(gt=0, lt=1e18, description="its share of the sequences is this over the sum of all sources' weights")
+    weight: float = Field(gt=0, lt=1e18, description="share of the sequences, relative to the sum of all sources' weights")
     text_key: str | None = Field(None, description="the field or column that holds the text; null: data.text_key")
 
 
@@ -23,7 +23,7 @@ class Data(Section, alters="training"):
         "python_stdlib", "text and jsonl need path; given: from Python, train(run, data=...)"
     )
     path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
-    sources: tuple[Source, ...] = key((), "instead of path: several, as {path, weight} or {path, weight, text_key}")
+    sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight} or {path, weight, text_key}")
     text_key: str = key("text", "the field of a JSONL line, or the column of a table, that holds the text")
     tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
     vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
@@ -46,18 +46,18 @@ class Data(Section, alters="training"):
 class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
     """Settings of K-FAC: how its factors (covariances of inputs and of gradients) are estimated and damped."""
 
-    damping: float = key(0.3, "its square root is added to each factor, scaled to mean eigenvalue 1", gt=0, le=1e6)
-    ema: float = key(0.5, "share of the old factors that is kept at a refresh", ge=0, lt=1)
-    refresh_every: int = key(5, "steps from one update of factors to the next; inverses are stale between", gt=0)
-    delay: int = key(0, "steps until new inverses are used, so that pipeline bubbles can compute them", ge=0)
-    experts: bool = key(True, "false: experts' matrices take AdamW's steps")
+    damping: float = key(0.3, "sqrt(damping) is added to the eigenvalues of each factor, whose mean is scaled to 1", gt=0, le=1e6)
+    ema: float = key(0.5, "weight of the old factors in the moving average at a refresh", ge=0, lt=1)
+    refresh_every: int = key(5, "steps between two updates of the factors and their inverses", gt=0)
+    delay: int = key(0, "steps until new inverses are used, so that they can be computed in pipeline bubbles", ge=0)
+    experts: bool = key(True, "false: AdamW updates the experts' matrices")
 
 
 class Muon(Section, alters="training", of="optimizer.kind=muon", gone={"nesterov": True, "iterations": 5}):
-    """Settings of Muon, for matrices; embedding, head, router, gates and norms take AdamW's steps."""
+    """Settings of Muon, which updates matrices. AdamW updates the embedding, head, router, gates and norms."""
 
     momentum: float = key(0.95, ge=0, lt=1)
-    scale: Literal["rms", "spectral"] = key("rms", "rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
+    scale: Literal["rms", "spectral"] = key("rms", "factor on steps; rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
     lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
 
 
@@ -67,7 +67,7 @@ _GONE_OF_ADAFACTOR = {"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-3
 class Adafactor(Section, alters="training", of="optimizer.kind=adafactor", gone=_GONE_OF_ADAFACTOR):
     """Settings of Adafactor."""
 
-    step: Literal["relative", "absolute"] = key("relative", "relative: times the root mean square of the weights")
+    step: Literal["relative", "absolute"] = key("relative", "relative: the step is multiplied by the root mean square of the weights")
 
 
 class Sgd(Section, alters="training", of="optimizer.kind=sgd", gone={"nesterov": False}):
@@ -80,7 +80,7 @@ class Optimizer(Section, alters="training"):
     """The optimizer, its learning rate and its weight decay. No weight decay on norms, biases and the router."""
 
     kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = key(
-        "adamw", "kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices; given: from Python"
+        "adamw", "kfac: K-FAC's direction with AdamW's length; muon: orthogonalised steps of matrices; given: an object from Python"
     )
     lr: float = key(1e-3, gt=0, le=1e3)
     beta1: float = key(0.9, ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
@@ -89,7 +89,7 @@ class Optimizer(Section, alters="training"):
     weight_decay: float = key(0.1, ge=0, le=1e3)
     warmup_steps: int = key(50, ge=0)
     schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = "cosine"
-    decay_share: float = key(0.2, "the last share of the steps, where the rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd")
+    decay_share: float = key(0.2, "last share of the steps, in which the rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd")
     min_lr_share: float = key(0.1, ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
     clip_norm: float | None = key(1.0, ge=1e-8)
     kfac: Kfac = Kfac()
@@ -104,12 +104,12 @@ class Optimizer(Section, alters="training"):
 
 
 class Lora(Section, alters="shape"):
-    """LoRA adapters: two narrow matrices for each frozen one. The frozen weights are loaded from another run (--init_from)."""
+    """LoRA adapters: two narrow matrices, which are trained, for each frozen one. Frozen weights come from another run (--init_from)."""
 
-    rank: int = key(0, "W + alpha / rank B A replaces W; 0: no adapters, all weights are trained", ge=0, le=100_000)
+    rank: int = key(0, "rank of B A in W + (alpha / rank) B A, which replaces W; 0: no adapters, all weights are trained", ge=0, le=100_000)
     alpha: float = key(16.0, gt=0, le=1e6, alters="function", of="lora.rank")
     targets: Annotated[tuple[Literal["attention", "experts", "dense"], ...], OneOrMore] = key(
-        ("attention",), "modules that get adapters; dense: networks that are no experts, shared and residual ones too", of="lora.rank"
+        ("attention",), "modules that get adapters; dense: all networks but experts, also shared and residual ones", of="lora.rank"
     )
 
     @property
@@ -124,16 +124,16 @@ class Train(Section, alters="cost"):
     eval_sequences: int = key(64, gt=0)
     save_every: int = key(100, "steps; 0: only at the end", ge=0)
     keep: int = key(2, "newest checkpoints kept", gt=0)
-    save_mode: Literal["sync", "async"] = key("sync", "async: steps continue while a copy in host memory is written")
+    save_mode: Literal["sync", "async"] = key("sync", "async: training continues while a copy of the state in host memory is written")
     grace_s: float = key(600.0, "seconds that ranks have after a signal to end their step and save", ge=1, le=86_400)
     timeout_s: float | None = key(None, "seconds of waiting for other ranks before the run ends; null: gloo 120, NCCL 600", ge=1, le=86_400)
     seed: int = key(0, ge=0, alters="training")
     audit_every: int = key(0, "steps between audits for silent corruption: a step is computed twice, copies are compared; 0: never", ge=0)
     compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
-    deterministic: bool = key(False, "the same run twice gives the same bits, or says what cannot")
+    deterministic: bool = key(False, "two runs give the same bits; an operation that cannot do this raises an error")
     on_nan: Literal["skip", "stop"] = key("skip", "reaction to a gradient that is not finite", alters="training")
-    max_skips: int = key(20, "skipped steps in a row before the run stops (dynamic loss scale: at its floor)", gt=0, alters="training")
-    sample_tokens: int = key(160, "tokens of a text that the model writes after the last step; 0: none", ge=0, le=10_000)
-    measure_speed: bool = key(True, "after the last step: time plain matrix products, to report the run's share of their speed")
-    report: bool = key(True, "after the last step: pictures and page; false: moe report makes them")
-    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = key((), "in addition to TensorBoard")
+    max_skips: int = key(20, "skipped steps in a row before the run stops (dynamic loss scale: at its minimum)", gt=0, alters="training")
+    sample_tokens: int = key(160, "number of tokens that the model generates as a sample after the last step; 0: none", ge=0, le=10_000)
+    measure_speed: bool = key(True, "after the last step, time plain matrix products, to report the run's FLOP/s as a share of theirs")
+    report: bool = key(True, "draw pictures and the HTML page after the last step; moe report can draw them later")
+    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = key((), "also send metrics to these")

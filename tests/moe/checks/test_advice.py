@@ -1,7 +1,5 @@
-"""Advice that a line gives works: it is applied, and the recipe is accepted. Sizes and degrees are set by hand, truths are counted here.
-
-It alone would notice a fix that names what is there already, that needs other processes than there are, or that leads to the next
-refusal; and the sample of `python -m tests.campaigns recipes`, which makes shipped recipes wrong in every way it has.
+"""The fix in an error message works: after the proposed change, the recipe is accepted. The last tests are a sample of
+`python -m tests.campaigns recipes`, which puts mistakes of many kinds into the shipped recipes.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ def test_keys_of_experts_in_a_dense_model_are_refused_where_they_are_said(tmp_pa
     (tmp_path / "own.yaml").write_text("extends: dense_tiny\nrouter: {jitter: 0.1}\n")
     with pytest.raises(BadInput, match="router.jitter"):
         load(tmp_path / "own.yaml")
-    assert load("switch_tiny", {"model.moe_every": "0"})[0].router.jitter == 0.01  # turned off on purpose
+    assert load("switch_tiny", {"model.moe_every": "0"})[0].router.jitter == 0.01  # kept: the command line makes the model dense on purpose
 
 
 def test_a_warm_up_above_the_steps_is_refused_where_it_is_said(tmp_path: Path) -> None:
@@ -82,7 +80,7 @@ def test_a_warm_up_above_the_steps_is_refused_where_it_is_said(tmp_path: Path) -
     (tmp_path / "own.yaml").write_text("extends: dense_tiny\noptimizer: {warmup_steps: 30}\ntrain: {steps: 20}\n")
     with pytest.raises(BadInput, match="optimizer.warmup_steps"):
         load(tmp_path / "own.yaml")
-    assert load("dense_tiny", {"train.steps": "20"})[0].optimizer.warmup_steps == 50  # a run cut short
+    assert load("dense_tiny", {"train.steps": "20"})[0].optimizer.warmup_steps == 50  # kept: the command line shortens the run on purpose
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,8 @@ def test_what_another_choice_leaves_unread_is_refused(key: str, value: str, besi
 
 
 def test_a_recipe_that_a_run_left_says_all_its_keys_whether_they_are_read_or_not(tmp_path: Path) -> None:
-    """Keys that were added after the run are included. A value on the command line counts as the user's choice."""
+    """A run's recipe.yaml, which has values without effect and lacks a newer key, loads as the same recipe. A value without effect on the
+    command line is refused."""
     run, origins = load("switch_tiny", {"model.moe_every": "0"})
     left = tmp_path / "recipe.yaml"
     lines = resolved_yaml(run, origins).splitlines(keepends=True)
@@ -114,7 +113,7 @@ def test_a_recipe_that_a_run_left_says_all_its_keys_whether_they_are_read_or_not
 def test_a_bad_recipe_is_one_line_and_its_advice_works(kind: recipes.Kind, tmp_path: Path) -> None:
     told, mended = recipes.of_kind(kind, 6, tmp_path)
     assert told.problems == [] and told.tried == 6
-    if not kind.name.startswith("two "):  # two mistakes that have nothing to do with each other take two lines
+    if not kind.name.startswith("two "):  # two independent mistakes are reported one after the other, so one fix does not mend both
         assert mended.lost <= 0.05 * mended.tried + 1, mended.problems
 
 
@@ -122,7 +121,7 @@ def test_advice_that_leaves_a_value_unread_is_not_told() -> None:
     bad = BadInput("degrees.ep", got="2", needed="experts", fix=Set("model.moe_every", 0) | Set("degrees.ep", 1))
     changed = {"degrees.ep": "2", "router.jitter": "0.1"}
     run, origins = load("switch_tiny", changed)
-    assert "moe_every" not in str(tried(bad, run, 1, origins).fix)  # it would make router.jitter a value in a dense model
+    assert "moe_every" not in str(tried(bad, run, 1, origins).fix)  # in a dense model, router.jitter of the command line has no effect
 
 
 def test_where_nothing_works_no_value_is_told() -> None:

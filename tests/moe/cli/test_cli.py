@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from moe import __version__
 from moe.cli import doctor, verbs
 from moe.cli import main as cli
-from moe.cli.flags import check_words
-from moe.cli.parse import SHELLS, about
-from moe.cli.parse import parse as parse_verb
+from moe.cli.flags import read_words
+from moe.cli.help import SHELLS, about
 from moe.cli.run import bench
 from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
@@ -43,11 +42,11 @@ def moe(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, "-m", "moe", *words], capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
 
 
-# --- starting and helping --------------------------------------------------------------------------------------------
+# --- help and completion ---------------------------------------------------------------------------------------------
 
 
 def test_help_takes_less_than_three_tenths_of_a_second_and_loads_nothing_heavy() -> None:
-    """Processor time, the best of three, because wall time depends on other load."""
+    """Measured in processor time, the smallest of three, because wall time depends on other load."""
     used = []
     for _ in range(3):
         before = os.times()
@@ -76,7 +75,7 @@ def test_help_of_a_verb_lists_its_flags(verb: str, capsys: pytest.CaptureFixture
 
 
 def test_help_has_no_gap_where_a_docstring_begins_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of all verbs, and in the list of them: no two spaces within a sentence."""
+    """Help texts of verbs, whose docstrings have line breaks, contain no two spaces in a row."""
     assert cli.main(["--help"]) == 0
     assert "of Hugging Face's transformers" in " ".join(line.strip() for line in capsys.readouterr().out.splitlines())
     for kind in verbs.VERBS.values():
@@ -108,7 +107,7 @@ def test_bash_completes_verbs_dotted_keys_and_choices(tmp_path: Path) -> None:
 
 
 def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every flag and choice in bash's script is accepted by the command line's parser; the other shells have the same table."""
+    """Every flag and choice in bash's completion script is accepted by `read_words`; the scripts of other shells have the same table."""
     tables = []
     for shell in SHELLS:
         assert cli.main(["--tyro-print-completion", shell]) == 0
@@ -131,7 +130,7 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
             for value in option.get("choices") or ([None] if option["type"] == "flag" else ["1"]):
                 given = flag if value is None else f"{flag}={value}"
                 if "." not in flag:
-                    assert check_words(verb, verbs.VERBS[verb], [*needed, given])
+                    assert read_words(verb, verbs.VERBS[verb], [*needed, given])
                 elif option.get("choices") and verb == "train":
                     load("switch_tiny", take_overrides([given])[1])
                 else:
@@ -139,7 +138,7 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
 
 
 def known(table: dict[str, Any]) -> dict[str, Any]:
-    """The offered words by verb, without the order of choices, which is tyro's."""
+    """Return verb -> its completions, with sorted choices, because tyro's order differs from shell to shell."""
     return {verb: [(o["flags"], o["type"], sorted(o.get("choices") or [])) for o in spec["options"]] for verb, spec in table.items()}
 
 
@@ -150,7 +149,7 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_come_into_a_pipe_as_they_are_made() -> None:
-    """Output of `moe verify | tee log` must not be buffered: here a verb prints a row and then waits until it was read."""
+    """A printed row is readable from a pipe (`moe verify | tee log`) immediately: the verb here prints a row, then waits for input."""
     program = (
         "import sys; from moe.cli import main; main.FUNCTIONS['recipes'] = lambda *_: print('row') or len(input()); main.main(['recipes'])"
     )
@@ -163,7 +162,7 @@ def test_rows_come_into_a_pipe_as_they_are_made() -> None:
             process.stdin.close()
 
 
-# --- reading the line ------------------------------------------------------------------------------------------------
+# --- words of the command line ---------------------------------------------------------------------------------------
 
 
 def test_recipe_values_may_stand_anywhere_in_any_spelling() -> None:
@@ -218,63 +217,12 @@ def test_a_step_that_cannot_be_meant_is_refused(
     assert capsys.readouterr().err.replace("from-step", "from_step").startswith(f"error: {said}, needed") and not list(tmp_path.iterdir())
 
 
-def test_checked_words_mean_the_same_to_tyro() -> None:
-    words = check_words("generate", verbs.Generate, ["runs/x", "--temperature", "0.5", "--prompt=- a --b", "--tokens=7"])
-    got = parse_verb("generate", words, benches=[])
-    assert got == verbs.Generate("runs/x", prompt="- a --b", tokens=7, temperature=0.5)
-    words = check_words("train", verbs.Train, ["--nproc", "2", "r", "--fresh", "--launcher", "torchrun", "--out", "a=b"])
-    assert parse_verb("train", words, benches=[]) == verbs.Train("r", nproc=2, fresh=True, launcher="torchrun", out=Path("a=b"))
-
-
-def test_a_complaint_of_tyro_alone_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "check_words", lambda verb, kind, words: words)
-    assert cli.main(["verify", "--nproc", "two"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: moe verify: got ") and len(said.splitlines()) == 1 and "two" in said
-
-
-# --- verbs -----------------------------------------------------------------------------------------------------------
-
-
-def test_recipes_are_listed_with_their_first_comment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["recipes"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["recipe", "parameters", "a", "token"]
-    assert [line.split()[0] for line in lines] == [*recipe_names(), *published_names()]
-    assert {line.split()[0]: line.split()[1:5] for line in lines}["switch_tiny"] == ["2.69", "M", "855", "k"]  # as a run's table says
-    for line in lines:
-        name, *_, about = line.split(maxsplit=5)
-        assert about == (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
-
-
-@pytest.mark.parametrize("recipe", [*recipe_names(), *published_names()])
-def test_show_prints_a_recipe_that_reads_back_the_same(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["show", recipe, "--train.steps", "7"]) == 0
-    text = capsys.readouterr().out
-    assert "steps: 7" in text and "# command line" in text
-    assert text.startswith("# ") and text.splitlines()[0].endswith("active for a token")
-    path = tmp_path / "shown.yaml"
-    path.write_text(text)
-    run, origins = load(recipe, {"train.steps": "7"})
-    assert load(str(path))[0] == run
-    for dotted in known_keys():
-        *sections, key = dotted.split(".")
-        part = text
-        for section in sections:
-            part = part.split(f"{section}:\n", 1)[1]
-        line = next(line for line in part.splitlines() if line.strip().startswith(f"{key}:"))
-        assert line.endswith(f"# {origins[dotted]}")
-
-
-def test_show_writes_json(tmp_path: Path) -> None:
-    path = tmp_path / "shown.json"
-    assert cli.main(["show", "switch_tiny", "--json", str(path), "--degrees.ep", "2"]) == 0
-    value = json.loads(path.read_text())
-    assert {"verb", "commit", "hardware", "rows", "passed", "failed"} <= value.keys() and value["verb"] == "show"
-    rows = {row["key"]: (row["value"], row["origin"]) for row in value["rows"]}
-    assert set(rows) == set(known_keys())
-    assert (value["parameters_total"], value["parameters_active"]) == (2_690_176, 855_168)
-    assert rows["degrees.ep"] == (2, "command line") and rows["model.moe_every"] == (2, "switch_tiny.yaml")
+def test_words_become_the_dataclass_of_a_verb() -> None:
+    words = ["runs/x", "--temperature", "0.5", "--prompt=- a --b", "--tokens=7"]
+    assert read_words("generate", verbs.Generate, words) == verbs.Generate("runs/x", prompt="- a --b", tokens=7, temperature=0.5)
+    words = ["--nproc", "2", "r", "--fresh", "--launcher", "torchrun", "--out", "a=b", "--allow-change", "k", "--allow_change=l"]
+    expected = verbs.Train("r", nproc=2, fresh=True, launcher="torchrun", out=Path("a=b"), allow_change=("k", "l"))
+    assert read_words("train", verbs.Train, words) == expected
 
 
 def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +239,7 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
     assert cli.main(["train", "switch_tiny", "--launcher", "torchrun"]) == 1
     assert cli.main(["train", "switch_tiny", "--nproc", "2", "--debug-collectives"]) == 1
     allowed = ["model.num_heads", "router.gates"]
-    words = ["--allow-change", allowed[0], "--allow-change=router.gates"]  # the one flag that may come several times
+    words = ["--allow-change", allowed[0], "--allow-change=router.gates"]  # the only flag that may be repeated
     assert cli.main(["train", "switch_tiny", *words]) == 75
     assert here.pop() == ["switch_tiny", *(f"--allow-change={key}" for key in allowed)]
     assert list(parse(["switch_tiny", *words]).allow_changes) == allowed
@@ -385,7 +333,7 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
 
 
 def test_a_measurement_that_moved_to_a_checkout_is_there() -> None:
-    """The fix for the former name of a measurement is a command of the tests, and its module or folder exists."""
+    """For a measurement that moved to the tests, the fix is a command whose module or folder exists."""
     for module, names in bench.MOVED.items():
         for name in names.split():
             place = RECIPES.parent / module.replace(".", "/") / name.replace("-", "_")
@@ -439,7 +387,7 @@ def test_doctor_tries_what_training_needs(tmp_path: Path) -> None:
 
 
 def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for check in ("_deepspeed", "_exchange", "_speed"):  # slow, and tried above
+    for check in ("_deepspeed", "_exchange", "_speed"):  # replaced, because they are slow and another test runs them
         monkeypatch.setattr(doctor, check, lambda: [])
     monkeypatch.setattr(doctor, "NEEDED", {"torch": "999", "no-such-package": "1"})
     monkeypatch.setattr(doctor, "OPTIONAL", ("nor-this",))
@@ -480,7 +428,7 @@ def test_bad_input_is_a_value_error_for_library_callers() -> None:
 
 
 def test_show_prints_the_keys_of_a_section_with_their_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a recipe every key with its default, with a recipe its values."""
+    """`moe show --keys SECTION` prints each key with its default, and with a recipe with the recipe's value."""
     assert cli.main(["show", "--keys", "all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     told = dict(line.split(": ", 1) for line in lines if not line.startswith(" "))

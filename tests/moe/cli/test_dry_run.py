@@ -1,6 +1,5 @@
-"""`moe train --dry-run`: it starts and writes nothing, says what the planner's own functions give, and a refusal's fix works.
-
-It alone would notice a dry run that leaves a folder or imports torch for a cluster that is elsewhere, and flags in a fix that do not fit.
+"""`moe train --dry-run` starts nothing, writes nothing, does not import torch for another cluster, prints the numbers of the planner's
+functions, and proposes a fix that works if memory is too small.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`moe energy`: plans from a file, a power model or a recipe; GPUs' clocks are set only when asked (a fake NVML here) then restored."""
+"""`moe energy` plans from a profile, a power model or a recipe. Only --apply sets GPU clocks (of a fake NVML), which are restored."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_the_power_model_has_a_valley_and_says_what_it_states() -> None:
     assert slow.time == pytest.approx(0.01 * (0.2 + 0.8 * 1530 / 810))
     assert slow.energy / slow.time == pytest.approx(50 + 250 * 810 / 1530 * 0.65**2)
     above = [clock.energy - 40 * clock.time for clock in PowerModel(static_w=140, dynamic_w=160).clocks(0.01)]
-    assert 0 < above.index(min(above)) < len(above) - 1  # more fixed power, and the slowest clock is not the cheapest
+    assert 0 < above.index(min(above)) < len(above) - 1  # with more fixed power, a clock between slowest and fastest is the cheapest
 
 
 # --- moe energy ------------------------------------------------------------------------------------------------------
 
 
 def test_the_claim_of_the_paper_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stage heavier than the others: over a fifth of the energy at less than 1 % (EnvPipe: up to 25.2 %, on measured profiles)."""
+    """With one slow stage, over a fifth of the energy is saved at a slowdown below 1 % (EnvPipe's paper: up to 25.2 %)."""
     files = [tmp_path / name for name in ("row.json", "plan.json", "plan.png")]
     words = ["energy", *HEAVY, "--slowdown", "0.01", "--json", str(files[0])]
     assert cli.main([*words, "--out", str(files[1])]) == 0 and cli.main([*words, "--out", str(files[2])]) == 0
@@ -164,7 +164,7 @@ def test_a_plan_is_carried_out_in_its_order_and_every_clock_is_given_back() -> N
 
     with connect(2, nvml) as gpus:
         tried = len(nvml.set)
-        assert nvml.set == [(0, 1530), (1, 1530)] and not nvml.locked  # whether it may, tried then restored
+        assert nvml.set == [(0, 1530), (1, 1530)] and not nvml.locked  # `connect` locks a clock to test its rights, and unlocks it
         done = rehearse(plan, gpus, steps=2, sleep=sleep, now=lambda: clock.now)
     assert not nvml.locked and not nvml.open
     assert done.changes == len(nvml.set) - tried and done.latest_s == 0 and done.joules == (done.changes,) * 2

@@ -1,4 +1,4 @@
-"""`moe plan`: what it prints and writes, the recipe that it writes trains, and bad input."""
+"""`moe plan`: printed lines, written files, errors, and a written recipe that trains as predicted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ UNEVEN = ["--model.vocab_size", "30000", "--degrees.pp", "4", "--pipeline.microb
 def test_an_order_that_is_written_is_faster_keeps_no_more_and_is_the_recipes(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Measured by a plain replay of the actions with the plan's own seconds."""
+    """An order that --order writes is set in the written recipe. In a plain simulation with the plan's predicted seconds, it is faster than
+    the plan's schedule, and keeps no more activations."""
     order, out = tmp_path / "a new folder" / "order.csv", tmp_path / "plan.yaml"
     words = [
         *UNEVEN,
@@ -84,8 +85,8 @@ def test_an_order_that_is_written_is_faster_keeps_no_more_and_is_the_recipes(
 
 
 def replayed(schedule: Schedule, cost: Cost, transfer: float) -> float:
-    """Seconds until the last action ends, if each begins as soon as its rank is free and its inputs have arrived."""
-    ends: dict[tuple[str, int, int], float] = {}  # of (F, the input's gradient or the weights', stage, micro-batch)
+    """Return the seconds until the last action ends, if each starts as soon as its rank is free and its inputs have arrived."""
+    ends: dict[tuple[str, int, int], float] = {}  # (kind of pass, stage, micro-batch) -> time of its end
     last, free = schedule.num_stages - 1, [0.0] * schedule.num_ranks
     left = [deque(order) for order in schedule.orders]
 
@@ -122,9 +123,8 @@ def test_where_no_order_is_searched_it_says_why(words: list[str], reason: str, t
 
 @pytest.mark.parametrize(("devices", "cores"), [(8, 0), (3, 2)], ids=["without bf16", "a host"])
 def test_the_recipe_needs_what_the_plan_said(devices: int, cores: int, tmp_path: Path) -> None:
-    """The plan's memory equals the prediction of `moe train`, which resolves precision `auto` for the device, and has no CUDA context on a
-    host.
-    """
+    """The plan's seconds and bytes equal the prediction of `moe train` for the written recipe, also on a device without bf16 and on a host
+    without GPUs (no CUDA context)."""
     file, out, table = tmp_path / "mine.yaml", tmp_path / "plan.yaml", tmp_path / "plan.json"
     cluster = replace(load_cluster("v100-8"), name="mine", devices_per_node=devices, cores=cores)
     file.write_text(yaml.safe_dump(mapping_of(cluster)))
@@ -138,7 +138,7 @@ def test_the_recipe_needs_what_the_plan_said(devices: int, cores: int, tmp_path:
 
 
 def test_ranks_that_do_not_divide_an_evaluation_read_a_few_sequences_more(tmp_path: Path) -> None:
-    """dp 6 evaluates 66 sequences instead of 64. Refusing it would leave a second best plan that is 65 % slower."""
+    """With 6 ranks, which do not divide train.eval_sequences 64, the plan evaluates 66 sequences. Without dp 6 it would be 65 % slower."""
     file, out = tmp_path / "six.yaml", tmp_path / "plan.yaml"
     file.write_text(yaml.safe_dump(mapping_of(replace(load_cluster("a100-80-8"), devices_per_node=6))))
     assert main(["plan", "dense_tiny", "--cluster", str(file), "--train.global_batch", "24", "--out", str(out)]) == 0
@@ -169,11 +169,11 @@ def test_a_fix_of_what_does_not_fit_works(words: list[str], fixes: int, capsys: 
 def test_a_search_ends_in_a_recipe(
     search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_search, "flexflow", partial(plan_search.flexflow, budget=50))  # of 2,000 proposals
+    monkeypatch.setattr(plan_search, "flexflow", partial(plan_search.flexflow, budget=50))  # 50 proposals instead of 2,000
     out, more = tmp_path / "plan.yaml", ["--recompute.kind", "full", "--recompute.loss_chunks", "2"]
     assert main(["plan", "dense_tiny", "--cluster", "a100-80-8", "--search", search, "--out", str(out), *more]) == 0
     chosen = plan_of(check_run(load(str(out))[0], 8))
-    assert chosen.loss_chunks == 2 and (chosen.recompute == "full" or search in ("alpa", "flexflow"))  # those decide on it
+    assert chosen.loss_chunks == 2 and (chosen.recompute == "full" or search in ("alpa", "flexflow"))  # which choose recompute themselves
     assert described(chosen) in capsys.readouterr().out
 
 
@@ -188,7 +188,8 @@ def test_the_guide_says_each_rule_with_numbers(capsys: pytest.CaptureFixture[str
 def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to_be_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fast ones where they are not confirm nothing; slow ones put the pipeline first."""
+    """--explain predicts both plans. It prints "confirmed here" if they are equally fast with fast links, or if the pipeline is faster with
+    slow links; otherwise "not so here"."""
     known = load_cluster("h100-8")
     slow = replace(known, inside=replace(known.inside, bus_gb_s={8: 10.0}, sum_bus_gb_s=None, pair_gb_s=10.0, times={}))
     (tmp_path / "pcie.yaml").write_text(yaml.safe_dump(mapping_of(slow)))

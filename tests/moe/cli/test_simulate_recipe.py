@@ -1,4 +1,4 @@
-"""`moe simulate --recipe`: times and memory of a recipe's model, computed once more by hand; options of single schedules."""
+"""`moe simulate --recipe`: times and memory of a recipe's model equal the same numbers computed by hand; flags of single schedules."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_pictures_say_what_their_times_are(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_recipes_model_decides_times_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: 1F1B of equal stages takes (m + p - 1) (F + B); states are 16 bytes a parameter, a message B L D of 4 bytes."""
+    """Expected for 1F1B with m micro-batches and p equal stages: (m + p - 1) (F + B) seconds, 16 bytes of states a parameter, and messages
+    of B * L * D * 4 bytes."""
     words = [
         "simulate",
         "1f1b",
@@ -64,13 +65,13 @@ def test_a_recipes_model_decides_times_and_memory(tmp_path: Path, capsys: pytest
     assert row["makespan"] == pytest.approx((4 + 1) * 3 * tokens * counted.forward / 2 / 2e12, rel=1e-3)
     assert row["tokens_per_second"] == pytest.approx(4 * tokens / row["makespan"], rel=1e-9)
     assert row["layers_by_stage"] == [3, 3] and sum(row["flops_by_stage"]) == pytest.approx(tokens * counted.forward)
-    tied = run.model.d_model if run.model.tied_embeddings else 0  # the table is on both ends
+    tied = run.model.d_model if run.model.tied_embeddings else 0  # the first and the last stage both hold the embedding table
     assert sum(row["parameters_by_rank"]) == counted.total + tied
     assert row["state_bytes_by_rank"] == [16 * n for n in row["parameters_by_rank"]]
     network, plan = network_of(run), Plan(pp=2, microbatch=run.train.global_batch // 4, compute_bytes=4, storage=FP32)
     block = layer_kept(network, plan, OURS, 0, "none")
     head = ends_kept(network, plan, OURS, first=False, last=True)
-    assert row["activation_bytes_by_rank"] == pytest.approx([2 * 3 * block, 3 * block + head])  # min(m, p - r) in flight
+    assert row["activation_bytes_by_rank"] == pytest.approx([2 * 3 * block, 3 * block + head])  # 2 and 1 micro-batches in flight
     assert row["sent_bytes_by_rank"] == [4 * tokens * run.model.d_model * 4] * 2
 
     assert cli.main([*words, str(tmp_path / "b.json"), *alike[:2], "--link-gb-s", "0.1", "--overlap", "off"]) == 0
@@ -98,7 +99,7 @@ def test_all_schedules_of_a_recipe_and_a_csv(tmp_path: Path, capsys: pytest.Capt
     rows = {row["schedule"]: row for row in rows_of(tmp_path / "all.json")}
     assert list(rows) == list(SCHEDULES) and "GB by rank" in said and "assumed: 140 TFLOP/s and 25 GB/s a rank, 2 sequences" in said
     states = {name: row["state_bytes_by_rank"] for name, row in rows.items()}
-    assert states["chimera"][0] == states["1f1b"][0] + states["1f1b"][3]  # stages 0 and 3
+    assert states["chimera"][0] == states["1f1b"][0] + states["1f1b"][3]  # rank 0 holds stages 0 and 3
     assert states["pipedream"][0] == states["1f1b"][0] / 16 * (16 + 3 * 4) and states["two_bw"][2] == states["1f1b"][2] / 16 * (16 + 4)
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     assert cli.main(["simulate", str(tmp_path / "mine.csv"), *words[:2]]) == 0
@@ -118,7 +119,7 @@ def test_lists_of_layers_that_training_refuses_are_refused_the_same_way(layers: 
     words = ["--recipe", "switch_tiny", "--stages", "2", "--pipeline.layers", layers]
     assert cli.main(["simulate", "1f1b", *words]) == 2
     assert str(refused.value) in capsys.readouterr().err
-    assert cli.main(["simulate", *words]) == 0  # the table says it of each schedule
+    assert cli.main(["simulate", *words]) == 0  # the table of all schedules has the error in each schedule's row
     assert str(refused.value) in capsys.readouterr().out
     assert cli.main(["simulate", "1f1b", *words[:2], "--stages", "8", *words[4:]]) == 2
     assert "fix: --stages 4 or --model.num_layers 8, and set pipeline.layers to null" in capsys.readouterr().err

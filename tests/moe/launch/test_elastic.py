@@ -1,4 +1,4 @@
-"""Fewer processes for the same run: which numbers will do, that losses stay what they were, and that ranks which go and come meet again."""
+"""--elastic: numbers of processes on which a run can continue, equal losses with fewer processes, and a rendezvous after each change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def recipe(**sections: dict[str, Any]) -> Run:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 4), (1, 12), (2, 1)])
 def test_numbers_of_processes_are_those_that_divide(batch: int, microbatches: int, tp: int, dp: int) -> None:
-    """Compared with a plain search: dp divides batch and evaluation, tp the sequences of a micro-batch, at most the intended number."""
+    """`smaller` and `for_world` allow the same numbers as a plain search: dp divides the batches of training and evaluation, tp divides the
+    sequences of a micro-batch, and a micro-batch is no larger than planned."""
     run = recipe(
         degrees={"dp": dp, "tp": tp, "ep": dp * tp if 12 % (dp * tp) == 0 else 1},
         train={"global_batch": batch, "eval_sequences": 48},
@@ -47,7 +48,7 @@ def test_numbers_of_processes_are_those_that_divide(batch: int, microbatches: in
         return
 
     def most(world: int) -> int:
-        """Sequences in a micro-batch; 0 if the world size does not divide."""
+        """Return the largest possible number of sequences in a micro-batch; 0 if the run cannot be divided among `world` processes."""
         each, rest = divmod(world, tp)
         if rest or batch % each or 48 % each:
             return 0
@@ -66,7 +67,8 @@ def test_numbers_of_processes_are_those_that_divide(batch: int, microbatches: in
 
 
 def test_what_a_micro_batch_decides_keeps_its_sequences() -> None:
-    """A capacity counts the tokens on a rank, and dp 3 would divide 12 sequences differently than dp 4."""
+    """If routing depends on a micro-batch (capacity or balance over a rank's tokens), only numbers of processes are allowed with which a
+    micro-batch keeps its number of sequences."""
     sections: dict[str, Any] = {"train": {"global_batch": 12, "eval_sequences": 12}, "degrees": {"dp": 4}}
     free = recipe(**sections, router={"capacity_factor": 1.0})
     bound = recipe(**sections, router={"capacity_factor": 1.0, "group": "rank"})
@@ -122,7 +124,7 @@ def test_a_rank_of_another_launcher_is_told_how_many_there_should_be(
     assert command(["train", *words, "--elastic", "0"]) == 2 and "--elastic: got 0" in capsys.readouterr().err
 
 
-# --- lives ----------------------------------------------------------------------------------------------------------------
+# --- decisions after each attempt ------------------------------------------------------------------------------------------
 
 
 def killed(first: int | None = None) -> End:
@@ -141,7 +143,7 @@ def test_fewer_go_on_where_restarts_do_not_help(tmp_path: Path, capsys: pytest.C
         processes.append(lives.processes)
         if len(processes) == 3:
             assert lives.gone == 2
-            (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)  # restarts are counted anew, with the fewer
+            (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)  # a new checkpoint: restarts are counted from 0 again
     assert processes == [None, None, 3, 3, 3, 1, 1, 1]
     assert lives.after(killed()) == 1
     lines = capsys.readouterr().err.splitlines()
@@ -155,13 +157,13 @@ def test_an_error_that_comes_again_lets_one_rank_go_and_no_more(tmp_path: Path) 
     lives = Restarts(tmp_path, limit=5, fresh=False, smaller=[2, 1])
     assert lives.after(failed("RuntimeError: an ECC error")) is None and lives.processes is None
     assert lives.after(failed("RuntimeError: an ECC error")) is None and lives.processes == 2
-    assert lives.after(failed("RuntimeError: an ECC error")) == 1  # the error was not that rank's fault
+    assert lives.after(failed("RuntimeError: an ECC error")) == 1  # the error came again without rank 0, so no further rank leaves
     lives = Restarts(tmp_path, limit=5, fresh=False)
     assert lives.after(failed("boom")) is None and lives.after(failed("boom")) == 1
 
 
 def test_who_was_first_to_fail() -> None:
-    """A rank that died by itself; otherwise the rank that others waited for, which was ended by the parent."""
+    """`first_to_fail` returns the rank that died first by itself; without one, the rank that was killed here and left no status."""
     said, of_all = {"exit": 1, "pid": 5, "error": "x"}, {"exit": 1, "pid": 5, "error": "x", "of_all": True}
     ranks = [Rank(0, 10, ended_at=2.0), Rank(1, 11, ended_at=1.0), Rank(2, 12, ended_at=3.0)]
     assert first_to_fail({0: of_all, 2: of_all}, ranks, ended_here=set()) == 1
@@ -194,8 +196,8 @@ for rank in range(world):
 
 
 def test_the_command_goes_on_with_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def line(_: str, nproc: int, *__: object, words_of_ranks: Path, **___: object) -> list[str]:
-        return [sys.executable, "-S", "-c", LAUNCHER, str(nproc), str(words_of_ranks)]
+    def line(launch: start.Launch, *_: object, folder: Path, **__: object) -> list[str]:
+        return [sys.executable, "-S", "-c", LAUNCHER, str(launch.nproc), str(folder)]
 
     monkeypatch.setattr(start, "_command", line)
     code = start.start(Arguments("recipe", out=tmp_path / "run", elastic=1), nproc=4, restarts=1, smaller=[3, 2, 1])
@@ -203,11 +205,12 @@ def test_the_command_goes_on_with_fewer(tmp_path: Path, monkeypatch: pytest.Monk
     assert code == 0 and lives == [[world, ["--elastic=1"]] for world in (4, 4, 3, 3, 2)]
 
 
-# --- laws -----------------------------------------------------------------------------------------------------------------
+# --- runs with fewer ranks -------------------------------------------------------------------------------------------------
 
 
 def test_losses_stay_those_of_the_run_that_lost_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 ranks with one expert each until step 3, then 2 ranks: losses equal one process, weights equal a run that is resumed by hand."""
+    """A run on 3 ranks (one expert each) that continues on 2 ranks has the losses of one process, and the same bits of weights as a run
+    that is resumed on 2 ranks with degrees set by hand."""
     home = trained.home(tmp_path, monkeypatch)
     sizes = {"train": {"global_batch": 12, "eval_sequences": 12, "steps": 5}, "experts": {"num_experts": 3}, "degrees": {"dp": 3, "ep": 3}}
     run, out, by_hand = trained.recipe(home, **sizes), tmp_path / "run", tmp_path / "by hand"
@@ -223,7 +226,8 @@ def test_losses_stay_those_of_the_run_that_lost_nobody(tmp_path: Path, monkeypat
 
 
 def test_ranks_meet_whatever_earlier_ones_left_in_the_agents_store() -> None:
-    """The store is torchrun's: a start of three ranks, then of two, whose agents counted restarts differently, then of three again."""
+    """`meet` gives all ranks of a start the same store inside torchrun's store, which keeps the keys of earlier starts: first 3 ranks, then
+    2, then 3 again, each rank with another restart count."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     for world in (3, 2, 3):
         stores: dict[int, Any] = {}

@@ -1,6 +1,5 @@
-"""A sample of `python -m tests.campaigns hangs`: real ranks that train, of which one is stopped, killed, or makes another collective.
-
-It alone would notice a watchdog that does not end a run, or ends it without the line in every rank's status.
+"""A sample of `python -m tests.campaigns hangs`: one of the training ranks is stopped, killed, or calls a different collective. The
+watchdog must end the run, with the diagnosis in every other rank's status.
 """
 
 from __future__ import annotations
@@ -25,6 +24,6 @@ SAMPLE = [
 @pytest.mark.parametrize("name", SAMPLE)
 def test_every_rank_that_is_left_names_the_culprit(name: str, tmp_path: Path) -> None:
     hangs.warm_up(tmp_path, deepspeed=False)
-    (case,) = [replace(c, overrides=c.overrides | {"train.timeout_s": "3"}) for c in hangs.CASES if c.name == name]  # a busy machine
+    (case,) = [replace(c, overrides=c.overrides | {"train.timeout_s": "3"}) for c in hangs.CASES if c.name == name]  # busy cores
     row = Row.of(case.name, 1, lambda number: hangs.once(case, number, tmp_path, slack_s=30))
     assert row.problems == [] and (row.tried, row.held) == (1, 1)

@@ -1,4 +1,4 @@
-"""A sample of `python -m tests.campaigns kills`: real ranks of which all die with their launcher, started again and compared bit by bit.
+"""A sample of `python -m tests.campaigns kills`: all ranks and their launcher are killed; the resumed run gives the same bits.
 
 Kills inside a save and on other layouts: tests/laws/test_kill.py; from layout to layout: tests/laws/test_resume.py.
 """

@@ -1,4 +1,4 @@
-"""Restart in place: what is tried again, how often, after how long, and that records say how much was made again."""
+"""Restart in place (--restarts): which failures are retried, how often, after which wait, and how many steps records say were repeated."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def test_an_error_in_the_same_words_ends_it_unless_something_new_was_saved(tmp_p
     save(tmp_path, 40)
     assert lives.after(failed("ValueError: other")) is None
     assert lives.after(failed("ValueError: other")) == 1
-    lives = Restarts(tmp_path, limit=3, fresh=False)  # a killed rank leaves no message, and a hang has no culprit
+    lives = Restarts(tmp_path, limit=3, fresh=False)  # a killed rank leaves no message that could recur, so only the limit counts
     assert [lives.after(KILLED) for _ in range(4)] == [None] * 3 + [1]
 
 
 def test_a_fresh_start_is_fresh_once(tmp_path: Path) -> None:
-    """Later starts do not set checkpoints aside again, unless the ranks died before they had done so."""
+    """Restarts.fresh() is True until an attempt has renamed the folder of earlier checkpoints, and False after that."""
     save(tmp_path, 600)
     lives = Restarts(tmp_path, limit=3, fresh=True)
     assert lives.fresh() and lives.after(KILLED) is None and lives.fresh()
@@ -132,7 +132,7 @@ def test_a_fresh_start_is_fresh_once(tmp_path: Path) -> None:
 
 
 def test_a_named_step_is_gone_back_to_once(tmp_path: Path) -> None:
-    """Later starts do not go back again once later checkpoints are set aside or a start has saved, unless the ranks died before that."""
+    """Restarts.from_step() is the step until an attempt has set later checkpoints aside or has saved, and None after that."""
     save(tmp_path, 40), save(tmp_path, 60)
     lives = Restarts(tmp_path, limit=3, fresh=False, from_step=40)
     assert lives.from_step() == 40 and lives.after(KILLED) is None and lives.from_step() == 40
@@ -165,10 +165,11 @@ if len(life.read_text().splitlines()) <= DEATHS:
 
 
 def run(out: Path, monkeypatch: pytest.MonkeyPatch, *, deaths: int, limit: int) -> tuple[int, list[Any]]:
-    """Run `start` with a process without imports as launcher and rank. Return its exit code and the arguments that each start got."""
+    """Run `start` with a short program as launcher and rank, which fails in the first `deaths` attempts. limit: N of --restarts.
+    Return (exit code, the arguments that each attempt got)."""
 
-    def line(*_: object, words_of_ranks: Path, **__: object) -> list[str]:
-        return [sys.executable, "-S", "-c", RANK.replace("DEATHS", str(deaths)), str(words_of_ranks)]
+    def line(*_: object, folder: Path, **__: object) -> list[str]:
+        return [sys.executable, "-S", "-c", RANK.replace("DEATHS", str(deaths)), str(folder)]
 
     monkeypatch.setattr(start, "_command", line)
     code = start.start(Arguments("recipe", out=out, fresh=True), nproc=1, restarts=limit)
@@ -189,7 +190,7 @@ def test_the_command_starts_again_until_the_ranks_finish(
 
 
 class Fork:
-    """Replaces `subprocess.Popen` for the process that is kept ready by a fork of this process, which needs no imports."""
+    """Replaces `subprocess.Popen` for the warm process: it is a fork of this process, which has imported everything already."""
 
     def __init__(self, command: list[str], *, env: dict[str, str], **_: object) -> None:
         self.pid, self.returncode = os.fork(), None
@@ -213,7 +214,8 @@ class Fork:
 
 @pytest.mark.timeout(60)
 def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts: in the first, rank 1 is killed and the parent ends rank 0; in the second, both ranks end well."""
+    """The warm process imports once and forks the ranks of two attempts. In the first, rank 1 is killed and the parent kills rank 0; in the
+    second, both ranks succeed."""
     loaded = tmp_path / "loaded"
 
     def live(words: list[str]) -> int:
@@ -235,7 +237,7 @@ def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everythin
 
     with contextlib.closing(kept):
         kept.look()
-        assert begin("none") is None  # nothing was saved: the launcher starts the next life
+        assert begin("none") is None  # `wanted` is False, so there is no warm process yet
         saved.append(True)
         kept.look()
         first = begin("first")
@@ -257,7 +259,8 @@ def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everythin
 
 
 def test_who_was_killed_is_waited_for_no_longer_than_who_spoke_for_all(tmp_path: Path) -> None:
-    """After a kill, other ranks can only report that it is missing. After an error without a message, they may know more."""
+    """`_failed_before`: after a rank was killed, the others have half a second, because they can only report that it is missing. After an
+    error without a status file they have five seconds, because they may know the reason."""
     for code, waits in ((-signal.SIGKILL, False), (-signal.SIGSEGV, False), (-signal.SIGABRT, True), (1, True), (None, True)):
         assert start._failed_before([Rank(0, 5, ended_at=10.0, code=code)], tmp_path, 11.0) is not waits, code
         assert start._failed_before([Rank(0, 5, ended_at=10.0, code=code)], tmp_path, 15.1)
@@ -298,13 +301,13 @@ def test_who_cannot_restart_says_who_does(
 def test_a_rank_leaves_restarts_to_what_started_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert rank_main(["switch_tiny", "--restarts", "3"]) == 2
     assert "torchrun --max-restarts N" in capsys.readouterr().err
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # the same words again would set aside what this start saves
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # torchrun would repeat --fresh, which sets the new checkpoints aside
     assert rank_main(["switch_tiny", "--fresh"]) == 2
     assert "--fresh: got it with torchrun --max-restarts 3" in capsys.readouterr().err
 
 
 def test_a_signal_to_a_rank_that_fails_is_no_early_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun ends the other ranks as soon as one rank has died, while they still agree on the cause."""
+    """A rank that fails gets SIGTERM from torchrun while ranks still agree on the cause. It exits with 1, not as after an early signal."""
 
     def asks(_: BaseException) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -330,7 +333,8 @@ def test_torchrun_says_that_it_started_ranks_again() -> None:
 
 
 def test_an_older_runs_records_are_kept_where_the_first_life_died_before_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with records but no checkpoint: the first start moves the records aside, and the next start continues with its own."""
+    """A run starts in a folder that has records but no checkpoint. The first attempt moves these records aside and dies; the second attempt
+    continues the first one's records."""
     home, out, write = trained.home(tmp_path, monkeypatch), tmp_path / "run", metrics.Records.write
     recipe = trained.recipe(home, train={"steps": 2, "save_every": 0})
     trained.train(recipe, out)
@@ -343,7 +347,7 @@ def test_an_older_runs_records_are_kept_where_the_first_life_died_before_its_own
 
     since = time.time()
     monkeypatch.setattr(metrics.Records, "write", dies)
-    with pytest.raises(RuntimeError, match="dies here"):  # of a run whose life 0 wrote nothing
+    with pytest.raises(RuntimeError, match="dies here"):
         trainer.train(recipe, out=out, world=World(), display=False, restart=Restart(1, "died", since))
     assert (out / metrics.PREVIOUS).read_bytes() == older and len(trained.lines(out)) == 1
     monkeypatch.setattr(metrics.Records, "write", write)
@@ -353,7 +357,8 @@ def test_an_older_runs_records_are_kept_where_the_first_life_died_before_its_own
 
 
 def test_records_say_how_much_was_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves at 3 and 6; starts end in step 2 (nothing saved yet), in step 5, in step 4, and at the end."""
+    """Checkpoints are saved at steps 3 and 6. Attempts die in step 2, step 5 and step 4, and the last one finishes: its records and summary
+    have the number of repeated steps and their seconds."""
     home, out = trained.home(tmp_path, monkeypatch), tmp_path / "run"
     recipe, write = trained.recipe(home), metrics.Records.write
     lost: list[float] = []
@@ -374,7 +379,7 @@ def test_records_say_how_much_was_made_again(tmp_path: Path, monkeypatch: pytest
             return None
 
     assert life(0, 2) is None and life(1, 5) is None and life(2, 4) is None
-    summary = life(0, None)  # by its user
+    summary = life(0, None)  # started by the user, not by --restarts
     assert summary is not None
     events = [line for line in trained.lines(out, "event") if line["event"] == "resumed"]
     assert [(event["step"], event["redone_steps"], event.get("restart")) for event in events] == [(0, 2, 1), (3, 2, 2), (3, 1, None)]

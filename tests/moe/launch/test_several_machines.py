@@ -1,7 +1,5 @@
-"""Two machines for real, in namespaces (tests/campaigns/hosts.py): sshd, pdsh and SLURM's own daemons between them, and ranks that train.
-
-A sample of `python -m tests.campaigns machines`. It alone would notice a start, a signal or an end that works on one machine only: another
-space of processes, no variable that ssh does not carry, shells that read the words again.
+"""Training on two machines, which are network namespaces (tests/campaigns/hosts.py) with sshd, pdsh and SLURM's daemons. A sample of
+`python -m tests.campaigns machines`.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def test_a_hostfile_s_ranks_save_at_a_signal_and_go_on_with_the_same_losses() ->
 @pytest.mark.timeout(280)
 def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     needs(slurm.SLURM)
-    monkeypatch.setenv("PATH", f"{os.defpath}:/usr/sbin:/sbin")  # nothing is activated: `python` of the script is still the user's
+    monkeypatch.setenv("PATH", f"{os.defpath}:/usr/sbin:/sbin")  # as without an activated virtual environment
     problem, _ = machines.once(machines.slurm)
     assert problem == ""
 
@@ -98,7 +96,7 @@ def test_an_interface_that_does_not_lead_to_the_others_is_named(
     assert problem == ""
 
 
-# --- without machines --------------------------------------------------------------------------------------------------
+# --- on this machine alone ---------------------------------------------------------------------------------------------
 
 
 def test_words_reach_a_shell_behind_pdsh_as_they_were() -> None:
@@ -135,7 +133,7 @@ done
 
 @pytest.fixture
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hostfile with two names for this machine, and a replacement for pdsh that runs the commands here."""
+    """Return a hostfile with two names. pdsh is replaced by a script that runs the commands for both on this machine."""
     (tmp_path / "bin").mkdir()
     for name, text in (("pdsh", PDSH), ("ssh", '#!/bin/sh\nexec "$@"\n')):
         (tmp_path / "bin" / name).write_text(text)
@@ -146,8 +144,8 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(program: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of `moe train` with this short program as its launcher."""
-    monkeypatch.setattr(start, "_command", lambda *_, words_of_ranks, **__: [sys.executable, "-S", "-c", program, str(words_of_ranks)])
+    """Return the exit code of `start.start` with this short Python program as its launcher."""
+    monkeypatch.setattr(start, "_command", lambda *_, folder, **__: [sys.executable, "-S", "-c", program, str(folder)])
     monkeypatch.setattr(start, "_LEAVE_S", 0.3)
     monkeypatch.setattr(start, "_STATUS_S", 0.1)
     return start.start(Arguments("recipe", out=hostfile.parent / "run"), nproc=None, hostfile=hostfile)
@@ -210,17 +208,18 @@ def test_a_host_is_one_and_pdsh_takes_it_for_nothing_else(host: str, needed: str
 
 
 def test_a_signal_that_ends_a_rank_on_another_machine_before_it_trains_asks_for_another_go() -> None:
-    """The launcher's exit code is all that is known of a rank there: 241 for SIGTERM."""
+    """`verdict` returns STOPPED for it. The rank is known only by its launcher's exit code: 241 for SIGTERM."""
     ranks, early = [Rank(0, 0), Rank(1, 0)], {0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}}
     assert verdict(early, ranks, 2, 241, asked=signal.SIGTERM)[0] == STOPPED
-    assert verdict({}, ranks[:1], 2, 1, asked=signal.SIGTERM, how="early")[0] == STOPPED  # killed at once: rank 1 had not started
-    assert verdict(early, ranks, 2, 247, asked=signal.SIGTERM)[0] == 1  # killed by something else: what it had trained may be lost
+    assert verdict({}, ranks[:1], 2, 1, asked=signal.SIGTERM, how="early")[0] == STOPPED  # all were killed, because rank 1 had not started
+    assert verdict(early, ranks, 2, 247, asked=signal.SIGTERM)[0] == 1  # 247: SIGKILL from another process, perhaps during training
     assert verdict(early, ranks, 2, 1, asked=signal.SIGTERM, how="killed")[0] == 1
 
 
 @pytest.mark.timeout(60)
 def test_what_a_shell_on_another_machine_gets(pretended: Path, tmp_path: Path) -> None:
-    """DeepSpeed's runner gets the folder of the installed project. Variables arrive unchanged, also the variables in its file."""
+    """Variables, also those in .deepspeed_env, and arguments arrive unchanged in the remote shell; PYTHONPATH is not sent for an installed
+    project; the launcher's exit code is written to the status folder."""
     (tmp_path / "pdsh").write_text('#!/bin/sh\nwhile [ "$1" != -N ]; do shift; done\nshift\necho "$*"\n')
     (tmp_path / "pdsh").chmod(0o755)
     (tmp_path / ".deepspeed_env").write_text('A=\'a $b\'\nB=x y "%"\n\n# C=1\nexport D=$HOME/d\nE="$HOME"\n')

@@ -1,7 +1,7 @@
-"""The launching parent: whatever happens to the ranks or to itself, the exit code tells it and no process is left.
+"""The parent of a run (`start.start`): in each failure of ranks or parent, the exit code is right and no process stays alive.
 
-The ranks here are a few lines without torch. Most cases use a launcher with the faults of the real ones (it passes no signal
-on and exits with 0 whatever its ranks did), which starts in no time; torchrun and DeepSpeed follow with the decisive cases.
+Ranks are a few lines without torch. Most tests use a launcher that starts quickly and has the faults of real launchers: it does not send
+signals on, and exits with 0 whatever its ranks did. Some tests use torchrun and DeepSpeed's launcher.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MARK = "MOE_TEST_MARK"
 
 
 def forked(work: Callable[[], int]) -> int:
-    """Run the work in a forked process. Return its process id. If it fails, pytest does not continue in it."""
+    """Run `work` in a forked process, which exits with its result, or with 99 after an exception. Return the process id."""
     if pid := os.fork():
         return pid
     code = 99
@@ -72,7 +72,7 @@ def leave(code, error=None):
 
 def saved(number, frame):
     (out / f"signal-{rank}").write_text(signal.Signals(number).name)
-    time.sleep(0.2)  # a save
+    time.sleep(0.2)  # as long as saving a checkpoint may take
     leave(75)
 
 if mode == "fine":
@@ -105,7 +105,7 @@ time.sleep(60)
 leave(1, "nobody stopped it")
 """
 
-# it looks at its ranks long after they have died: an exit code can be read from outside until a launcher has asked for it
+# the launcher collects its ranks' exit codes (waitpid) late, so that the parent can still read them in /proc
 FAULTY_LAUNCHER = """
 import os, subprocess, sys, time
 ranks = [subprocess.Popen([sys.executable, "-m", *sys.argv[2:]], env=os.environ | {"RANK": str(r)}) for r in range(int(sys.argv[1]))]
@@ -124,22 +124,22 @@ from pathlib import Path
 from moe.launch import start
 from moe.launch.arguments import Arguments
 
-def add(ranks, more):
-    known(ranks, more)
+def mark(ranks, wait_s):
     for rank in ranks:
         (out / f"found-{rank.rank}").touch()
+    wait(ranks, wait_s)
 
-known, start._add = start._add, add
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and that is inherited
+wait, start.wait = start.wait, mark
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # if pytest runs under nohup, the inherited handler ignores SIGHUP
 if sys.argv[2] == "faulty":
-    start._command = lambda *_, module, **__: [sys.executable, sys.argv[3] + "/faulty.py", "2", module]
+    start._command = lambda launch, *_, **__: [sys.executable, sys.argv[3] + "/faulty.py", "2", launch.module]
 mode, launcher, out = *sys.argv[1:3], Path(sys.argv[3])
 sys.exit(start.start(Arguments(mode, {"train.seed": "-1"}, out=out), nproc=2, launcher=launcher, module="rank_program", grace_s=2.0))
 """
 
 
 class Launch:
-    """`start` in its own process. All processes that it starts have a mark in their environment, by which they are found."""
+    """`start.start` in its own process. All processes of the launch have a mark in their environment, by which they are found."""
 
     def __init__(self, out: Path, mode: str, launcher: str, cwd: Path | None = None) -> None:
         out.mkdir(exist_ok=True)
@@ -159,7 +159,7 @@ class Launch:
         )
 
     def end(self, timeout_s: float = 40.0) -> tuple[int, str]:
-        """(exit code, stderr), after the command and all processes that it started have ended."""
+        """Wait until the command and all processes that it started have ended. Return (exit code, stderr)."""
         self.said, error = self.process.communicate(timeout=timeout_s)
         assert self.family() == []
         return self.process.returncode, error
@@ -202,7 +202,7 @@ def launch(tmp_path: Path) -> Iterator[type]:
     [
         ("fine", 0, r"^$"),
         ("wordless", 1, r"rank 1 "),
-        ("teardown", 0, r"^$"),  # this launcher hides it; the work was done and said to be
+        ("teardown", 0, r"^$"),  # a crash after the rank's status file says that it finished: the run has succeeded
         ("exit3", 1, r"^rank 1 ended with exit code 3: ValueError: three$"),
         ("badinput", 2, r"^$"),
         ("sigkill", 1, r"^rank 1 ended with signal SIGKILL"),
@@ -244,7 +244,7 @@ def test_a_second_signal_ends_at_once_but_an_echo_of_the_first_does_not(launch) 
     run = launch("waits")
     run.ready()
     run.process.send_signal(signal.SIGTERM)
-    run.process.send_signal(signal.SIGINT)  # `timeout` signals a process and then its group
+    run.process.send_signal(signal.SIGINT)  # a second time, as `timeout` does: it signals the process, then its process group
     assert run.end()[0] == 75
 
     deaf = launch("deaf")
@@ -273,7 +273,8 @@ def test_ranks_die_with_the_parent_that_was_killed(launch) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder has files with the names of this project's packages and of the launcher's. Launchers leave no files there."""
+    """The working folder has files named like this project's packages and the launcher's. They are not imported, and launchers write no
+    files there."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     users = tmp_path / "mine"
@@ -310,7 +311,7 @@ def test_real_launchers_never_hide_a_rank_that_was_killed(launch, launcher: str)
 
 @pytest.mark.timeout(120)
 def test_a_deepspeed_launcher_that_is_killed_is_a_failure(launch) -> None:
-    """DeepSpeed's runner exits with 0 after its launch.py was killed, and the ranks continue."""
+    """If DeepSpeed's launch.py is killed, its runner exits with 0 while ranks continue. The run must fail, and all ranks be killed."""
     run = launch("waits", "deepspeed")
     run.ready(80)
     inner = [pid for pid in run.family() if "deepspeed.launcher.launch" in psutil.Process(pid).cmdline()]
@@ -319,7 +320,7 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_failure(launch) -> None:
     assert run.end()[0] == 1
 
 
-# --- without processes -----------------------------------------------------------------------------------------------
+# --- functions without a launch --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,15 +349,15 @@ def test_a_signal_before_training_asks_for_another_go_and_claims_no_save() -> No
     code, lines = verdict({0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}}, early, 2, 1, asked=signal.SIGTERM)
     assert code == 75 and "nothing is lost" in lines[0]
     assert verdict({0: {"exit": -2}}, [Rank(1, 5, ended_at=1.0, code=-2)], 2, 1, asked=signal.SIGINT)[0] == 130
-    # others may be in their first step already: they fail because this one has left, whether they were asked or not
+    # rank 1 is already in its first step, and fails because rank 0 has left, with or without a signal of its own
     first = {0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}, 1: {"exit": 1, "error": "rank 0 has left", "pid": 5, "of_all": True}}
     for asked in (signal.SIGTERM, None):
         code, lines = verdict(first, [Rank(1, 5, ended_at=1.0, code=1)], 2, 1, asked=asked)
         assert code == 75 and "nothing is lost" in lines[0]
     gone = [Rank(0, 4, ended_at=1.0, code=-2), Rank(1, 5, ended_at=1.1, code=1)]
     assert verdict({1: first[1]}, gone, 2, 1, asked=signal.SIGINT)[0] == 130
-    assert verdict({1: first[1]}, gone, 2, 1)[0] == 1  # nobody asked for that
-    # a rank that hung, or failed, is no early one: what it had trained may be lost
+    assert verdict({1: first[1]}, gone, 2, 1)[0] == 1  # no signal was sent to the parent
+    # a rank that hung or failed was not ended by an early signal, so training may be lost
     assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), *early], 2, 1, asked=signal.SIGTERM, how="killed")[0] == 1
     failed = {0: {"exit": 1, "error": "ValueError", "pid": 4}}
     assert verdict(failed, early, 2, 1, asked=signal.SIGTERM)[0] == 1
@@ -398,13 +399,14 @@ def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: 
         return found
 
     shared = {0: "of_all", 1: "of_all", 2: "of_one"}
-    expected = {"by hand": ["of_all", "of_all", "of_one"], "a parent": ["of_all"]}  # which reads what rank 2 left
+    expected = {"by hand": ["of_all", "of_all", "of_one"], "a parent": ["of_all"]}  # the parent prints rank 2's error from its status file
     assert said(shared) == expected.get(launcher, ["of_all", "of_one"])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    """A rank that waits in torch's store for others hangs in C for minutes. Here a mutex that is locked twice never returns."""
+    """The handler runs although the main thread is in C code, as it is for minutes while it waits in torch's store. Here it waits forever
+    for a mutex that is locked twice."""
 
     def waits() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -422,9 +424,8 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
 
 
 def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
-    """A child forked before training, such as a data loader, ends by the signal's default, writes nothing for the rank, and the rank
-    continues.
-    """
+    """A signal to a child that a rank forks before training, such as a data loader, ends the child by the signal's default effect. The rank
+    continues, and no status file is written."""
 
     def child(told: int) -> int:
         os.write(told, b".")  # Python drops a signal that comes while it forks
@@ -440,7 +441,7 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
                 os.read(up, 1)
                 os.kill(pid, number)
                 codes.append(exit_code(pid))
-            time.sleep(0.2)  # until the listening thread runs
+            time.sleep(0.2)  # time in which the second thread would end the rank if it received the child's signals
             return 0 if codes == [-signal.SIGTERM, -signal.SIGUSR1] else 1
 
     assert exit_code(forked(rank)) == 0 and not (tmp_path / status.NAME).exists()
@@ -458,7 +459,7 @@ def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -
 
 
 def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal may come at any line of the watch's loop. The grace period begins when the ranks get the signal."""
+    """A signal that comes during an iteration of `_watch` is sent to ranks in the next one. Only then does the grace period begin."""
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.7)"]) as launcher:
         rank = Rank(0, launcher.pid)
         caught: list[tuple[int, float]] = []
@@ -519,7 +520,7 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
 def test_a_start_that_came_to_nothing_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Status files and folders that were made for the run are removed. An earlier run's or a user's folder stays unchanged."""
+    """After a start that fails, status files and folders that it made are removed. Folders that existed before stay unchanged."""
     rank = "import json, sys; open(sys.argv[1] + '/0.json', 'w').write(json.dumps({'exit': int(sys.argv[2]), 'error': 'said'}))"
     earlier = tmp_path / "earlier"
     earlier.mkdir()
@@ -527,8 +528,8 @@ def test_a_start_that_came_to_nothing_leaves_no_trace(
     (users := tmp_path / "users").mkdir()
     for out, code in ((tmp_path / "runs" / "new", 2), (users, 2), (earlier, 0)):
 
-        def command(*_: object, words_of_ranks: Path, code: int = code, **__: object) -> list[str]:
-            return [sys.executable, "-S", "-c", rank, str(words_of_ranks), str(code)]
+        def command(*_: object, folder: Path, code: int = code, **__: object) -> list[str]:
+            return [sys.executable, "-S", "-c", rank, str(folder), str(code)]
 
         monkeypatch.setattr(start, "_command", command)
         assert start.start(Arguments("recipe", out=out), nproc=1) == code
@@ -550,7 +551,8 @@ def test_a_run_whose_folder_is_renamed_ends_in_its_words_and_leaves_nothing_at_t
 
 
 def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of a rank's or parent's run was renamed, and another run has begun in a folder with the old name."""
+    """`status.leave` and `status.delete` do not touch a status folder of another launch. This happens if a run's folder is renamed and
+    another run begins under the old name."""
     folder = status.empty(tmp_path, "the other")
     monkeypatch.setenv(TOKEN, "this")
     status.leave(tmp_path, 0, 1, "an error")
@@ -561,7 +563,8 @@ def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: P
 
 
 def test_bad_input_on_a_full_disk_is_told_by_exit_codes() -> None:
-    """Without statuses: rank 0 with code 2 has printed its own line; for another rank, a line says that it could not note why."""
+    """`verdict` without status files returns code 2 if a rank exited with 2. Rank 0 has printed its own message; for another rank, the line
+    says that the reason is not known."""
     ended = [Rank(0, 4, ended_at=1.0, code=2), Rank(1, 5, ended_at=1.1, code=1)]
     assert verdict({}, ended, 2, 1) == (2, [])
     assert verdict({}, [Rank(0, 4, ended_at=1.0), Rank(1, 5, ended_at=1.1)], 2, 2) == (2, [])
@@ -602,14 +605,14 @@ def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() ->
     assert not outer.keys() - {"PATH"} & env.keys()
     assert environment.child_environment({"OMP_NUM_THREADS": "7"}, nproc=2)["OMP_NUM_THREADS"] == "7"
     elsewhere = environment.child_environment(outer, nproc=None)
-    assert elsewhere.keys() <= {"PATH", "MOE_LAUNCH_PARENT", "PYTHONSAFEPATH", "PYTHONPATH", "DS_ACCELERATOR"}  # nothing of this machine
+    assert elsewhere.keys() <= {"PATH", "MOE_LAUNCH_PARENT", "PYTHONSAFEPATH", "PYTHONPATH", "DS_ACCELERATOR"}  # no cores, no folders
 
 
 def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ranks of our launcher, ranks of another launcher, and a command that computes in its own process."""
+    """`BEFORE_TORCH` is set in ranks of `moe train`, in ranks of another launcher, and in a command that computes in its own process."""
     ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "GOMP_SPINCOUNT": "10000"}
     users = {"LRU_CACHE_CAPACITY": "7", "GOMP_SPINCOUNT": "5"}
-    policy = {"OMP_WAIT_POLICY": "active"}  # a number of turns would count for more
+    policy = {"OMP_WAIT_POLICY": "active"}  # GOMP_SPINCOUNT would override it, and must not be set
 
     def rank(given: dict[str, str]) -> Mapping[str, str]:
         return environment.child_environment(given, nproc=2)
@@ -617,7 +620,7 @@ def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(
     def here(run: Callable[[list[str]], int]) -> Callable[[dict[str, str]], Mapping[str, str]]:
         def env(given: dict[str, str]) -> Mapping[str, str]:
             for name in ours | policy:
-                monkeypatch.setenv(name, "")  # remembered, and put back after the test
+                monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable after the test
                 monkeypatch.delenv(name)
             for name, value in given.items():
                 monkeypatch.setenv(name, value)
@@ -640,7 +643,7 @@ def test_too_few_open_files_are_raised_or_refused_before_ranks_wait_for_each_oth
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (until it ends)
         resource.setrlimit(resource.RLIMIT_NOFILE, (20, hard))
         environment.allow_open_files(1)
-        start._lived = lambda *_: start.End(0, [], {})  # type: ignore[assignment]
+        start._attempt = lambda *_: start.End(0, [], {})  # type: ignore[assignment]
         code = cli.main(["train", "switch_tiny", "--nproc=2", f"--out={tmp_path / 'run'}"])
         return code or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
@@ -665,5 +668,6 @@ def test_hostfile_counts_the_world(tmp_path: Path) -> None:
     path.write_text("# two machines\nworker-0 slots=4\n\nworker-1 slots=2  # smaller\n")
     assert hosts.read_hostfile(path) == {"worker-0": 4, "worker-1": 2}
     assert start.world_size(None, hostfile=path) == 6 and start.world_size(2, hostfile=path) == 4
-    command = start._command("deepspeed", None, path, None, port=5, module="m", words_of_ranks=tmp_path)
+    launch = start.Launch([], {}, 6, None, "deepspeed", tmp_path, path, "m", 30.0, [])
+    command = start._command(launch, None, port=5, folder=tmp_path)
     assert command[command.index("--hostfile") + 1] == str(path) and "--num_accelerators" not in command

@@ -1,4 +1,4 @@
-"""Output that outlives its reader, and files that a user names."""
+"""Output to a closed pipe or terminal, and error messages for files with unusual names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_process_outlives_the_reader_of_both_its_streams(tmp_path: Path) -> No
         outlive_readers()
         outlive_readers()
         print("begun", flush=True)
-        sys.stdin.readline()  # the reader is gone by now
+        sys.stdin.readline()  # waits until the test has closed the pipe's other end
         for _ in range(3):
             print("x" * 100_000, flush=True)
             print("y" * 100_000, file=sys.stderr, flush=True)

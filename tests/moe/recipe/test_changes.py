@@ -1,4 +1,4 @@
-"""Each key says what changing it alters: held against a model that is built with and without the change."""
+"""What a changed key alters (`Key.alters`) is compared with the logits of a model that is built with and without the change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ YARN = {"rope": {"scaling": "yarn", "factor": 4.0, "trained_length": 300}}
 WINDOWS = {"sliding_window": 5}
 LATENT = YARN | {"latent": {"key_rank": 6}}
 OF_MODEL = (STRETCHED, GATED, YARN, LATENT, WINDOWS, MASKED)
-# key of the class function -> another value, and what else both recipes have
+# key that alters "function" -> (another value, values that both recipes need)
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_heads": (4, {}),
     "model.ffn": ("relu", {}),
@@ -88,7 +88,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "router.drop": ("lowest_gate", {}),
     "router.queue": ("tokens_first", {}),
 }
-# the same for keys of the model, the experts and the router that are of the class training
+# key of model, experts or router that alters "training" -> another value
 TRAINING: dict[str, Any] = {
     "model.max_length": 24,
     "model.ahead_weight": 0.1,
@@ -116,7 +116,8 @@ def changed(values: dict[str, dict[str, Any]], key: str, value: Any) -> dict[str
 
 
 def logits(run: Run, like: Transformer | None = None) -> tuple[Tensor | None, Transformer]:
-    """What a recipe makes of some tokens with the weights and biases of another model; None where they do not fit."""
+    """Return (a recipe's logits for some tokens with the weights and selection biases of model `like`, the recipe's model). The logits are
+    None if the parameters' shapes differ."""
     model, _ = build(run, Mesh.of(Degrees()), device=torch.device("cpu"))
     if like is None:
         for bias_E in extra_state(model).values():
@@ -129,7 +130,7 @@ def logits(run: Run, like: Transformer | None = None) -> tuple[Tensor | None, Tr
             bias_E.copy_(extra_state(like)[name])
     generator = torch.Generator().manual_seed(0)
     tokens_BL = torch.randint(1, 256, (4, 12), generator=generator)
-    tokens_BL[:, 5] = SEPARATOR  # a second document
+    tokens_BL[:, 5] = SEPARATOR  # so that each sequence has two documents
     with torch.no_grad():
         return model.eval()(tokens_BL).logits_BLV, model
 
@@ -140,7 +141,7 @@ def test_every_key_of_a_recipe_says_what_a_change_alters() -> None:
 
 def test_the_tables_here_are_whole() -> None:
     ours = ("model.", "experts.", "router.")
-    found = [key for key in keys_of("function") if not key.startswith(("data.", "lora.", "router.hash_table"))]  # of another test: a file
+    found = [key for key in keys_of("function") if not key.startswith(("data.", "lora.", "router.hash_table"))]  # tested elsewhere
     assert sorted(found) == sorted(OTHER)
     assert {key for key in keys_of("training") if key.startswith(ours)} == set(TRAINING)
 
@@ -161,7 +162,7 @@ def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None
 
 
 def test_to_skip_in_place_of_a_zero_changes_what_the_weights_compute() -> None:
-    """Of the same shapes: one gives a token back and the other nothing."""
+    """experts.skip returns the token and experts.zero returns nothing, with parameters of the same shapes."""
     before, after = (build_run(changed(changed(BASE, "experts.skip", skip), "experts.zero", 2 - skip)) for skip in (2, 0))
     base, like = logits(before)
     found, _ = logits(after, like)
@@ -169,7 +170,7 @@ def test_to_skip_in_place_of_a_zero_changes_what_the_weights_compute() -> None:
     assert [change.key for change in function_changes(before, after)] == ["experts.skip", "experts.zero"]
 
 
-@pytest.mark.parametrize("key", [key for key in TRAINING if key != "router.load_weight"])  # which asks for noise that has weights
+@pytest.mark.parametrize("key", [key for key in TRAINING if key != "router.load_weight"])  # load_weight needs noise, which adds parameters
 def test_a_change_of_training_leaves_what_the_weights_compute(key: str) -> None:
     before, after = build_run(BASE), build_run(changed(BASE, key, TRAINING[key]))
     base, like = logits(before)
@@ -182,16 +183,16 @@ def test_the_same_function_in_other_words_is_no_change_of_it() -> None:
     dropless = changed(BASE, "router.eval_capacity_factor", None)
     same = [
         (BASE, {"experts": {"num_experts": 4, "ffn": "gelu"}}),
-        (BASE, {"router": BASE["router"] | {"preset": "glam", "gates": "as_is"}}),  # every value that GLaM sets otherwise is training's
-        (BASE, {"router": BASE["router"] | {"bias_rate": 0.01}}),  # a bias that is new starts at zero
-        (dropless, {"router": dropless["router"] | {"drop": "lowest_gate"}}),  # nothing is dropped in evaluation
+        (BASE, {"router": BASE["router"] | {"preset": "glam", "gates": "as_is"}}),  # other keys of GLaM alter only training
+        (BASE, {"router": BASE["router"] | {"bias_rate": 0.01}}),  # a new selection bias starts at zero
+        (dropless, {"router": dropless["router"] | {"drop": "lowest_gate"}}),  # without a capacity nothing is dropped in evaluation
         (changed(BASE, "model.moe_every", 0), {"router": {"num_choices": 1}}),
     ]
     for values, other in same:
         assert not function_changes(build_run(values), build_run(values | other)), other
     layernorm = changed(BASE, "model.norm", "layernorm")
     for key, value, differs in (("model.qk_norm", "none", 0), ("model.qk_norm", "heads", 1), ("router.input_norm", "rmsnorm", 1)):
-        values = changed(layernorm, key, value)  # norms of queries, keys and the router's input are RMSNorms, of another default
+        values = changed(layernorm, key, value)  # queries, keys and the router's input always have RMSNorms, whose default norm_eps differs
         assert len(function_changes(build_run(values), build_run(changed(values, "model.norm_eps", 1e-5)))) == differs
 
 

@@ -1,6 +1,5 @@
-"""A given table of experts by token id: its file, the balanced one, the plain twin's numbers with it, and that it travels with checkpoints.
-
-What this file alone would notice: a resumed or converted run, or one that generates, whose tokens go to other experts than in training.
+"""router.hash_table: its file, the balanced table, training steps equal to the reference, and the table's copy in checkpoints, with which
+resuming, conversion and generation route tokens as in training.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ def test_the_balanced_table_gives_the_rarest_ids_to_the_emptiest_experts() -> No
     counts = [0, 7, 3, 2, 0, 2, 0]
     table = balanced(counts, 2, 1)
     assert [sum(n for n, e in zip(counts, table, strict=True) if e == expert) for expert in (0, 1)] == [7, 7]
-    assert max(Counter(table).values()) <= 4  # ids that never occur are spread, too
+    assert max(Counter(table).values()) <= 4  # ids that never occur are also spread over the experts
     pairs = balanced([5, 4, 3, 2, 1, 1], 4, 2)
     assert pairs[:2] == [[0, 1], [2, 3]] and all(len(set(pair)) == 2 for pair in pairs)
     counts = [10_000 // (rank + 1) for rank in range(500)]
     load: Counter[int] = Counter()
     for n, expert in zip(counts, balanced(counts, 4, 1), strict=True):
         load[expert] += n
-    assert max(load.values()) - min(load.values()) <= 20  # as much as the rarest id has
+    assert max(load.values()) - min(load.values()) <= 20  # occurrences of the rarest id
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_what_is_no_table_of_the_recipe_is_one_line(table: Any, said: str, tmp_p
 
 def test_a_file_that_is_not_there_is_refused_where_it_is_read_and_a_table_that_nothing_reads(tmp_path: Path) -> None:
     values: dict[str, Any] = {"model": {"moe_every": 2}, "router": HASH | {"hash_table": str(tmp_path / "no.json")}}
-    check_for_user(build_run(values), 1)  # its checkpoint may have it
+    check_for_user(build_run(values), 1)  # a missing file is accepted here, because a resumed run has the table in its checkpoint
     with pytest.raises(BadInput, match="router.hash_table: got .*no.json: No such file"):
         read(build_run(values))
     with pytest.raises(BadInput, match="router.hash_table: got .* with select top_k, needed null: only hash reads a table"):
@@ -117,7 +116,8 @@ class Given(Case):
 
 @pytest.mark.usefixtures("five_steps")
 def test_five_steps_are_the_plain_twins(tmp_path: Path) -> None:
-    """Of two choices on one process, and of another table for each layer on ranks: experts apart, sequences in slices, stages."""
+    """Five training steps with a table equal the reference: with two choices on one process, and with a table for each layer on two ranks
+    (expert, sequence and pipeline parallelism)."""
     pairs = written(tmp_path / "pairs.json", table_of(4, 0, choices=2))
     case = Given("switch", "ddp", 1, 1, 1, "fp32", table=pairs, choices=2)
     assert max(compare(compute(case), reference(case)).values()) < 1e-5
@@ -138,7 +138,7 @@ def test_five_steps_are_the_plain_twins(tmp_path: Path) -> None:
 
 
 def experts_of(model: Transformer, tokens_BL: torch.Tensor) -> list[list[int]]:
-    """Of each layer with experts: those of each token."""
+    """Return for each MoE layer the expert of each token."""
     x_TD = torch.zeros(tokens_BL.numel(), model.config.d_model)
     made = [m.router(x_TD, sequence_tokens=tokens_BL.shape[1], context=Context.of(tokens_BL)) for m in moe_layers(model)]
     return [routing.expert_TK.flatten().tolist() for routing in made]
@@ -190,10 +190,10 @@ def test_the_verb_makes_the_balanced_table_of_the_text(home: Path, tmp_path: Pat
     table = read(run)
     assert isinstance(table, list)
     check(table, run, where="it")
-    text = (home / "text.txt").read_bytes()[: int(0.9 * 3000 * 5)]  # letters that occur so often that a few more change nothing
+    text = (home / "text.txt").read_bytes()[: int(0.9 * 3000 * 5)]  # about the training text, with the same order of letters by frequency
     load: Counter[int] = Counter()
     for byte in text:
         load[table[byte]] += 1
-    assert len(load) == 8 and len({table[byte] for byte in b"abcdefgh"}) >= 7  # of nine that occur, with the space
+    assert len(load) == 8 and len({table[byte] for byte in b"abcdefgh"}) >= 7  # the text has these letters and the space
     assert cli.main(words) == 2 and "OUT: got" in capsys.readouterr().err
     assert cli.main(["hash-table", "dense_tiny", str(tmp_path / "d.json")]) == 2

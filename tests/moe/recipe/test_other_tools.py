@@ -1,4 +1,4 @@
-"""The fix for a name of another tool names the right key or flag, and a recipe or a command line takes it."""
+"""For a name of another tool, the error's fix has the right key or flag, and is accepted as a recipe or command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe.checks.advice import applied
-from moe.cli.flags import check_words
+from moe.cli.flags import read_words
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.recipe import other_tools
 from moe.recipe.keys import flat, known_keys
@@ -20,7 +20,7 @@ from parallel.errors import BadInput
 
 
 def rows(table: dict[str, str]) -> list[tuple[str, str, str]]:
-    """(name there, value there, name here); a switch is on."""
+    """Return (name in another tool, value there, name here) for each entry of a table in other_tools.py. Switches have the value "true"."""
     return [(name.partition("=")[0], name.partition("=")[2] or "true", here) for here, names in table.items() for name in names.split()]
 
 
@@ -38,7 +38,7 @@ def refused(overrides: dict[str, Any]) -> str:
 
 
 def accepted(fix: str) -> Run:
-    """The recipe with a typed fix."""
+    """Apply a fix of the form "did you mean --key VALUE?" to switch_tiny, and return the recipe."""
     words, overrides = take_overrides(shlex.split(fix.removeprefix("did you mean ").removesuffix("?")))
     assert words == [], fix
     return load("switch_tiny", overrides)[0]
@@ -46,13 +46,14 @@ def accepted(fix: str) -> Run:
 
 @pytest.mark.parametrize(("name", "value", "here"), WITH_VALUES, ids=[row[0] for row in WITH_VALUES])
 def test_the_fix_for_a_name_with_its_value_is_a_recipe(name: str, value: str, here: str) -> None:
-    """Typed as a key, typed as a flag (where it has no dot), and written in a file: the same values of the same keys."""
+    """The fix is the same for a key on the command line, for a flag (a name without a dot) and for a key in a file: it sets the right keys
+    to the right values."""
     fix = refused({name if "." in name else f"section.{name}": value})
     run = accepted(fix)
     assert all(f"--{key} " in fix for key in keys_of(here))
     if "." not in name:
         with pytest.raises(BadInput) as bad:
-            check_words("train", VERBS["train"], ["switch_tiny", f"--{name.replace('_', '-')}", value])
+            read_words("train", VERBS["train"], ["switch_tiny", f"--{name.replace('_', '-')}", value])
         assert str(bad.value.fix) == fix
     values, _ = read_recipe(recipe_path("switch_tiny"))
     outer, _, last = name.rpartition(".")
@@ -91,21 +92,21 @@ def test_names_here_are_keys_and_flags_and_no_fix_sets_anything_aside() -> None:
                 continue
             with pytest.raises(BadInput) as bad:
                 words = ["word"] * sum(is_word(field) for field in VERBS[verbs[0]].__dataclass_fields__.values())
-                check_words(verbs[0], VERBS[verbs[0]], [*words, f"--{name}", value])
+                read_words(verbs[0], VERBS[verbs[0]], [*words, f"--{name}", value])
             fixed = shlex.split(str(bad.value.fix).removeprefix("did you mean ").removesuffix("?"))
             assert fixed[0] == flag
-            check_words(verbs[0], VERBS[verbs[0]], [*words, *fixed])
+            read_words(verbs[0], VERBS[verbs[0]], [*words, *fixed])
 
 
 @pytest.mark.parametrize("verb", RECIPE_VERBS)
 def test_no_verb_proposes_a_flag_that_sets_aside_or_overrules(verb: str) -> None:
     for name in ("resume", "nodes", "fres", "forse", "frsh", "reset", "force_train", "overwrite_output_dir"):
         with pytest.raises(BadInput) as bad:
-            check_words(verb, VERBS[verb], [f"--{name}"])
+            read_words(verb, VERBS[verb], [f"--{name}"])
         assert "--fresh" not in str(bad.value.fix) and "--force" not in str(bad.value.fix) and "--order" not in str(bad.value.fix)
 
 
-# what users of these tools tried: only edit distance was asked, which found 4 of them
+# name that users of other tools tried -> key that the fix must name; by similar spelling alone only 4 were found
 TRIED = {
     "hidden_size": "model.d_model", "max_steps": "train.steps", "num_local_experts": "experts.num_experts", "learning_rate": "optimizer.lr",
     "batch_size": "train.global_batch", "tp_size": "degrees.tp", "num_experts_per_tok": "router.num_choices",
@@ -121,14 +122,14 @@ def test_names_that_users_tried() -> None:
     for section in ("train", "optimizer", "model"):
         assert refused({f"{section}.output_dir": "runs/a"}) == "remove it, and give moe train --out"
     with pytest.raises(BadInput, match=r"remove it \(moe train continues from the newest checkpoint"):
-        check_words("train", VERBS["train"], ["switch_tiny", "--resume"])
+        read_words("train", VERBS["train"], ["switch_tiny", "--resume"])
     with pytest.raises(BadInput, match="fix: did you mean --precision.compute bf16"):
-        check_words("train", VERBS["train"], ["--bf16", "switch_tiny"])
+        read_words("train", VERBS["train"], ["--bf16", "switch_tiny"])
     for name, value in (("--optimizer", "AdamW"), ("--optimizer", "muon"), ("--sharding", "fsdp2"), ("--dispatch", "padded")):
         with pytest.raises(BadInput, match=f"fix: did you mean {name}.kind (adamw|muon|fsdp|padded)"):
-            check_words("train", VERBS["train"], ["switch_tiny", name, value])
+            read_words("train", VERBS["train"], ["switch_tiny", name, value])
     with pytest.raises(BadInput, match="fix: remove it"):
-        check_words("train", VERBS["train"], ["switch_tiny", "--bf16", "false"])
+        read_words("train", VERBS["train"], ["switch_tiny", "--bf16", "false"])
 
 
 @pytest.mark.parametrize(("key", "words"), WORDS.items(), ids=list(WORDS))
@@ -144,7 +145,7 @@ def test_words_of_other_tools_for_a_value(key: str, words: dict[str, str]) -> No
 def test_a_whole_number_may_have_an_exponent() -> None:
     run = load("switch_tiny", {"train.steps": "1e3", "experts.num_experts": "[4, 1e1]", "model.moe_layers": "[1, 3]"})[0]
     assert (run.train.steps, run.experts.num_experts) == (1000, (4, 10))
-    assert check_words("train", VERBS["train"], ["switch_tiny", "--nproc", "1e1"]) == ["switch_tiny", "--nproc=10"]
+    assert read_words("train", VERBS["train"], ["switch_tiny", "--nproc", "1e1"]).nproc == 10
     for wrong in ("1e-3", "1.5e0", "1e"):
         with pytest.raises(BadInput, match="train.steps"):
             load("switch_tiny", {"train.steps": wrong})

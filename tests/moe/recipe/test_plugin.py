@@ -1,6 +1,6 @@
-"""A part that a recipe names as module:name does what the built-in one of the same function does, and what is none is refused in one line.
+"""A plugin gives the same numbers as the built-in part that computes the same function, and a wrong plugin is refused in one line.
 
-Plain twins: torch's softmax, top-k, AdamW, a half cosine and the project's own all-to-all, each by a name of this module's.
+The plugins here are torch's softmax, top-k and AdamW, a half cosine, and the project's own all-to-all, as attributes of the module `twins`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BY_NAME: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def twins() -> Any:
-    """A module that is there without a file."""
+    """Put the module `twins`, which has no file, into sys.modules."""
     made = ModuleType("twins")
     vars(made).update(
         softmax=lambda logits: logits.softmax(-1),
@@ -106,7 +106,7 @@ def test_a_dispatcher_that_is_none_is_refused(home: Path, tmp_path: Path) -> Non
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with modules, none of which is imported before or after."""
+    """Return a working folder with modules and a recipe. The modules are not imported yet, and are removed from sys.modules afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "raises_xq.py").write_text("import math\nmath.nothing\n")
@@ -127,7 +127,7 @@ def test_a_recipe_is_read_and_checked_without_importing_what_it_names(folder: Pa
 
 
 def test_what_starts_nothing_runs_no_code_that_a_recipe_names(folder: Path) -> None:
-    """`graph_of` is what `moe plan --search` reads of a recipe."""
+    """`graph_of` (of `moe plan --search`), `moe show --plan` and `moe train --dry-run` do not import a recipe's plugins."""
     (folder / "routed.yaml").write_text("extends: switch_tiny\nrouter: {score: parts_xq:softplus}\ndata: {path: text.txt}\n")
     (folder / "text.txt").write_text("words of a text\n" * 500)
     graph_of(load("routed.yaml")[0], sequences=8)
@@ -170,7 +170,7 @@ def test_a_name_that_is_none_is_refused_with_the_choices(text: str) -> None:
 
 @pytest.fixture
 def packages(folder: Path) -> Any:
-    """Puts a package's metadata there, as pip does."""
+    """Return a function that writes a package's metadata with its entry points into the folder, as pip does."""
 
     def put(package: str, **groups: dict[str, str]) -> None:
         info = folder / f"{package}-1.0.dist-info"
@@ -186,7 +186,8 @@ def packages(folder: Path) -> Any:
 
 
 def test_a_name_that_a_package_registers_is_its_part(packages: Any, home: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is imported until it is used; the run's own recipe names module:name, so it goes on without the package's metadata."""
+    """A registered name is replaced by module:name when the recipe is read, without an import. The run's recipe.yaml has module:name, so
+    that the run can be resumed without the package's metadata."""
     packages("parts-of-mine", optimizers={"mine": "parts_xq:sgd", "adamw": "parts_xq:sgd"}, scores={"other": "parts_xq:none"})
     values = {"optimizer.kind": "mine", "data.path": str(home / "text.txt")}
     assert (

@@ -1,4 +1,4 @@
-"""Presets: the page's table is the code's, each is a router that works, and those of systems that do not run here follow their formulas."""
+"""Presets: docs/moe/routing.md has the same values as the code, each preset is a valid router, capacities follow the systems' formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cell(value: Any) -> str:
 
 
 def table() -> list[str]:
-    """The presets as the page shows them."""
+    """Return the lines of the page's table of presets, made from PRESETS."""
     ahead = ["second choices" if only_second_choices_look_ahead(s) else "yes" if looks_ahead(s) else "no" for s in PRESETS.values()]
     rows = {f"`{key}`": [cell(getattr(s, key)) for s in PRESETS.values()] for key in RouterSpec.model_fields} | {"looks ahead": ahead}
     head = ["| key | " + " | ".join(f"`{name}`" for name in PRESETS) + " |", "|" + "---|" * (len(PRESETS) + 1)]
@@ -44,7 +44,7 @@ def test_the_pages_table_is_the_codes() -> None:
 def test_a_recipe_may_name_every_preset_and_every_key_of_a_spec() -> None:
     assert list(get_args(sections.Router.model_fields["preset"].annotation)) == list(PRESETS)
     assert list(sections.Router.model_fields) == ["preset", *RouterSpec.model_fields, "allow_noncausal"]
-    for router in (sections.Router(), sections.Router(preset="glam", jitter=0.1)):  # as a recipe writes it
+    for router in (sections.Router(), sections.Router(preset="glam", jitter=0.1)):
         written = router.model_dump()
         assert {key for key, value in written.items() if value != "preset"} == {"preset", "allow_noncausal", *router.own}
         assert sections.Router(**written) == router
@@ -73,13 +73,13 @@ def test_a_shown_recipe_says_what_its_preset_chose() -> None:
     assert re.search(r'bias_rate: "preset" +# deepspeed: null', shown)
 
 
-# --- capacity as the systems count it -----------------------------------------------------------------------------------
+# --- capacity by the formulas of other systems --------------------------------------------------------------------------
 
 
 @given(st.integers(1, 4000), st.integers(1, 256), st.integers(50, 300), st.sampled_from([1, 2]))
 @settings(max_examples=200, deadline=None)
 def test_slots_are_those_of_the_systems(tokens: int, num_experts: int, hundredths: int, k: int) -> None:
-    """Their formulas, with the factor as a whole number of hundredths; none gives more slots than there are tokens."""
+    """`slots_of` gives min(T, slots by the formula of Mesh TensorFlow, DeepSpeed or Megatron), for capacity factors hundredths / 100."""
     over = 100 * num_experts
     wanted = {
         "switch_mtf": max(4, tokens * hundredths // over),
@@ -94,13 +94,13 @@ def test_slots_are_those_of_the_systems(tokens: int, num_experts: int, hundredth
 
 @pytest.mark.parametrize(("factor", "slots"), [(1.0, 12), (1.25, 16), (2.0, 28)])
 def test_glam_with_the_released_codes_rounding(factor: float, slots: int) -> None:
-    """int(T f / E) up to a multiple of 4, k not counted: 100 tokens, 8 experts."""
+    """int(T f / E) rounded up to a multiple of 4, without the number of choices k; T = 100 tokens, E = 8 experts."""
     google = {"capacity_counts": "tokens", "capacity_rounding": "floor", "capacity_multiple": 4, "min_capacity": 0}
     assert slots_of(sections.Router(preset="glam", capacity_factor=factor, **google), 100, num_experts=8, training=True) == slots  # type: ignore[arg-type]
 
 
 def test_t5xs_rounding() -> None:
-    """max(4, int(round(f T / E)))"""
+    """T5X gives an expert max(4, int(round(f T / E))) slots."""
     spec = sections.Router(preset="switch", capacity_counts="tokens", capacity_rounding="round")
     assert [slots_of(spec, t, num_experts=8, training=True) for t in (10, 100, 105)] == [4, 16, 16]
 
@@ -109,7 +109,7 @@ def test_t5xs_rounding() -> None:
 
 
 def test_megatrons_router_is_softmax_of_the_chosen_and_drops_the_least_probable() -> None:
-    """Top-k of the logits, softmax over them; each expert keeps its ceil(T k f / E) most probable in the micro-batch."""
+    """Gates are the softmax of the top-k logits. Each expert keeps its ceil(T k f / E) most probable choices of the micro-batch."""
     logits = random(60, 4) + torch.tensor([1.5, 0.5, 0.0, 0.0])
     routing = route(from_logits(logits, preset="megatron", capacity_factor=0.8), logits, length=20)
     top = logits.topk(2)

@@ -220,7 +220,7 @@ def test_times_by_stage_transfer_and_overlap(tmp_path: Path) -> None:
             "chimera --stages 12 --microbatches 12 --pipelines 8",
             "pipelines: got 8, needed an even number that divides 12 stages: 2, 4, 6, 12; fix: set it to 6",
         ),
-        ("chimera --pipelines 0", "--pipelines: got 0, needed at least 1; fix: --pipelines 2"),
+        ("chimera --pipelines 0", "--pipelines: got 0, needed at least 2; fix: --pipelines 2"),
         ("1f1b --tflops 100", "--tflops: got it without a recipe"),
         ("1f1b --model.d_ff 64", "--model.d_ff: got it without a recipe"),
         ("1f1b --recipe dense_tiny --tflops 0", "--tflops: got 0.0, needed a speed above 0; fix: --tflops 140"),

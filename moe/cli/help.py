@@ -1,8 +1,7 @@
-"""The command line as a verb's dataclass, its help and shell completion, by tyro.
+"""Help texts and shell completion of the command `moe`, by tyro, from the verbs' dataclasses.
 
-tyro's completion script has a table of words, COMPLETION_SPEC = {...}, which is corrected here, so that a shell offers only words that the
-command line accepts. tyro does not complete words after a verb, gives each boolean a switch (`--model.no_tied_embeddings`), and writes null
-as None.
+tyro's completion script has a table of words, COMPLETION_SPEC = {...}. It is corrected here, so that a shell offers exactly the words that
+the command line accepts: tyro offers no words after a verb, a switch for each boolean (`--model.no_tied_embeddings`), and None for null.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from parallel.errors import BadInput
 
 SHELLS = ("bash", "zsh", "fish")
 _TABLE = "COMPLETION_SPEC = "
-_FISH = (
-    ("\\", "\\\\"),
-    ('"', '\\"'),
-    ("$", "\\$"),
-)  # (character, its escape) in fish's script, where the table is in double quotes
+_FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # (character, its escape) in fish's script, which has the table in double quotes
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
     "Any value of the recipe can be set by --section.key VALUE, anywhere after the recipe's name: --degrees.ep 2 --model.d_ff=512 "
@@ -33,50 +28,35 @@ _OVERRIDES = (
 )
 
 
-def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
-    """Return an instance of the verb's dataclass for words that `check_words` accepted. Raises BadInput if tyro refuses them."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            parsed = _tyro([verb, *words], benches=benches)
-    except SystemExit:
-        said = "".join(c for c in complaint.getvalue() if c.isascii())
-        raise BadInput(f"moe {verb}", got=said, needed=f"the flags of moe {verb}", fix=f"see: moe {verb} --help") from None
-    return VERBS[verb](**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(VERBS[verb])})
-
-
 def print_verbs(*, benches: list[str]) -> None:
-    """Print the list of verbs. Does not use tyro, because importing it takes longer than everything else."""
+    """Print the list of verbs. tyro is not used, because importing it takes longer than everything else."""
     width = min(100, shutil.get_terminal_size().columns)
     print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
     print_list({verb: about(kind, benches) for verb, kind in VERBS.items()})
 
 
 def print_help(verb: str, *, benches: list[str]) -> None:
-    """Print one verb's words and flags."""
     with contextlib.suppress(SystemExit):
         _tyro([verb, "--help"], benches=benches)
 
 
 def print_bench(name: str, about: str, takes: dict[str, str]) -> None:
-    """Print a measurement's module docstring, and the flags that it takes with their defaults."""
+    """Print the help of `moe bench NAME`. about: the measurement's docstring. takes: name of each flag -> its default as text."""
     print(f"usage: moe bench {name}{''.join(f' [--{flag}]' for flag in takes)}\n\n{about}\n")
     helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Bench)}
     print_list({f"--{flag}": helps[flag] + (f" (default: {default})" if default else "") for flag, default in takes.items()})
 
 
 def print_list(entries: dict[str, str]) -> None:
-    """Print name and text of each entry in two columns."""
+    """Print the names and the texts of the entries, in two columns."""
     width, indent = min(100, shutil.get_terminal_size().columns), max((len(name) for name in entries), default=0) + 4
     for name, text in entries.items():
         print(textwrap.fill(text, width, initial_indent=f"  {name:<{indent - 2}}", subsequent_indent=indent * " "))
 
 
 def print_completion(words: list[str], *, benches: list[str]) -> None:
-    """Print or write the completion script for `--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`.
-
-    It completes verbs, flags, dotted keys and choices. Raises BadInput for an unknown shell.
-    """
+    """Print a completion script (words: --tyro-print-completion SHELL), or write it (--tyro-write-completion SHELL FILE).
+    The script completes verbs, flags, dotted keys and choices. Raises BadInput for an unknown shell."""
     from moe.recipe.load import published_names, recipe_names
 
     least = 3 if "write" in words[0] else 2
@@ -95,7 +75,7 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
 
 
 def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
-    """Return tyro's completion script with its table corrected. words: verb -> words other than flags that may follow it."""
+    """Return tyro's completion script with its table of words corrected. words: verb -> positional words that may follow it."""
     escapes = _FISH if shell == "fish" else ()
     lines = script.split("\n")
     for at, line in enumerate(lines):
@@ -118,8 +98,8 @@ def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
 
 
 def _option(option: dict[str, Any]) -> dict[str, Any]:
-    """Return a flag's entry in the completion table, with the choices that the command line accepts in place of tyro's."""
-    from moe.recipe.keys import known_keys, names_beside_plugins
+    from moe.recipe.keys import choices as choices_of
+    from moe.recipe.keys import field_of, known_keys, takes_plugin
     from moe.recipe.load import recipe_names
 
     flag, choices = option["flags"][-1], option.get("choices")
@@ -127,8 +107,8 @@ def _option(option: dict[str, Any]) -> dict[str, Any]:
         return option | {"type": "choice", "choices": recipe_names()}
     if "." not in flag:
         return option | ({"choices": [c for c in choices if c != "None"]} if choices else {})
-    if names := [name for name in names_beside_plugins(flag[2:]) if name != "given"]:
-        return option | {"type": "choice", "choices": names}
+    if takes_plugin(field_of(flag[2:])):
+        return option | {"type": "choice", "choices": [name for name in choices_of(flag[2:]) if name != "given"]}
     if option["type"] == "flag":
         section, _, key = flag[2:].rpartition(".")
         key = key if f"{section}.{key}" in known_keys() else key.removeprefix("no_")
@@ -137,7 +117,7 @@ def _option(option: dict[str, Any]) -> dict[str, Any]:
 
 
 def about(kind: type, benches: list[str]) -> str:
-    """Return the description of a verb from its dataclass `kind`; for bench with the names of the measurements."""
+    """Return a verb's description: the docstring of its dataclass `kind`, and for bench also the names of the measurements."""
     there = f" Measurements: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
     return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
 
@@ -155,10 +135,8 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """Return a dataclass for tyro with the verb's fields, with help texts and names of words as annotations, where tyro reads them.
-
-    complete: for the completion script. A verb that takes recipe values then also has each section of a recipe as a field.
-    """
+    """Return the verb's dataclass in the form that tyro reads: help texts and names of words are annotations of its fields.
+    complete: for the completion script, a verb that accepts recipe values also gets each section of a recipe as a field."""
     from tyro.conf import Positional, arg
 
     hints = get_type_hints(kind)
