@@ -4,7 +4,7 @@ On a GPU, bytes are torch's allocations. On a CPU, where torch counts none, they
 added to the prediction. An error within the prediction is printed as a line, and the run starts all the same.
 
 Model states are counted from the live tensors of the engine, each storage once: `parameters`, the weights that the model reads;
-`gradients`, between backward pass and update; `optimizer`, its states, with master weights separate from those that the model reads.
+`gradients`, between backward pass and update; `optimizer`, its states, master weights included unless the model reads them.
 """
 
 from __future__ import annotations
