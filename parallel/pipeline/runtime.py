@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.errors import BadInput
 from parallel.mesh.collectives import max_over
-from parallel.mesh.gradients import StartedSum, holders, start_sum
+from parallel.mesh.gradients import StartedSum, on_stages, start_sum
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.weight_gradient import PendingGradients, defer_gradients
@@ -96,7 +96,7 @@ class StageReplicas:
             if name in self.shared:
                 together.setdefault(self.layouts[name].holders, []).append(name)
         for held in together.values():
-            axis = holders(self.layouts[held[0]], self.mesh)
+            axis = on_stages(self.layouts[held[0]].holders, self.mesh)
             self.running.append(start_sum([self._gradient(name) for name in held], axis, first=held[0]))
             self.started.update(held)
 

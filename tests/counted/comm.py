@@ -19,7 +19,8 @@ from unittest import mock
 
 import torch
 
-from moe.bench.training.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import PLAIN, ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU, Training
 from moe.launch import exit_codes
 from moe.plan.job.states import Storage, sent_bytes
 from moe.records.results import write_json
@@ -58,7 +59,7 @@ def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, pr
     return values
 
 
-def expected(kind: ShardedKind, started: Started) -> float:
+def expected(kind: ShardedKind, started: Training) -> float:
     """Return the bytes that a rank sends in one step by the closed form: dense parameters over dp, experts over edp, and for FSDP
     `table_bytes`."""
     held, bytes_of = {"dp": 0, "edp": 0}, travels(kind, started.run.precision.compute)
@@ -79,7 +80,7 @@ def expected(kind: ShardedKind, started: Started) -> float:
     )
 
 
-def table_bytes(kind: ShardedKind, started: Started) -> float:
+def table_bytes(kind: ShardedKind, started: Training) -> float:
     """Return the additional bytes of FSDP for a tied embedding table: it is gathered for the embedding and for the head, in both passes,
     in fp32."""
     run, dp = started.run, started.mesh.axis("dp").size

@@ -94,7 +94,7 @@ def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
     work.losses.clear()
     kept = alive.now - before
     with defer_gradients() as pending:
-        work.backward(output, torch.ones(work.crossing) if stage < work.last else None)
+        work.backward(output, torch.ones(work.crossing) if stage < work.schedule.num_stages - 1 else None)
     del x, output
     left = alive.now - before
     pending.compute()

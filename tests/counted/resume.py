@@ -25,7 +25,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe.bench.training.memory import DENSE, LENGTH, Shape, warm_up
-from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU, Training
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.loop.step import finish
@@ -125,12 +126,12 @@ def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) 
     return _found(peaks)
 
 
-def _start(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> Started:
+def _start(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> Training:
     placed = kind.with_path(folder)
     return start(placed, shape.recipe(placed, ranks, ep=2 if shape.experts else 1), rank, ranks)
 
 
-def _step(started: Started, rank: int, step: int) -> None:
+def _step(started: Training, rank: int, step: int) -> None:
     batch = tokens_of(rank, sequences=1, length=LENGTH, step=step)
     numbers = started.accumulate(batch, step=step)
     world, scale = started.mesh.axis("world"), LossScale.of("none")

@@ -1,5 +1,5 @@
 """Counts the bytes that one layer of sequence-parallel attention sends, or saves for the backward pass, and compares them with the closed
-forms of parallel/sequence/kinds/, which must be exact: `python -m tests.counted sequence [--what kept]`.
+forms of parallel/sequence/kinds.py, which must be exact: `python -m tests.counted sequence [--what kept]`.
 
 Sent bytes are counted by the communicator; kept bytes are autograd's saved tensors. A second table has the closed forms for more ranks.
 """
@@ -17,8 +17,7 @@ from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-from parallel.sequence.kinds.catalog import SEQUENCES
-from parallel.sequence.kinds.kind import Attention, SequenceKind
+from parallel.sequence.kinds import SEQUENCES, Attention, SequenceKind
 from parallel.sequence.order import Order
 from parallel.sequence.ulysses import Ulysses
 

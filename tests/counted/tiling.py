@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.bench.training.sharded import CPU, ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.loop.step import finish
