@@ -224,7 +224,7 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
 
 # --- seconds until AdamW's loss in a pipeline -----------------------------------------------------------------------------
 
-DELAYS = (0, 1)  # optimizer.kfac.delay. With 1, curvature is computed in the bubbles of one step and inverses in those of the next
+DELAYS = (0, 1)  # optimizer.kfac.delay. With 1, curvature is computed in the bubbles of one step, inverses in the next step's
 
 
 def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> dict[str, Any]:

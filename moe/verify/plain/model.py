@@ -316,7 +316,7 @@ def dense(x: Tensor, weights: Weights, name: str, ffn: str, swiglu: Swiglu, cast
 
 
 def _with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, run: Run, cast: Rounding) -> Tensor:
-    """Add to the experts' output y that of shared experts or of the residual network (PR-MoE), which compute every token."""
+    """Add to the experts' output y the output of shared experts or the residual network (PR-MoE), which compute every token."""
     ffn, swiglu = run.experts.ffn or run.model.ffn, run.model.swiglu
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))
