@@ -172,7 +172,7 @@ def _with_threads(_: int, count: int) -> float:
 
 
 def sharded(kind: str) -> dict[str, Any]:
-    """Return the recipe of a model whose FSDP step has many small gathers (section -> key -> value). kind: value of sharding.kind."""
+    """Return the recipe of a model with many small gathers in an FSDP step (section -> key -> value). kind: value of sharding.kind."""
     return recipe(*SHARDED) | {"sharding": {"kind": kind}, "pipeline": {"microbatches": 4}}
 
 

@@ -152,7 +152,7 @@ def _slow(kfac: Kfac) -> None:
 
 @dataclass
 class Started:
-    """One rank of a pipeline, whose passes and K-FAC units also sleep. filler: does K-FAC's work in bubbles; None for other optimizers."""
+    """One rank of a pipeline with passes and K-FAC units that also sleep. filler: does K-FAC's work in bubbles; None without it."""
 
     run: Run
     mesh: Mesh

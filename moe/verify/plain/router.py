@@ -143,7 +143,7 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], Lists]] = 
 
 
 def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Tensor]:
-    """Draw each token's experts among those with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
+    """Draw each token's experts among the experts with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
