@@ -46,7 +46,7 @@ SOURCE = "moe plan --calibrate"
 SIZES = (4096, 65536, 524288, 4 * 2**20)
 KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
 CALLS = 25
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first name is that of newer versions of torch
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer versions of torch have the first name
 MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same time
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
 # (layers, width, hidden, heads, positions, sequences) of each model, ordered by the part of a step's time that products take
@@ -172,7 +172,7 @@ def _with_threads(_: int, count: int) -> float:
 
 
 def sharded(kind: str) -> dict[str, Any]:
-    """Return the recipe of a model whose FSDP step has many small gathers (section -> key -> value). kind: value of sharding.kind."""
+    """Return the recipe of a model with many small gathers in an FSDP step (section -> key -> value). kind: value of sharding.kind."""
     return recipe(*SHARDED) | {"sharding": {"kind": kind}, "pipeline": {"microbatches": 4}}
 
 

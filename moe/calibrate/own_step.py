@@ -1,4 +1,4 @@
-"""Runs this project's own training step on ranks and measures its seconds. Model, engine, executor and update are those of the trainer, but
+"""Runs this project's own training step on ranks and measures its seconds. Model, engine, executor and update are the trainer's, but
 no data is read and nothing is recorded."""
 
 from __future__ import annotations

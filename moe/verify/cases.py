@@ -1,7 +1,7 @@
 """Defines the tiny models of `moe verify`, and a Case: one of these models in one layout. Needs no torch.
 
-Sizes differ from each other, so that swapped dims fail. Capacity and balance are counted over a sequence in models whose preset counts them
-over a rank or a micro-batch, because results would then depend on the layout by definition. moe/verify/kinds.py lists the cases.
+Sizes differ from each other, so that swapped dims fail. Capacity and balance are counted over a sequence where a preset counts them over a
+rank or a micro-batch, because results would then depend on the layout by definition. moe/verify/kinds.py lists the cases.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Case:
     tp: int = 1
     tensor: str = "copied"  # how tp ranks split weights: a value of tensor.kind or a key of FORMS
     parts: int = 1  # reference: layers are summed from the partial results of this number of tp ranks (moe/verify/in_parts.py)
-    first_part: int = 0  # reference: index of the tp rank whose partial result comes first in these sums
+    first_part: int = 0  # reference: index of the tp rank with the first partial result in these sums
     blocks: int = 1  # reference: matrix products are summed from blocks x blocks blocks, as on a grid of tp ranks (moe/verify/in_parts.py)
     sp: int = 1
     attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`

@@ -5,7 +5,7 @@
                    in other orders (`reorderings`). A row that fails is compared again with one process in the row's own order. Each number
                    and gradient must also be near the float64 twin (`Bound`), or errors that all processes share would not be seen
 
-In fp32, cases whose experts' matrix products round (moe/kernels/products.py) are compared as in 16 bits.
+In fp32, cases with rounding matrix products of experts (moe/kernels/products.py) are compared as in 16 bits.
 
 The bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
 multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff, 2^-8 or 2^-11. The bound is twice the
@@ -112,7 +112,7 @@ class Expected:
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """Return a copy whose `result` is of one process that takes all sums in the same order as `case`. The tolerance stays the same."""
+        """Return a copy with the `result` of one process that takes all sums in the same order as `case`. The tolerance stays the same."""
         return replace(self, result=compute(own_order(case), delayed_as=self.twin))
 
 

@@ -47,7 +47,7 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows prefer fp32, whose reference run is fastest."""
+    """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows prefer fp32, with the fastest reference run."""
 
     def refuse(choice: Choice) -> BadInput | None:
         try:

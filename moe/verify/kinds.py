@@ -1,4 +1,4 @@
-"""Lists the cases of `moe verify`: those of each kind in `--kinds`, and those of a user's recipe (`--recipe`)."""
+"""Lists the cases of `moe verify`: the cases of each kind in `--kinds`, or of a user's recipe (`--recipe`)."""
 
 from __future__ import annotations
 

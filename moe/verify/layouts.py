@@ -58,7 +58,7 @@ def compute(
     delayed_as: Case | None = None,
 ) -> Result:
     """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). meshes:
-    those of earlier cases, reused; tape: records the first steps; delayed_as: case with PipeDream or 2BW, whose older weights one process
+    meshes of earlier cases; tape: records the first steps; delayed_as: case with PipeDream or 2BW, whose older weights one process
     uses for its gradients.
     """
     run = check_run(case.run(), case.world)

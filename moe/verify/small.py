@@ -1,6 +1,6 @@
 """Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
 
-Router, experts, layers, optimizer and dispatcher are those of the recipe; sizes, text and degrees those of a case (moe/verify/cases.py). If
+Router, experts, layers, optimizer and dispatcher are as in the recipe; sizes, text and degrees come from a case (moe/verify/cases.py). If
 the plain twin does not implement the recipe (`known`), layouts are compared with one process of the trainer's code, which does not find
 faults that all layouts share.
 """

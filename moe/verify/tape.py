@@ -24,7 +24,7 @@ from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
 
 TAPED = 3  # number of recorded steps: step 1 is the first with Adam's moments, step 2 the first after a skipped step
-AGAIN = " again"  # ends the name of a module whose outputs come from recompute
+AGAIN = " again"  # ends a module's name if its outputs come from recompute
 
 
 @dataclass
@@ -145,7 +145,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
             after(block.moe.router, f"layers.{number}.router", _gates)
             after(block.moe, f"layers.{number}.moe", lambda out: out[0])
         after(block, f"layers.{number}", lambda out: out[0])
-    if held is None:  # a stage with only the head has no layer whose hook would set now.context
+    if held is None:  # a stage with only the head has no layer hook that sets now.context
         model.register_forward_pre_hook(entered(-1), with_kwargs=True)
     after(model.norm, "norm", lambda x: x)
 

@@ -151,7 +151,7 @@ class Standard:
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """Yield tapes whose differences show the effect of rounding: of the reference, then with random rounding or sums reordered."""
+        """Yield tapes that differ by the effect of rounding: of the reference, then with random rounding or sums reordered."""
         yield self.tape
         if rounds(self.twin):
             yield from (self._of_process(case, kernels) for case, kernels in reorderings(self.twin))

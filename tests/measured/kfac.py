@@ -152,7 +152,7 @@ def _slow(kfac: Kfac) -> None:
 
 @dataclass
 class Started:
-    """One rank of a pipeline, whose passes and K-FAC units also sleep. filler: does K-FAC's work in bubbles; None for other optimizers."""
+    """One rank of a pipeline with passes and K-FAC units that also sleep. filler: does K-FAC's work in bubbles; None without it."""
 
     run: Run
     mesh: Mesh
@@ -224,7 +224,7 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
 
 # --- seconds until AdamW's loss in a pipeline -----------------------------------------------------------------------------
 
-DELAYS = (0, 1)  # optimizer.kfac.delay. With 1, curvature is computed in the bubbles of one step and inverses in those of the next
+DELAYS = (0, 1)  # optimizer.kfac.delay. With 1, curvature is computed in the bubbles of one step, inverses in the next step's
 
 
 def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, target token ids) of a micro-batch -> its loss
 PEERS = ("gpipe", "1f1b", "interleaved")
-SAME = 1e-6  # largest allowed relative difference between our losses and gradients and those of torch
+SAME = 1e-6  # largest allowed relative difference between our losses and gradients and torch's
 _OF = f"{'schedule':<12}{'ranks':>6}{'stages':>7}{'micro':>7}"
 HEADS = {
     "times": f"{_OF}{'measured':>14}{'simulated':>14}{'error':>9}",

@@ -162,7 +162,7 @@ def schedule_for(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def connect(rank: int, ranks: int) -> Mesh:
-    """Return a mesh whose only axis is pp, with all `ranks` ranks. Collective: connects the processes."""
+    """Return a mesh with one axis, pp, over all `ranks` ranks. Collective: connects the processes."""
     return process.connect(Degrees(pp=ranks), process.World(rank, ranks))
 
 

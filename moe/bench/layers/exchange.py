@@ -66,7 +66,7 @@ def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class _Identity:
-    """Experts whose output is their input. ranks: number of etp ranks, whose outputs are summed, so each returns input / ranks."""
+    """Experts that return their input. ranks: number of etp ranks; their outputs are summed, so each returns input / ranks."""
 
     hidden = slice(0, 1)
 

@@ -4,7 +4,7 @@
     recomputed    the whole context is computed again for every token
     peer          transformers' `generate` with its own KV cache: a Mixtral with random weights and the same sizes
 
-The same is measured for an encoder-decoder, whose peer is transformers' T5. Ratios are of times in the same round; the table has their
+The same is measured for an encoder-decoder; its peer is transformers' T5. Ratios are of times in the same round; the table has their
 median and quartiles. `moe bench generate --rounds 9 --json FILE`.
 """
 

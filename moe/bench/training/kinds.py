@@ -33,7 +33,7 @@ from moe.recipe.sections import Sharding
 from parallel.process.fork import run_on_ranks
 
 BATCH, LENGTH = 8, 128
-ALLOWED = 1.03  # largest allowed ratio of our step time to that of DeepSpeed's engine alone
+ALLOWED = 1.03  # largest allowed ratio of our step time to the step time of DeepSpeed's engine alone
 AGREE = 1e-3  # largest allowed relative difference of the losses in the last round, up to which rounding errors grow
 Step = Callable[[int], float]  # takes the training step with this number and returns this rank's loss
 
@@ -127,7 +127,7 @@ def _deepspeed(started: Training, rank: int) -> Step:
 
 
 def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the kind's table row. found: the results of `measure`, one for each rank; times are those of rank 0."""
+    """Return the kind's table row. found: the results of `measure`, one for each rank; times are from rank 0."""
     seconds: dict[str, list[float]] = found[0]["seconds"]
     last = {name: statistics.mean(rank["losses"][name][-1] for rank in found) for name in seconds}
     apart = max(abs(loss / last["torch"] - 1) for loss in last.values())

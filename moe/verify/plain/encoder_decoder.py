@@ -5,7 +5,7 @@
     logits = embedding (norm y) / sqrt(D), or head (norm y)
 
 All layers of the encoder use the position bias of its first layer, and likewise in the decoder. Scores are not divided by sqrt(C). The
-other modules are those of moe/verify/plain/model.py.
+other modules are in moe/verify/plain/model.py.
 """
 
 from __future__ import annotations

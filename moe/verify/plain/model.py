@@ -141,7 +141,7 @@ def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
 def dense_or_experts(
     seen: Tensor, weights: Weights, number: int, run: Run, tokens: Tokens, cast: Rounding, note: Note, layers: dict[str, Layer]
 ) -> Tensor:
-    """The output [T, D] of block `number`'s dense network, or of its MoE layer, whose results are added to `layers`."""
+    """The output [T, D] of block `number`'s dense network, or of its MoE layer (results are added to `layers`)."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
     if number not in model.layers_with_experts():
         out = dense(seen, weights, f"{name}.ffn", model.ffn, model.swiglu, cast)
@@ -310,13 +310,13 @@ def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
 
 
 def dense(x: Tensor, weights: Weights, name: str, ffn: str, swiglu: Swiglu, cast: Rounding) -> Tensor:
-    """Output [T, D] of a dense network, whose matrices are stored as [out, in]."""
+    """Output [T, D] of a dense network. Its matrices are stored as [out, in]."""
     w1, w2, w3 = (None if w is None else w.t() for w in (weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")))
     return network(x, w1, w2, w3, ffn=ffn, cast=cast, swiglu=swiglu)
 
 
 def _with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, run: Run, cast: Rounding) -> Tensor:
-    """Add to the experts' output y that of shared experts or of the residual network (PR-MoE), which compute every token."""
+    """Add to the experts' output y the output of shared experts or the residual network (PR-MoE), which compute every token."""
     ffn, swiglu = run.experts.ffn or run.model.ffn, run.model.swiglu
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))

@@ -58,7 +58,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Lists, Tensor]:
-    """Choose experts. Return (for each token its chosen experts, for each token those of them that have a slot for it, gates [T, E])."""
+    """Choose experts. Return (for each token its chosen experts, for each token the chosen experts with a slot for it, gates [T, E])."""
     fixed, fixed_logits = scores.detach(), logits.detach()
     mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
     chosen = _choose(fixed, fixed_logits, bias, name, tokens, spec) if mixed is None else mixed[0]
@@ -67,7 +67,7 @@ def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens
 
 
 def _gates(scores: Tensor, logits: Tensor, chosen: Lists, kept: Lists, spec: RouterSpec) -> Tensor:
-    """Gates [T, E], 0 for experts not chosen. spec.gates: as they are, or with sum 1 over a token's choices, or over those with a slot."""
+    """Gates [T, E], 0 for experts not chosen. spec.gates: as they are, or with sum 1 over a token's choices, or its choices with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -143,7 +143,7 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], Lists]] = 
 
 
 def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Tensor]:
-    """Draw each token's experts among those with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
+    """Draw each token's experts among the experts with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
@@ -220,7 +220,7 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
 
 
 def _admit(chosen: Lists, asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
-    """For each token, those of its chosen experts that have a slot for it. Slots are given in the order of `_queue`. asks: see `_ask`."""
+    """For each token, its chosen experts that have a slot for it. Slots are given in the order of `_queue`. asks: see `_ask`."""
     kept: Lists = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):

@@ -1,4 +1,4 @@
-"""Lists the cases of data parallelism, with all engines; also those of tiling, uneven batches, encoder-decoders and model options."""
+"""Lists the cases of data parallelism, with all engines; also of tiling, uneven batches, encoder-decoders and model options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
-WORLDS = divisors(BATCH)  # numbers of ranks: those that divide the batch
+WORLDS = divisors(BATCH)  # numbers of ranks that divide the batch
 THREE = ("dense", "gshard", "deepseek")
 
 

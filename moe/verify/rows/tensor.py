@@ -132,7 +132,7 @@ def _dtensor_cases() -> list[Case]:
 
 
 def _staged_cases() -> list[Case]:
-    """Cases of tensor parallelism in pipelines, whose stages send whole activations. Tied embeddings are on two ranks or on one."""
+    """Cases of tensor parallelism in pipelines: stages send whole activations. Tied embeddings are on two ranks or on one."""
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
         replace(staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")

@@ -270,7 +270,7 @@ def test_one_process_that_sums_in_the_order_of_ranks_equals_the_twin_in_fp32(mod
 
 @pytest.mark.usefixtures("five_steps")
 def test_one_process_with_delayed_as_equals_the_twin_of_pipedream() -> None:
-    """compute(delayed_as=twin) gives the losses of the twin, whose gradients are at older weights. Without delayed_as they differ."""
+    """compute(delayed_as=twin) gives the losses of the twin, with gradients at older weights. Without delayed_as they differ."""
     twin = twin_of(next(c for c in cases(4) if c.layout == "pipedream pp4 deepseek dp1 ep1 m1" and c.precision == "fp32"))
     delayed = compare(layouts.compute(alone(twin), delayed_as=twin), reference(twin))
     assert max(delayed.values()) <= 1e-5
