@@ -16,12 +16,10 @@ _SOME = 5  # names that `some` puts into a line
 
 
 class BadInput(ValueError):
-    """An error in the user's input. Its message is one line that says what to write instead.
+    """An error in the user's input, a ValueError. Its message is one line that says what to write instead; the command line prints it and
+    exits with 2. prints: whether this rank prints it, if several ranks raise it; None: not decided.
 
-    The command line prints it and exits with 2; a library caller catches a ValueError. `prints`: whether this rank prints
-    it, if several ranks raise it; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
-    fix=Set("it", 1, 2, 4, 8))`.
-    """
+    Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8", fix=Set("it", 1, 2, 4, 8))`."""
 
     prints: bool | None = None
 
@@ -86,10 +84,8 @@ def some(names: Iterable[str], *, rest: str = "") -> str:
 
 
 class Ended(RuntimeError):
-    """The end of a run on several ranks: one line, equal on all of them, without a stack trace.
-
-    `prints`: whether this rank prints the line, if no launcher collects the messages of all ranks.
-    """
+    """The end of a run on several ranks: one line, equal on all of them, without a stack trace. prints: whether this rank prints the line,
+    if no launcher collects the ranks' messages."""
 
     def __init__(self, line: str, *, prints: bool = True) -> None:
         super().__init__(line)

@@ -34,9 +34,7 @@ class Fix:
         return (self,)
 
     def ways(self, what: str) -> list[Fix]:
-        """Return the alternatives that can be applied, one value a key in each: two for `Set(key, 1, 2)`, none for a text. `what`: the
-        key to which "it" refers.
-        """
+        """Return the changes that can be applied, as alternatives: two for `Set(key, 1, 2)`, none for a text. what: the key of "it"."""
         return []
 
     def apply(self, values: dict[str, Any]) -> None:  # noqa: B027

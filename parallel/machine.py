@@ -54,7 +54,7 @@ def memory_limit_bytes() -> int:
     for path in _MEMORY_LIMITS:
         try:
             limit = min(limit, int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
+        except (OSError, ValueError):  # no such file, or "max": no limit
             continue
     return limit
 
@@ -78,7 +78,6 @@ def resident_bytes() -> int:
 
 
 def _values_of(field: str) -> Iterator[str]:
-    """Yield the values of a field of /proc/cpuinfo, one for each core."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

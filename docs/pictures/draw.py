@@ -34,13 +34,13 @@ from moe.recipe.router_spec import RouterSpec  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.capacity import kept_choices, slots_of  # noqa: E402
 from moe.train.parts.learning_rate import learning_rate  # noqa: E402
-from parallel.kfac.fisher import works  # noqa: E402
 from parallel.mesh.mesh import Degrees  # noqa: E402
 from parallel.pipeline.schedule import Span  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import add_legend, draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import costs, simulate  # noqa: E402
+from tests.support.kfac_work import works  # noqa: E402
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
 

@@ -1,29 +1,26 @@
-"""Timing on a noisy machine: everything runs in turn, round by round, and ratios are taken within a round."""
+"""Timing on a noisy machine: all measured functions run in turn, round by round, and ratios are of times in the same round."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moe.launch import exit_codes
+from parallel.errors import BadInput, did_you_mean
+
+CPU = torch.device("cpu")
+Run = Callable[[], object]
 
 
 def in_turn(
-    work: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    device: torch.device,
-    warmups: int = 2,
-    before: Callable[[], object] | None = None,
+    work: Mapping[str, Run], *, rounds: int, device: torch.device = CPU, warmups: int = 2, before: Run | None = None
 ) -> dict[str, list[float]]:
-    """Return the seconds of each function of `work` in each round. Every second round is in reverse order, so that no function always
-    follows the same one. before: called before each run, outside the measured time.
-    """
+    """Return name in `work` -> its seconds in each round. Every second round runs them in reverse order. before: called before each."""
     for run in work.values():
         for _ in range(warmups):
             run()
@@ -47,18 +44,18 @@ def wait(device: torch.device) -> None:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the median of a[i] / b[i] over rounds i."""
+    """Return the median over rounds of seconds a[round] / b[round]."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Return function -> maximum over ranks of the seconds of each round. seconds: for each rank the result of `in_turn`."""
+    """Return name of a function -> its seconds in each round on the slowest rank. seconds: the results of `in_turn`, one for each rank."""
     return {name: [max(times) for times in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
 
 
 @dataclass(frozen=True)
 class Race:
-    """A comparison of two functions by their names in `in_turn`. most: largest allowed ratio of seconds, ours / theirs; None: any."""
+    """Two functions to compare, by their names in `in_turn`. most: largest allowed ratio of seconds, ours / theirs; None: no limit."""
 
     name: str
     ours: str
@@ -67,7 +64,7 @@ class Race:
 
 
 def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict[str, Any]:
-    """Print and return the row of a race: median and quartiles over rounds of seconds, ours / theirs. It passes by the lower quartile."""
+    """Print and return a table row: median and quartiles over rounds of seconds, ours / theirs. Passes if the lower quartile <= `most`."""
     ratios = [a / b for a, b in zip(seconds[race.ours], seconds[race.theirs], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     took, processes = statistics.median(seconds[race.ours]), f"{ranks} rank{'s' * (ranks > 1)}"
@@ -76,8 +73,8 @@ def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict
     return row if race.most is None else row | {"passed": low <= race.most}
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of torch's allocated bytes during the run, minus those before it; on a CPU without the matrix library's scratch."""
+def peak_bytes(run: Run, device: torch.device) -> int:
+    """Return how many bytes torch allocates at most during run(), in addition to those allocated before. On a CPU, only tensors count."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -98,9 +95,21 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def conclude(json: str | None, name: str, rows: Sequence[dict[str, Any]], **more: Any) -> int:
-    """Write the rows of `moe bench NAME`, with the entries `more`, to the file `json`, if given. Return 1 if a row did not pass, else 0."""
+    """Write the table rows of `moe bench NAME` and the entries `more` to the file `json`, if given. Return exit code 1 if a row failed."""
     if json:
-        from moe.records.results import write_json  # here, because it needs packages that a GPU machine may lack
+        from moe.records.results import write_json  # not at the top: it needs packages that a machine with a GPU may lack
 
         write_json(json, verb=f"bench {name}", rows=rows, **more)
     return exit_codes.of(all(row.get("passed") is not False for row in rows))
+
+
+def chosen_peers(peers: str, known: Collection[str]) -> list[str]:
+    """Return the names that `--peers` selects: all of `known`, none, or the comma-separated ones. Raises BadInput for an unknown name."""
+    if peers in ("all", "none"):
+        return list(known) if peers == "all" else []
+    for name in (names := peers.split(",")):
+        if name not in known:
+            near = did_you_mean(name, known)
+            fix = f"did you mean {near}?" if near else "--peers all"
+            raise BadInput("--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=fix)
+    return names

@@ -1,12 +1,13 @@
-"""`moe plan --calibrate`: measures this machine and writes a cluster file, with which `moe plan --cluster FILE` and `moe train` predict.
+"""`moe plan --calibrate`: measures this machine and writes a cluster file, by which `moe plan --cluster FILE` and `moe train` predict time.
 
-    kernels.py      products by size, attention, memory bandwidth, shortest kernel     one rank for each core, in parallel
-    links.py        collectives by number of ranks and bytes                           2, 4, 8, ... ranks up to --nproc
-    own_step.py     whole steps of small models, each rank by itself                   the program's time besides products
+    kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel: one rank on each core, in parallel
+    collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, by gloo on CPU cores or NCCL on GPUs. With more ranks than
+                    cores, times include waiting for a core, as in training
+    own_step.py     whole training steps of small models, each rank by itself: the time that is not spent in products
 
-Least squares of the steps' relative errors, without negative values, give three constants: predicted = products + attention + launch_us *
-kernels + pointwise * streamed bytes + step_ms. A fourth, gather_us, is the extra time of FSDP's steps on two ranks compared with DDP's,
-for each gather, in addition to the collective. On GPUs the constants of moe/plan/machine/program.py are kept.
+The predicted time of a step is products + attention + launch_us * kernels + pointwise * streamed bytes + step_ms. A least-squares fit of
+relative errors, without negative values, to the measured steps gives launch_us, pointwise and step_ms. gather_us is the time that each of
+FSDP's gathers adds to its collective, from FSDP and DDP steps on two ranks. On GPUs the constants of moe/plan/machine/program.py are used.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
-from moe.calibrate import kernels, links, own_step
+from moe.calibrate import kernels, own_step
 from moe.launch import exit_codes
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Between, Cluster, Inside, mapping_of, measured_file
@@ -39,21 +42,24 @@ from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
 SOURCE = "moe plan --calibrate"
+# collectives: bytes of a rank's input of all_reduce and all_to_all, of its output of all_gather, or of a message (send)
+SIZES = (4096, 65536, 524288, 4 * 2**20)
+KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
+CALLS = 25
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first name is that of newer versions of torch
 MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same time
-THREADED = (1024, 768, 768)  # (m, n, k) of the product that several threads compute
-# (layers, width, hidden, heads, positions, sequences) of models: launches take most time of the first, products of the last
+THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
+# (layers, width, hidden, heads, positions, sequences) of each model, ordered by the part of a step's time that products take
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
-SHARDED = (6, 64, 256, 2, 64, 16)  # these sizes for FSDP and DDP steps, in which small gathers take most of the time
+SHARDED = (6, 64, 256, 2, 64, 16)  # the same sizes, for the FSDP and DDP steps that give gather_us: many small gathers
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
-    """Measure, print and write a cluster file. out: its path, None: the user's machine.yaml. nproc: largest number of ranks of collectives,
-    None: the number of cores or GPUs.
-    """
+    """Measure, print and write the cluster file `out` (None: the user's machine.yaml). nproc: most ranks in collectives, None: all."""
     if out is not None:
         check_writable(out, what="--out")
     began = time.perf_counter()
-    torch.set_num_threads(1)  # before ranks are forked
+    torch.set_num_threads(1)
     gpus = torch.cuda.device_count()
     made = _gpus(gpus, nproc or gpus) if gpus else host(nproc or usable_cores())
     path = out or measured_file()
@@ -70,10 +76,10 @@ def text(cluster: Cluster) -> str:
 
 
 def host(ranks: int) -> Cluster:
-    """Measure a host without accelerators. Its devices are `ranks` processes (at least two, for collectives) on shared cores and memory."""
+    """Measure a host without accelerators. In the returned cluster each of `ranks` processes (at least two) is a device on shared cores."""
     ranks, cores = max(2, ranks), usable_cores()
     at_once = min(cores, MOST_AT_ONCE)
-    found = _typical(run_on_ranks(_of_core, at_once, timeout_s=TIMEOUT_S))
+    found = _typical(run_on_ranks(_measured, at_once, "cpu", timeout_s=TIMEOUT_S))
     core = device(processor(), memory_limit_bytes() / 2**30, 1, found)
     times = _times(ranks, "cpu")
     between = Between(node_gb_s=1.0, device_gb_s=1.0, share=1.0, latency_us=100.0, tree_us=100.0)
@@ -83,40 +89,76 @@ def host(ranks: int) -> Cluster:
 
 
 def _gpus(count: int, ranks: int) -> Cluster:
-    """Measure `count` GPUs: kernels on the first one, which stands for all, and NCCL collectives on up to `ranks` of them."""
-    times = _times(min(ranks, count), "cuda")  # before this process has a CUDA context, which forked ranks could not use
-    (found,) = run_on_ranks(_of_gpu, 1, timeout_s=TIMEOUT_S)
+    """Measure `count` GPUs of one kind: kernels on the first, and NCCL collectives on up to `ranks` of them."""
+    times = _times(min(ranks, count), "cuda")  # first, because processes forked after CUDA's start cannot use it
+    (found,) = run_on_ranks(_measured, 1, "cuda:0", timeout_s=TIMEOUT_S)
     gpu = device(found["name"], found["memory_gib"], found["units"], found)
     linked = inside(times) if times else Inside({1: 1.0}, 10.0, 0.0, 1.0)
     between = Between(node_gb_s=25.0, device_gb_s=25.0, share=0.85, latency_us=14.0, tree_us=14.0)
-    sources = (SOURCE, "between: assumed, one adapter of 200 Gb/s: mend it for several nodes")
+    sources = (SOURCE, "between: one adapter of 200 Gb/s is assumed, not measured: correct it before planning for several nodes")
     return Cluster("machine", gpu, count, 1, linked, between, sources=sources)
 
 
 # --- measurements on ranks -------------------------------------------------------------------------------------------
 
 
-def _of_core(_: int) -> dict[str, Any]:
-    return kernels.measure(own_step.CPU, {kind: d for kind, d in _DTYPES.items() if kind == "fp32" or multiplies(d, own_step.CPU)})
-
-
-def _of_gpu(_: int) -> dict[str, Any]:
-    made, device = torch.cuda.get_device_properties(0), torch.device("cuda", 0)
-    found = kernels.measure(device, {kind: dtype for kind, dtype in _DTYPES.items() if multiplies(dtype, device)})
+def _measured(_: int, place: str) -> dict[str, Any]:
+    device = torch.device(place)
+    with_bf16 = {"bf16": torch.bfloat16} if multiplies(torch.bfloat16, device) else {}
+    found = kernels.measure(device, {"fp32": torch.float32, **with_bf16})
+    if device.type == "cpu":
+        return found
+    made = torch.cuda.get_device_properties(device)
     return found | {"name": made.name, "memory_gib": made.total_memory / 2**30, "units": made.multi_processor_count}
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
+    """Measure every kind of collective on these ranks. Return kind -> bytes -> median microseconds of a call. place: cpu or cuda."""
+    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
+    group = dist.new_group(backend="nccl") if place == "cuda" else dist.group.WORLD
+    found: dict[str, dict[int, float]] = {}
+    for kind in KINDS:
+        found[kind] = {}
+        for size in SIZES:
+            seconds = torch.tensor(_collective_seconds(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+            found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes cannot take longer: then another program was running
+            found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
+    return found
+
+
+def _collective_seconds(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> list[float]:
+    """Return the seconds of each of CALLS calls on this rank, after two warm-up calls."""
+    whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
+    part = whole[: whole.numel() // ranks].clone()
+    other = torch.empty_like(whole)
+    seconds: list[float] = []
+    for _ in range(CALLS + 2):
+        dist.barrier(group=group)
+        began = time.perf_counter()
+        if kind == "all_reduce":
+            dist.all_reduce(whole, group=group)
+        elif kind == "all_gather":
+            _all_gather(other, part, group=group)
+        elif kind == "all_to_all":
+            dist.all_to_all_single(other, whole, group=group)
+        elif rank < 2:
+            (dist.send if rank == 0 else dist.recv)(whole, 1 - rank, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds[2:]
 
 
 def _times(ranks: int, place: str) -> dict[int, dict[str, dict[int, float]]]:
-    """Number of ranks (2, 4, 8 ... and `ranks`) -> kind of collective -> bytes -> microseconds. place: cpu or cuda."""
+    """Measure collectives. Return number of ranks (2, 4, 8 ... and `ranks`) -> kind -> bytes -> microseconds. place: cpu or cuda."""
     counts = sorted({n for n in (2, 4, 8, 16, 32, 64, ranks) if 1 < n <= ranks})
-    return {n: run_on_ranks(links.measure, n, n, place, timeout_s=TIMEOUT_S)[0] for n in counts}
+    return {n: run_on_ranks(collectives, n, n, place, timeout_s=TIMEOUT_S)[0] for n in counts}
 
 
 def _threads(cores: int) -> dict[int, float]:
-    """Number of threads -> speed of a matrix product relative to one thread."""
+    """Measure a matrix product. Return number of threads -> speed relative to one thread."""
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, cores) if n <= cores})
     found = {count: run_on_ranks(_with_threads, 1, count, timeout_s=TIMEOUT_S)[0] for count in counts}
     return {count: round(found[1] / seconds, 3) for count, seconds in found.items()}
@@ -130,19 +172,19 @@ def _with_threads(_: int, count: int) -> float:
 
 
 def sharded(kind: str) -> dict[str, Any]:
-    """Return recipe values (section -> key -> value) with many gathers of few parameters in a step. kind: value of sharding.kind."""
+    """Return the recipe of a model whose FSDP step has many small gathers (section -> key -> value). kind: value of sharding.kind."""
     return recipe(*SHARDED) | {"sharding": {"kind": kind}, "pipeline": {"microbatches": 4}}
 
 
 def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequences: int) -> dict[str, Any]:
-    """Return recipe values (section -> key -> value) of a dense fp32 model with these sizes, on one rank."""
+    """Return the recipe of a dense fp32 model with these sizes on one rank (section -> key -> value)."""
     model = {"num_layers": layers, "d_model": width, "d_ff": hidden, "num_heads": heads, "max_length": length, "vocab_size": 512}
     train = {"global_batch": sequences, "eval_sequences": sequences}
     return {"model": model, "train": train, "precision": {"compute": "fp32"}, "optimizer": {"warmup_steps": 0}}
 
 
 def _typical(found: list[Any]) -> Any:
-    """Replace each number by its median over ranks. found: for each rank a result, all nested alike (dicts and lists of numbers)."""
+    """Return the median over ranks of each number. found: one result for each rank, all dicts or lists of the same structure."""
     first = found[0]
     if isinstance(first, dict):
         return {key: _typical([one[key] for one in found]) for key in first}
@@ -153,11 +195,11 @@ def _typical(found: list[Any]) -> Any:
 
 
 def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> Device:
-    """Return a Device. units: its number of multiprocessors, 1 for a core; found: the measurements of kernels.py."""
+    """Return a Device from measurements. units: number of multiprocessors, 1 for a CPU core; found: what kernels.measure returns."""
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
-    channels = 64  # head size at which attention's rate is stated, as a share of the best product's
+    channels = 64  # head size for which Device.attention is given: attention's FLOP/s as a fraction of the fastest product's
     of_operation = (times[0] + times[1] / (4 * channels), times[2] + times[3] / (10 * channels))
     forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_operation)
     rates = {kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()}
@@ -171,16 +213,16 @@ def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> D
 
 
 def inside(times: dict[int, dict[str, dict[int, float]]]) -> Inside:
-    """Return the bandwidth and latency of a machine's links. times: number of ranks -> kind of collective -> bytes -> microseconds."""
-    smallest, largest, two = min(links.SIZES), max(links.SIZES), times[min(times)]
+    """Return bandwidth and latency inside one machine. times: number of ranks -> kind of collective -> bytes -> microseconds."""
+    smallest, largest, two = min(SIZES), max(SIZES), times[min(times)]
     bus = {n: round((n - 1) / n * largest / found["all_gather"][largest] / 1e3, 4) for n, found in times.items()}
-    tables = {kind: {n: found[kind] for n, found in times.items()} for kind in links.KINDS if kind != "send"}
+    tables = {kind: {n: found[kind] for n, found in times.items()} for kind in KINDS if kind != "send"}
     pair, tables["send"] = round(largest / two["send"][largest] / 1e3, 4), {2: two["send"]}
     return Inside(bus_gb_s=bus, latency_us=two["all_reduce"][smallest], hop_us=0.0, pair_gb_s=pair, times=tables)
 
 
 def program(cluster: Cluster, at_once: int) -> dict[str, float]:
-    """Return the constants launch_us, pointwise and step_ms by name, fitted to training steps of `at_once` single-rank runs in parallel."""
+    """Return launch_us, pointwise and step_ms by name, fitted to training steps of `at_once` processes, which train separately."""
     from scipy.optimize import nnls
 
     found = run_on_ranks(own_step.in_turn, at_once, at_once, [recipe(*size) for size in STEPS], True, timeout_s=TIMEOUT_S)
@@ -204,13 +246,13 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 def gather_us(cluster: Cluster) -> float:
     """Return the microseconds that each of FSDP's gathers adds to its collective, from measured FSDP and DDP steps on two ranks."""
-    ENGINES[CUT].load()  # once, before ranks are forked
+    ENGINES[CUT].load()  # imported before ranks are forked, so that not every rank imports it
     measured = run_on_ranks(own_step.in_turn, 2, 2, [sharded(kind) for kind in (PLAIN, CUT)], timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)
 
-    def longer(around: float) -> float:
-        """Predicted seconds of FSDP's step minus DDP's, with gather_us = around."""
-        made = replace(own_program(two), gather_us=around)
+    def longer(microseconds: float) -> float:
+        """Predicted seconds of FSDP's step minus DDP's, with gather_us = microseconds."""
+        made = replace(own_program(two), gather_us=microseconds)
         runs = [build_run(sharded(kind)).resolve(2) for kind in (PLAIN, CUT)]
         plain, fsdp = (step_time(network_of(run), plan_of(run), two, made).step for run in runs)
         return fsdp - plain

@@ -1,7 +1,7 @@
-"""Speed of one device: products by size, attention, memory bandwidth, the shortest kernel; each the median of a few calls.
+"""Measures the speed of one device: matrix products by size, attention, memory bandwidth, the shortest kernel. Each is a median over calls.
 
-On a host without accelerators one rank for each core measures at the same time, with one thread, because a core is slower while others are
-busy. Seconds are the process's CPU time there, so that other work on the machine has little effect.
+On a host without accelerators, one rank on each core measures at the same time, because a core is slower while other cores are busy.
+Seconds are then the CPU time of the process, so that other programs have little effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# (m, n, k) of products: m rows, as in micro-batches; widths n and k of small and larger models
+# (m, n, k) of matrix products: m tokens of a micro-batch; n and k are widths of small and larger models
 PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
 ATTENTION = (4, 4, 256)  # sequences, heads, positions
@@ -25,7 +25,7 @@ SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 
 
 def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
-    """Return the median seconds of a call, after two warm-up calls. seconds: how long it is repeated."""
+    """Return the median seconds of call(), after two warm-up calls. It is repeated for about `seconds`, at least three times."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
     def once() -> float:
@@ -44,7 +44,7 @@ def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SEC
 
 
 def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
-    """Return number of floating-point operations of a matrix product -> TFLOP/s."""
+    """Measure matrix products. Return number of floating-point operations of a product -> TFLOP/s."""
     rates = {}
     for m, n, k in PRODUCTS + (LARGE_PRODUCTS if device.type == "cuda" else ()):
         a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
@@ -55,17 +55,15 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Fit causal attention's time = a * floating-point operations + b * (query, key) pairs. Return [a, b of the forward pass, a, b of the
-    backward pass] in picoseconds; the backward pass has 2.5 times the operations.
-
-    Two head sizes separate a from b: operations grow with the head size, pairs do not. The mask leaves half of all pairs.
+    """Measure causal attention and fit time = a * floating-point operations + b * (query, key) pairs, in picoseconds. Return [a, b] of the
+    forward pass and then [a, b] of the backward pass, as one list. Measured with two head sizes, because pairs do not depend on it.
     """
     sequences, heads, length = ATTENTION
-    pairs = sequences * heads * length**2 / 2
+    pairs = sequences * heads * length**2 / 2  # the causal mask leaves half of all pairs
     small, large = (_attention_seconds((*ATTENTION, channels), device, dtype) for channels in HEADS)
     found = []
-    for way, operations in enumerate((4.0, 10.0)):  # floating-point operations for each pair and channel: forward, backward
-        of_pair = [1e12 * seconds[way] / pairs for seconds in (small, large)]
+    for direction, operations in enumerate((4.0, 10.0)):  # floating-point operations per pair and channel: forward, backward
+        of_pair = [1e12 * seconds[direction] / pairs for seconds in (small, large)]
         slope = max(0.0, of_pair[1] - of_pair[0]) / (HEADS[1] - HEADS[0])
         slope = min(slope, of_pair[0] / HEADS[0])  # so that neither a nor b is negative
         found += [slope / operations, of_pair[0] - slope * HEADS[0]]
@@ -85,28 +83,18 @@ def _attention_seconds(shape: tuple[int, ...], device: torch.device, dtype: torc
     return one, max(two - one, 0.2 * two)
 
 
-def bandwidth(device: torch.device) -> float:
-    """Return the memory bandwidth in GB/s (reads plus writes) of a += b with tensors larger than caches."""
-    a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))
-    return 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9
-
-
-def launch_us(device: torch.device) -> float:
-    """Return the microseconds of a tiny kernel, the mean over 100 launched in a row."""
-    a = torch.zeros(16, device=device)
+def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
+    """Return `rates` and `attention` (name in `dtypes` -> what these functions return), `memory_gb_s` and `launch_us` of the device."""
+    a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))  # larger than the caches
+    tiny = torch.zeros(16, device=device)
 
     def hundred() -> None:
         for _ in range(100):
-            a.add_(1.0)
+            tiny.add_(1.0)
 
-    return timed(hundred, device) / 100 * 1e6
-
-
-def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Return `rates` and `attention` (name in `dtypes` -> result of `products`, of `attention`), `memory_gb_s` and `launch_us`."""
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
         "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},
-        "memory_gb_s": bandwidth(device),
-        "launch_us": launch_us(device),
+        "memory_gb_s": 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9,  # two reads and one write of each byte
+        "launch_us": timed(hundred, device) / 100 * 1e6,
     }

@@ -1,77 +1,98 @@
-"""Seconds of this project's own training step, on running ranks: model, engine, batch and update as in the trainer.
-
-No data is read and nothing is recorded: tokens are random, the same on all ranks of a replica.
-"""
+"""Runs this project's own training step on ranks and measures its seconds. Model, engine, executor and update are those of the trainer, but
+no data is read and nothing is recorded."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
+from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.train.loop.step import accumulate, finish
-from moe.train.parts.executor import Executor, start_executor
+from moe.train.parts.executor import Executor, Single, start_executor
+from moe.train.parts.numbers import Numbers
+from parallel.data.engine import Engine
+from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
 from parallel.process import process
-from parallel.process.process import World
 
 CPU = torch.device("cpu")
 STEPS = 9
-WARM_UP = 4  # steps not timed: the first use of memory takes longer
+WARM_UP = 4  # number of first steps that are not timed, because memory is slower at its first use
+Peer = Callable[[Run, Transformer, dict[str, Layout]], Engine]  # puts a model into another system's engine
 
 
 @dataclass(frozen=True)
-class Trained:
-    """One rank's part of a training run: a recipe's model in its engine, and this rank's share of the tokens."""
+class Training:
+    """One rank of a recipe's training run: its model, inside its engine, inside the executor. layouts: parameter name -> Layout."""
 
     run: Run
     mesh: Mesh
-    shard: TokenShard
+    model: Transformer
+    layouts: dict[str, Layout]
     executor: Executor
 
     @staticmethod
-    def start(values: dict[str, Any], world: World) -> Trained:
+    def start(values: dict[str, Any], world: process.World, *, peer: Peer | None = None) -> Training:
+        """Start the run of a recipe (section -> key -> value). peer: makes another system's engine. Collective."""
         run = check_run(build_run(values), world.size)
         mesh = process.connect(run.mesh_degrees(), world)
-        prepare(run, lambda _: None)
+        prepare(run, print)
         model, layouts = build(run, mesh, device=CPU)
-        return Trained(run, mesh, shard_of(run, mesh, run.train.global_batch), start_executor(run, model, layouts, mesh))
+        executor = start_executor(run, model, layouts, mesh) if peer is None else Single(peer(run, model, layouts))
+        return Training(run, mesh, model, layouts, executor)
 
-    def step(self, number: int) -> None:
-        """Take a step with a batch of random tokens: gradients and update. Collective."""
-        tokens = (self.shard.num_sequences, self.shard.length + 1)
-        whole = torch.randint(self.run.vocab_size, tokens, generator=torch.Generator().manual_seed(number))
-        microbatches, world, scale = self.run.pipeline.microbatches, self.mesh.axis("world"), LossScale.of("none")
-        batch = self.shard.of_batch(whole)
-        numbers = accumulate(self.executor, batch, shard=self.shard, microbatches=microbatches, seed=0, step=number)
-        finish(self.executor.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
+    @property
+    def engine(self) -> Engine:
+        return self.executor.engine
+
+    def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
+        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], or what `shard` assigns to the rank. Collective."""
+        shard = shard or TokenShard.holding(self.mesh, tokens.shape)
+        return accumulate(self.executor, tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
+
+    def step(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
+        """Take training step number `step`: `accumulate` and the optimizer's update. Collective."""
+        numbers, o = self.accumulate(tokens, step=step, microbatches=microbatches, shard=shard), self.run.optimizer
+        world, scale = self.mesh.axis("world"), LossScale.of("none")
+        finish(self.engine, numbers, world=world, scale=scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)
+        return numbers
+
+    def random_step(self, number: int) -> None:
+        """Take training step `number` on the recipe's batch of random tokens. Collective."""
+        shard = shard_of(self.run, self.mesh, self.run.train.global_batch)
+        shape, generator = (shard.num_sequences, shard.length + 1), torch.Generator().manual_seed(number)
+        batch = shard.of_batch(torch.randint(self.run.vocab_size, shape, generator=generator))
+        self.step(batch, step=number, microbatches=self.run.pipeline.microbatches, shard=shard)
 
 
 def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = False) -> list[float]:
-    """Return for each recipe (a dict of values) the slowest rank's median seconds of a step. Recipes take turns step by step, so that a
-    change of the machine's speed affects all alike. alone: each rank trains a model of its own, and seconds are CPU time.
+    """Return for each recipe (section -> key -> value) the median seconds of a training step on the slowest rank. All recipes run step by
+    step in turn, so that changes of the machine's speed affect them equally. alone: every rank trains by itself; seconds are CPU time.
     """
     clock = time.process_time if alone else time.perf_counter
-    trained = [Trained.start(values, World() if alone else World(rank, ranks, rank, ranks)) for values in recipes]
-    seconds: list[list[float]] = [[] for _ in trained]
+    runs = [Training.start(values, process.World() if alone else process.World(rank, ranks, rank, ranks)) for values in recipes]
+    seconds: list[list[float]] = [[] for _ in runs]
     for number in range(WARM_UP + STEPS):
-        for one, of in zip(trained, seconds, strict=True):
+        for run, of in zip(runs, seconds, strict=True):
             if ranks > 1:
                 dist.barrier()
             began = clock()
-            one.step(number)
+            run.random_step(number)
             of.append(clock() - began)
     found = torch.tensor([median(of[WARM_UP:]) for of in seconds], dtype=torch.float64)
     if ranks > 1:

@@ -8,7 +8,6 @@ from moe.router.checks import check_groups
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import Degrees, divisors
-from parallel.sequence.kinds.kind import SequenceSizes
 from parallel.sequence.order import Order
 
 
@@ -23,11 +22,6 @@ def check_sequence(run: Run) -> None:
         raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=Set("it", *divisors(sp)))
     _check_order(run)
     _check_heads(run, heads)
-    m = run.model
-    windows, kv_heads = m.sliding_window is not None, m.num_kv_heads or m.num_heads
-    sizes = SequenceSizes(sp, m.num_heads // run.tp_grid().units, kv_heads, m.max_length, m.positions == "t5", m.attention_sinks, windows)
-    if (refused := sequence.named.refuses(sizes)) is not None:
-        raise refused
     if run.model.layers_with_experts():
         check_groups(run.router, Degrees(sp=sp))
 

@@ -17,7 +17,7 @@ from moe.cli.simulate_times import NEEDS_RECIPE, OF_FILE, Costs, check_size, of_
 from moe.cli.verbs import Energy
 from moe.launch import exit_codes
 from parallel.errors import BadInput, counted
-from parallel.pipeline.energy.clocks import Clock, Measured, PowerModel, Profile, read_profile
+from parallel.pipeline.energy.clocks import Clock, MeasuredProfile, PowerModel, Profile, read_profile
 from parallel.pipeline.energy.energy import EnergyPlan, envpipe, plan_clocks
 from parallel.pipeline.energy.plan_file import write_plan
 from parallel.pipeline.order_file import read_order
@@ -40,7 +40,7 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
         refuse(overrides, **NEEDS_RECIPE)
     from_file = read_order(name) if name.endswith(".csv") else None
     times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
-    measured: Measured | None = None
+    measured: MeasuredProfile | None = None
     costs: Costs | None = None
     if flags.profile is not None:
         refuse({"recipe": recipe, **times}, got="it with --profile", needed="one of the two: the profile already has times")
@@ -81,7 +81,7 @@ def _check(flags: Energy, name: str, size: dict[str, Any], slowdown: float) -> N
         raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=fix)
 
 
-def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Schedule:
+def _schedule(name: str, size: dict[str, Any], measured: MeasuredProfile | None) -> Schedule:
     chunks = size["chunks"] or kind_of(name).chunks or 2
     ranks = size["stages"] or (max(1, len(measured.stages) // chunks) if measured is not None else STAGES)
     microbatches = size["microbatches"] or MICROBATCHES
@@ -89,7 +89,7 @@ def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Sch
     return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=size["chunks"])
 
 
-def _profile(schedule: Schedule, measured: Measured | None, costs: Costs | None) -> tuple[Profile, float, float]:
+def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs | None) -> tuple[Profile, float, float]:
     """Return (function: (rank, action) -> possible clocks with seconds and joules, watts of a waiting rank, seconds of a message).
     They come from the user's profile `measured`, or else from the power model and from `costs`, the times at full clock."""
     if measured is not None:

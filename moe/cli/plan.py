@@ -15,7 +15,7 @@ from moe.cli.run import check_least, write_rows
 from moe.launch import exit_codes
 from moe.plan.choose.choose import Ranked, Ranking, described
 from moe.plan.choose.legal import advice
-from moe.plan.choose.planned import WAYS, Planned, gib, guided, planned
+from moe.plan.choose.planned import NUM_DEGREES, Planned, gib, guided, planned
 from moe.plan.choose.predicted import held_bytes, settled, stack_on
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
@@ -51,7 +51,7 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
         made = Planned(network_of(chosen), machines, Ranking(1, 1, (ranked,), ()), (chosen,))
         lines = [said, f"{ranked.seconds:.4g} s a step, {gib(ranked.held_bytes)} GiB: {described(ranked.plan)}"]
     else:
-        made = planned(run, machines, checked=check_run, top=flags.top, ways=None if flags.exhaustive else WAYS)
+        made = planned(run, machines, checked=check_run, top=flags.top, num_degrees=None if flags.exhaustive else NUM_DEGREES)
         lines = _lines(made, run, time.perf_counter() - began)
     seconds = time.perf_counter() - began
     print(*lines, sep="\n")

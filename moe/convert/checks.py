@@ -1,7 +1,7 @@
-"""Checks of a conversion: the new models that can be made from a source checkpoint. All else is refused in one line (no torch here).
+"""Checks of a conversion: which models can be made from a source checkpoint. Any other is refused in one line. Needs no torch.
 
-A layer is kept, grown (dense to experts) or shrunk (experts to fewer experts, or to one dense network). One conversion does not grow some
-layers and shrink others.
+A layer is unchanged, grown (dense to experts) or shrunk (experts to fewer experts, or to one dense network). A conversion grows layers or
+shrinks layers, not both.
 """
 
 from __future__ import annotations
@@ -22,19 +22,8 @@ GROWING: tuple[Method, ...] = ("copy", "granular", "noise", "drop")
 SHRINKING: tuple[Method, ...] = ("merge", "prune")
 
 # keys of the section model that a conversion may change; each other key must have the source's value
-_FREE = (
-    "vocab_size",
-    "d_ff",
-    "ffn",
-    "max_length",
-    "moe_every",
-    "moe_layers",
-    "document_mask",
-    "document_separator",
-    "ahead_weight",
-    "dropout",
-    "init_scale",
-)
+_FREE = ("vocab_size", "d_ff", "ffn", "max_length", "moe_every", "moe_layers", "document_mask", "document_separator", "ahead_weight",
+         "dropout", "init_scale")  # fmt: skip
 # keys that decide a router's tensors, compared for layers with experts on both sides
 ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 
@@ -43,9 +32,9 @@ ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 class Settings:
     """Settings of a conversion, as the flags of `moe convert`. `method` auto: copy for layers that grow, merge for layers that shrink.
 
-    `share`: the share of weights that get noise (method noise) or of hidden units that are drawn anew (drop). `scale`: standard deviation
-    of the noise, as a multiple of the matrix's own. `weights` of experts in their mean (merge): equal, or by load. `moments`: new ones, or
-    copies of the source's. `approximate`: allow routers whose gates do not sum to a constant.
+    `share`: fraction of the weights that get noise (method noise), or of the hidden units that are drawn anew (drop). `scale`: standard
+    deviation of the noise, as a multiple of the matrix's. `weights`: merged experts count equally in their mean, or by their load.
+    `moments`: optimizer moments start at 0, or are copied. `approximate`: allow routers whose gates do not sum to a constant.
     """
 
     method: Method = "auto"
@@ -77,19 +66,19 @@ def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
 
 
 def experts_of(run: Run, layer: int) -> int:
-    """Number of experts in a layer; 0 if it is dense."""
+    """Return the number of experts in a layer; 0 if it is dense."""
     layers = run.model.layers_with_experts()
     return run.experts.of_layer(layers.index(layer)) if layer in layers else 0
 
 
 def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | None:
-    """Return "grow" (dense to experts) or "shrink" (experts to fewer, or to dense) for a layer; None if the layer is copied unchanged."""
+    """Return "grow" for a layer that changes from dense to experts, "shrink" from experts to fewer or to dense; None if it is unchanged."""
     old, new = experts_of(before, layer), experts_of(run, layer)
     return None if old == new else "grow" if old == 0 else "shrink"
 
 
 def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
-    """Return the indices of the layers that the conversion changes as `what` says: grow, shrink, or None for unchanged layers."""
+    """Return the indices of the layers for which `change` is `what`: grow, shrink or None."""
     return [layer for layer in range(run.model.num_layers) if change(before, run, layer) == what]
 
 
@@ -99,7 +88,7 @@ def parts(before: Run, run: Run) -> int:
 
 
 def gate_sum(router: Router) -> float | None:
-    """Return the sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates multiply inputs of experts."""
+    """Return the sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates multiply experts' inputs."""
     one = router.gates != "as_is" or (router.score == "softmax" and router.softmax_over == "chosen")
     return router.gate_scale if one and method_of(router).tokens_choose and router.gate_on == "output" else None
 
@@ -119,14 +108,14 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput("router.bias_rate", got="null", needed=needed, fix="--router.bias_rate 0")
     grown, shrunk = layers_that("grow", before, run), layers_that("shrink", before, run)
     if not grown and not shrunk:
-        raise BadInput("--to", got="a model with the source's layers", needed="one with other experts", fix="train it on: moe train RECIPE")
+        raise BadInput("--to", got="a model with the source's layers", needed="other experts", fix="train the source on: moe train RECIPE")
     if grown and shrunk:
         got = f"more experts in layers {grown}, fewer in {shrunk}"
-        raise BadInput("--to", got=got, needed="one of the two", fix="convert twice, with a recipe each")
+        raise BadInput("--to", got=got, needed="more experts or fewer", fix="convert twice, with a recipe each")
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
-            needed = "no such entries: the router's rows for them have no experts to convert"
-            raise BadInput("experts.skip, experts.zero", got=f"{side.experts.free} in {which}", needed=needed, fix="keep the experts")
+            got, needed = f"{side.experts.free} experts without parameters in {which}", "0: no network can be converted to them"
+            raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="keep the experts")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"
             raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix="keep the experts, or --experts.biases false")
@@ -183,7 +172,7 @@ def _check_granular(before: Run, run: Run) -> None:
     units, old, k = _units(run), before.model.d_ff, run.router.num_choices
     if old % units or old == units:
         fitting = [n for n in divisors(old) if n < old]
-        raise BadInput("experts.d_ff", got=units, needed=f"a part of the source's d_ff {old}", fix=Set("it", *fitting[-4:]))
+        raise BadInput("experts.d_ff", got=units, needed=f"a proper divisor of the source's d_ff {old}", fix=Set("it", *fitting[-4:]))
     g = parts(before, run)
     for key, values in (("experts.num_experts", run.experts.counts), ("router.num_choices", (k,))):
         if any(n % g for n in values):
@@ -221,17 +210,17 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
     if not dense:
         return
     if old.residual or old.shared_gate:
-        got = f"a dense layer for experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        raise BadInput("--to", got=got, needed="experts alone: that mix depends on the token", fix="keep the experts")
-    learned = before.router.expert_scale == "learned"  # trained scales are not 1, so gates do not sum to a constant
+        got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
+        raise BadInput("--to", got=got, needed="experts alone: the weight of this network depends on the token", fix="keep the experts")
+    learned = before.router.expert_scale == "learned"  # gates are multiplied by trained scales, so they do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"
         fix = "--approximate: experts count as if their gates summed to 1"
-        raise BadInput("--to", got=got, needed="a source with gates that do", fix=fix)
+        raise BadInput("--to", got=got, needed="a source with gates that sum to a constant", fix=fix)
 
 
 def _units(run: Run) -> int:
-    """Number of hidden units of one expert."""
+    """Return the number of hidden units of one expert."""
     return run.experts.d_ff or run.model.d_ff
 
 

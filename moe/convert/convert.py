@@ -3,13 +3,15 @@
     dense run -> moe/convert/upcycle.py -> sparse checkpoint at step 0          copy, granular, noise, drop
     sparse run -> moe/convert/upcycle.py -> fewer experts, or dense             merge, prune
 
-The new model is built as for a new run, so routers get their initial values by name and seed; then every tensor from the source
-replaces the initial one. On either side each layer may be dense or sparse. A tensor of the source without a place in the new model
-is refused: nothing is lost silently, and nothing is written unless everything fits.
+The new model is built as for a new run, so routers get their initial values by name and seed. Then every tensor from the source replaces
+the initial one. In both models each layer may be dense or sparse. A tensor of the source without a place in the new model is refused:
+nothing is lost silently, and nothing is written unless everything fits. A report says how each part was converted, whether the output is
+unchanged, and how to continue.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from json import loads as read_json
 from pathlib import Path
 
@@ -17,21 +19,25 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_together
-from moe.convert.checks import Settings, check_convertible
-from moe.convert.layers import Conversion, Values
+from moe.convert.checks import Settings, check_convertible, even_gate_sum, experts_of, gate_sum, layers_that, parts
+from moe.convert.layers import Conversion, Values, feed_forward
 from moe.launch import exit_codes
 from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state
+from moe.nn.context import Context
 from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe import hash_table
-from moe.recipe.load import build_run, load, resolved_yaml
+from moe.recipe.changes import ORDER, changes, function_changes
+from moe.recipe.load import build_run, resolved_yaml
+from moe.recipe.load import load as load_recipe
+from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Parallel, Run, Sharding, Tiling
 from moe.records import metrics
 from moe.records.results import write_json
 from moe.train.start import state
 from moe.train.start.place import make_writable, settle_precision
-from moe.train.start.restore import whole
+from moe.train.start.restore import restore, whole
 from moe.train.start.resume import pass_on
 from moe.train.start.state import Counters
 from parallel.data.engine import MOMENTS, Engine
@@ -60,11 +66,8 @@ def find(source: Path) -> Path:
 
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
-    """Return layer -> load of each of its experts, from the metrics of the run `source` up to `step`, or from the JSON file `source`.
-
-    A run's load is the mean over its last RECENT training lines. A file maps layer numbers to any numbers: {"1": [900, 20, 4, 76]}.
-    Raises BadInput if a layer with experts is missing.
-    """
+    """Return layer -> load of each of its experts. `source` is a JSON file of any numbers, such as {"1": [900, 20, 4, 76]}, or a run: then
+    loads are means over the last RECENT training lines of its metrics up to `step`. Raises BadInput if a layer with experts is missing."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
@@ -87,10 +90,8 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
     """Convert the checkpoint `source` to a model of the recipe `run`, in one process. Raises BadInput if it cannot be converted.
-
-    `load_from`: a run or JSON file with the experts' loads; None: the source's run. Returns (the engine with the new model and its
-    optimizer, the conversion, the counters of samples and steps with which training continues).
-    """
+    `load_from`: run or JSON file with the experts' loads; None: the source's run. Returns (engine with the new model and its optimizer, the
+    conversion, counters of samples and steps from which training continues)."""
     reader = whole(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
@@ -103,8 +104,7 @@ def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | Non
     conversion = Conversion(before, run, reader, settings, {n: tuple(t.shape) for n, t in held.items()}, held.__getitem__)
     conversion.table = table
     if settings.needs_load:
-        step = reader.state["counters"]["step"]
-        conversion.load = loads(load_from or source.parent.parent, before, step=step)
+        conversion.load = loads(load_from or source.parent.parent, before, step=reader.state["counters"]["step"])
     with torch.no_grad():
         for name, value in conversion.values().items():
             held[name].copy_(value)
@@ -130,13 +130,13 @@ def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Lay
 
 
 def by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
-    """Return the model's parameters by their names in checkpoints, where each expert of a stacked tensor has an entry of its own."""
+    """Return name in checkpoints -> parameter. There each expert of a stacked tensor has a name of its own."""
     parameters = dict(model.named_parameters())
     return {part: view for name, layout in layouts.items() for part, view in _parts(name, layout, parameters[name].detach())}
 
 
 def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]:
-    """Return (name in checkpoints, tensor) of a parameter, or if it is stacked over experts, one such pair for each expert."""
+    """Return pairs (name in checkpoints, tensor): one for the parameter, or one for each expert if it is stacked over experts."""
     if layout.unstack is None:
         return [(global_name(name), whole)]
     return [(layout.unstack.format(i), part) for i, part in enumerate(whole)]
@@ -154,15 +154,15 @@ def main(
     json: str | None = None,
 ) -> int:
     """Convert, write the checkpoint to `to`, and print a report."""
-    from moe.convert.report import changes_by_part, compared, expected_output, report_lines
-
     out, path = Path(to), find(Path(source))
     _check_new(out)
     run, origins = load_recipe(recipe, overrides)
+    check_together(run.resolve(1))
+    run = settle_precision(run, World())
     engine, conversion, counters = convert(run, path, settings, load_from=None if load is None else Path(load))
     reader = conversion.reader
     with alone_in(out, what="TO_RUN"):
-        _check_new(out)  # a second time, because a run may have begun in this folder before the lock was held
+        _check_new(out)  # again, because a run may have begun in this folder before the lock was held
         make_writable(out, World())
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
         state.save(
@@ -192,11 +192,100 @@ def main(
 
 def _check_new(out: Path) -> None:
     if checkpoint.numbered(out / "checkpoints"):
-        raise BadInput("TO_RUN", got=f"{out}, which has checkpoints", needed="a new folder", fix="choose another, or remove it")
+        raise BadInput("TO_RUN", got=f"{out}, which has checkpoints", needed="a new folder", fix=f"choose another folder, or remove {out}")
 
 
-def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:
-    """Load and check a recipe. Returns (the recipe with dtypes in place of auto, key -> origin of its value)."""
-    run, origins = load(recipe, overrides)
-    check_together(run.resolve(1))
-    return settle_precision(run, World()), origins
+def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:
+    """Return the report's lines: one for each part of the model, then the expected output and the next command."""
+    rows = changes_by_part(conversion)
+    width = max(len(part) for part, _ in rows)
+    return [
+        f"{conversion.settings.method}: {source} -> {out}",
+        *(f"  {part:<{width}}  {what}" for part, what in rows),
+        f"output: {expected_output(conversion)}",
+        f"continue with: moe train {out / 'recipe.yaml'} --out {out}",
+    ]
+
+
+def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
+    """Return pairs (part of the model, how it was converted), also for the recipe, the moments and the order of samples."""
+    s, before, run = conversion.settings, conversion.before, conversion.run
+    changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
+    kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
+    rows = [("unchanged", f"{len(kept)} tensors: all but the feed-forward part of layers {', '.join(map(str, changed))}")]
+    rows += [(f"layer {layer}", _layer(conversion, layer)) for layer in changed]
+    other = ", ".join(map(str, function_changes(before, run)))
+    rows += [("recipe", f"the new recipe changes what the weights compute: {other}")] if other else []
+    if s.moments == "copy":
+        step = conversion.reader.state["counters"]["step"]
+        rows += [("moments", f"the source's, divided by the number of copies; continues at step {step}")]
+        changed_order = ", ".join(str(change) for change in changes(before, run) if change.key in ORDER)
+        return rows + ([("samples", f"in another order than the source's: {changed_order}")] if changed_order else [])
+    return [*rows, ("moments", "fresh; starts at step 0")]
+
+
+def _layer(conversion: Conversion, layer: int) -> str:
+    s, before, run = conversion.settings, conversion.before, conversion.run
+    old, new = experts_of(before, layer), experts_of(run, layer)
+    if new > old:
+        one = {
+            "copy": "copies of the dense network",
+            "granular": f"{parts(before, run)} shards of it, {new // parts(before, run)} copies of each",
+            "noise": f"copies with noise of {s.scale:g} deviations on {s.share:g} of the weights",
+            "drop": f"copies with {s.share:g} of the hidden units drawn anew",
+        }[s.method]
+        factor = (parts(before, run) if s.method == "granular" else 1) / even_gate_sum(run.router, new)
+        scaled = f"; down projection times {factor:g}" if factor != 1 else ""
+        beside = "; residual network: the dense one" if run.experts.residual else ""
+        beside += "; shared experts: new, their down projection zero" if run.experts.shared else ""
+        return f"dense -> {new} experts, {one}{scaled}; router new, seed {run.train.seed}{beside}"
+    into = f"{new} experts" if new else "dense"
+    how = "the most used" if s.method == "prune" else f"means, {s.weights} weights"
+    beside = "; shared experts joined to it" if not new and before.experts.shared else ""
+    return f"{old} experts -> {into}: {how}{beside}{'; their router rows' if new else ''}"
+
+
+def expected_output(conversion: Conversion) -> str:
+    """Return a text that says when the new model's output equals the source's."""
+    s, before, run = conversion.settings, conversion.before, conversion.run
+    if s.method in ("noise", "drop"):
+        return "near the source's: the experts differ from its network on purpose"
+    if s.method in ("copy", "granular"):
+        if gate_sum(run.router) is None:
+            return f"not the source's: gates of {run.router.preset} depend on the token, the scale is right if all logits are equal"
+        return "the source's, up to rounding, wherever no choice is dropped or declined"
+    if run.model.layers_with_experts() and any(getattr(before.router, key) != getattr(run.router, key) for key in RouterSpec.model_fields):
+        return "not the source's: the recipe has another router"
+    if s.method == "merge":
+        return "the source's only where the merged experts were equal"
+    as_is = "" if gate_sum(before.router) is not None else "; gates grow by the probability that the pruned experts had"
+    return f"the source's for tokens that chose no pruned expert{as_is}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest difference between two models' logits on the same `tokens` tokens, and the largest logit of the first model."""
+
+    tokens: int
+    largest_difference: float
+    largest_logit: float
+
+    def said(self) -> str:
+        differ = f"logits differ by at most {self.largest_difference:.2e} of {self.largest_logit:.2e}"
+        return f"checked on {self.tokens} random tokens: {differ}"
+
+
+@torch.no_grad()
+def compared(source: Path, model: torch.nn.Module) -> Difference:
+    """Compare the logits of the checkpoint `source` and of `model` on the same random tokens, in evaluation mode and fp32."""
+    assert isinstance(model, Transformer)
+    old = restore(source)
+    tokens_BL = torch.randint(old.vocab_size, (4, min(128, old.config.max_length)), generator=torch.Generator().manual_seed(0))
+    read = tokens_BL.shape[1] // 2 if old.config.kind == "encoder_decoder" else 0
+    context, device = Context.of(tokens_BL, source=read), next(old.parameters()).device
+    was = model.compute
+    old.compute = model.compute = torch.float32
+    want = old(tokens_BL.to(device), context.to(device)).logits_BLV.cpu()
+    got = model.eval()(tokens_BL, context).logits_BLV
+    model.compute = was
+    return Difference(got[..., 0].numel(), (got - want).abs().max().item(), want.abs().max().item())

@@ -1,11 +1,11 @@
 """Computes the tensors of one model from those of another, layer by layer: the core of `moe convert`.
 
-    kept      embedding, attention, norms, and unchanged layers: copied
-    grown     a dense layer's network to experts                       moe/convert/upcycle.py: copy, granular, noise, drop
-    shrunk    experts to fewer experts, or to one dense network        moe/convert/upcycle.py: merge, prune
+    unchanged   embedding, attention, norms, layers with as many experts as before: copied
+    grown       a dense layer's network to experts                       moe/convert/upcycle.py: copy, granular, noise, drop
+    shrunk      experts to fewer experts, or to one dense network        moe/convert/upcycle.py: merge, prune
 
 A tensor of the source without a place in the new model is refused, and so is a tensor of the new model without a source. Tensors have
-their global names: moe/model/names.py.
+their names in checkpoints: moe/model/names.py.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from moe.train.start.state import EXTRA
 from parallel.errors import BadInput
 from parallel.store.stored import Reader
 
-Values = dict[str, Tensor]  # tensors by global name
+Values = dict[str, Tensor]  # name in checkpoints -> tensor
 
 
 @dataclass
 class Conversion:
     """Converts a checkpoint of the recipe `before`, the source, to a model of the recipe `run`.
 
-    `shapes`: shapes of the new model's tensors. `first`: returns a tensor's initial value in the new model. `load`: each expert's share of
-    choices, by layer of the source; {} if the settings do not need it. `table`: the experts of token ids, if the recipe names a hash table.
-    `used`: names of the source's tensors that were read, so that the others can be refused.
+    `shapes`: shapes of the new model's tensors by name. `first`: returns a tensor's initial value in the new model. `load`: layer of the
+    source -> load of each expert; {} if the settings do not need it. `table`: the experts of token ids, if the recipe names a hash table.
+    `used`: names of the source's tensors that were read; the others are refused.
     """
 
     before: Run
@@ -50,7 +50,7 @@ class Conversion:
 
     @cached_property
     def source(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the source's parameters by name."""
+        """Return the shapes of the source's parameters by name."""
         return self.reader.names()
 
     def read(self, name: str, kind: str = "weight") -> Tensor:
@@ -59,9 +59,8 @@ class Conversion:
         self.used.add(name)
         return self.reader.region(name, kind, tuple(slice(0, n) for n in self.source[name]))
 
-    # --- one network of the source; matrices are transposed to the experts' form
-
     def dense(self, stem: str, kind: str = "weight") -> Network:
+        """Return a dense network of the source, with its matrices transposed to the experts' form."""
         names = ("w1", "w2", "w3") if f"{stem}.w3.weight" in self.source else ("w1", "w2")
         return {name: self.read(f"{stem}.{name}.weight", kind).T for name in names}
 
@@ -69,10 +68,8 @@ class Conversion:
         stem = f"layers.{layer}.experts.{number}"
         return {name: self.read(f"{stem}.{name}") for name in (("w1", "w2", "w3") if f"{stem}.w3" in self.source else ("w1", "w2"))}
 
-    # --- one layer
-
     def grown(self, layer: int) -> Values:
-        """Return the tensors of a dense layer converted to experts. A new shared or residual network first leaves the output unchanged."""
+        """Return the tensors of a dense layer converted to experts. New shared and residual networks do not change the output at first."""
         s, x, network = self.settings, self.run.experts, self.dense(f"layers.{layer}.ffn")
         count, g = experts_of(self.run, layer), parts(self.before, self.run)
         key, seed = f"layers.{layer}.experts", self.run.train.seed
@@ -88,19 +85,17 @@ class Conversion:
             for name in self._router_rows(layer, count):
                 values[name] = upcycle.shared_rows(self.first(name), parts=g)
         if x.residual:
-            # the output stays f, because the two coefficients of the mix sum to 1: c_0 f + c_1 f = f
+            # experts and residual network both give the dense output, and their coefficients sum to 1
             values |= _dense(f"layers.{layer}.residual", network)
         if x.shared:
             name = f"layers.{layer}.shared.w2.weight"
-            values[name] = torch.zeros_like(self.first(name))  # with w2 = 0, it adds nothing to the output at first
+            values[name] = torch.zeros_like(self.first(name))  # w2 = 0: at first the shared network gives 0
         return values
 
     def grown_moments(self, layer: int, kind: str) -> Values:
-        """Return optimizer moments for copied experts: each expert gets an equal part of the dense network's gradient.
-
-        With a residual network, which gets half of the gradient, the experts share the other half. If a token's gates sum to s, w2 is
-        stored as w2 / s, so its gradient is s times as large.
-        """
+        """Return optimizer moments `kind` (exp_avg or exp_avg_sq) for copied experts: each has an equal part of the dense network's
+        gradient. A residual network has half of the gradient, and the experts together the other half. If a token's gates sum to s, w2 is
+        stored as w2 / s, so its gradient is s times as large."""
         residual, power = self.run.experts.residual, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
         count, half = experts_of(self.run, layer), 0.5 if residual else 1.0
         s = even_gate_sum(self.run.router, count)
@@ -116,8 +111,8 @@ class Conversion:
         factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
         merged = (upcycle.merged([self.expert(layer, e) for e in group], [weights[e] for e in group]) for group in groups)
         made = [upcycle.scaled(network, factor) for network in merged]
-        left = ("experts",) if sparse else ("experts", "router")  # counted as used, so that pruned tensors are not refused
-        self.used |= {n for n in self.source if n.startswith(tuple(f"layers.{layer}.{part}." for part in left))}
+        dropped = ("experts",) if sparse else ("experts", "router")  # counted as used, because unused tensors are refused
+        self.used |= {n for n in self.source if n.startswith(tuple(f"layers.{layer}.{part}." for part in dropped))}
         if sparse:
             values = _experts(layer, made)
             for name in self._router_rows(layer, sparse):
@@ -129,14 +124,15 @@ class Conversion:
         return _dense(f"layers.{layer}.ffn", upcycle.joined(made))
 
     def _groups(self, layer: int) -> tuple[list[list[int]], list[float]]:
-        """Return (the groups of experts that become one expert each, the weight of every expert in its group's mean)."""
+        """Return (groups of the source's experts, weight of every expert in its group's mean). Each group becomes one expert."""
         count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
         weights = self.load[layer] if self.settings.needs_load else [1.0] * count
         prune = self.settings.method == "prune"
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """Return the router's selection bias `name`: the source's, merged as its experts are; zeros like `new_E` for a new router."""
+        """Return the router's selection bias `name`: the source's, merged like its experts; zeros of the shape of `new_E` for a new
+        router."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)
@@ -148,13 +144,9 @@ class Conversion:
         of_router = [n for n in self.shapes if n.startswith(f"layers.{layer}.router.") and not n.endswith("norm.weight")]
         return [n for n in of_router if self.shapes[n][0] == count]
 
-    # --- the whole model
-
     def values(self) -> Values:
-        """Return the weights of the new model that do not keep their initial values.
-
-        Raises BadInput for a tensor of the source without a place, and for one with another shape.
-        """
+        """Return the weights of the new model that do not keep their initial values. Raises BadInput for a tensor of the source without a
+        place in the new model, and for one with another shape."""
         out = {name: self.read(name) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             what = change(self.before, self.run, layer)
@@ -197,5 +189,5 @@ def _dense(stem: str, network: Network) -> Values:
 def _refuse(name: str, got: tuple[int, ...] | None, needed: tuple[int, ...] | None) -> None:
     here = "nothing in the source" if got is None else f"shape {list(got)} in the source"
     there = "no such parameter: the recipe's model has none" if needed is None else f"shape {list(needed)}"
-    fix = "change the recipe so that what it does not convert has the source's sizes"
+    fix = "change the recipe so that unconverted parameters have the source's sizes"
     raise BadInput(f"parameter {name}", got=here, needed=there, fix=fix)

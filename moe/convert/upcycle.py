@@ -28,23 +28,18 @@ Network = dict[str, Tensor]  # a feed-forward network in the experts' form: w1 [
 
 
 def scaled(network: Network, factor: float) -> Network:
-    """Return the network whose output is `factor` times as large: w2 is multiplied."""
+    """Return the network with an output `factor` times as large: w2 is multiplied."""
     return network if factor == 1.0 else network | {"w2": network["w2"] * factor}
 
 
 def joined(networks: Sequence[Network]) -> Network:
-    """Return one network with the hidden units of all of these: its output is the sum of their outputs."""
+    """Return one network with the hidden units of all networks: its output is the sum of their outputs."""
     return {name: torch.cat([network[name] for network in networks], 0 if name == "w2" else 1) for name in networks[0]}
 
 
-# --- dense to experts -----------------------------------------------------------------------------------------------------
-
-
 def shards(network: Network, count: int, *, parts: int) -> list[Network]:
-    """Return `count` experts: expert e has the hidden units of shard e % parts, and `parts` times its output.
-
-    A token chooses all shards together, with equal gates: each gate is 1 / parts of the gate of an uncut network.
-    """
+    """Return `count` experts: expert e has the hidden units of shard e % parts, and `parts` times the shard's output. A token chooses all
+    shards together, with equal gates: each gate is 1 / parts of the gate of an uncut network."""
     size = network["w1"].shape[1] // parts
 
     def shard(number: int) -> Network:
@@ -55,10 +50,8 @@ def shards(network: Network, count: int, *, parts: int) -> list[Network]:
 
 
 def noisy(network: Network, count: int, *, share: float, scale: float, key: str, seed: int) -> list[Network]:
-    """Return copies, each with its own noise on about `share` of its weights: `scale` times the standard deviation of the matrix.
-
-    `key`: name of the layer's experts, which together with `seed` determines the noise.
-    """
+    """Return `count` copies, each with its own Gaussian noise on about `share` of its weights: `scale` times the matrix's standard
+    deviation. `key`: name of the layer's experts, which together with `seed` determines the noise."""
 
     def change(expert: int, name: str, w: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.{name}.noise"))
@@ -69,10 +62,8 @@ def noisy(network: Network, count: int, *, share: float, scale: float, key: str,
 
 
 def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) -> list[Network]:
-    """Return copies, each with round(share * F) random hidden units drawn anew, with mean and deviation of the weights they replace.
-
-    `key`: name of the layer's experts, which together with `seed` determines the units and their weights.
-    """
+    """Return `count` copies, each with round(share * F) random hidden units drawn anew, with the mean and deviation of the old weights.
+    `key`: name of the layer's experts, which together with `seed` determines the units and their weights."""
 
     def change(expert: int) -> Network:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.drop"))
@@ -93,12 +84,9 @@ def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) 
 
 
 def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
-    """Return router rows [E, D] for which a token chooses all shards of a copy together: every shard has the row of the first one."""
+    """Return router rows [E, D] with which a token chooses all shards of a copy together: every shard has the row of the first shard."""
     expert_E = torch.arange(len(rows_ED))
     return rows_ED[expert_E - expert_E % parts]
-
-
-# --- experts to fewer, or to one dense network ------------------------------------------------------------------------------
 
 
 def neighbours(count: int, into: int) -> list[list[int]]:
@@ -114,7 +102,8 @@ def most_used(load: Sequence[float], into: int) -> list[list[int]]:
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean, summed in float64: bitwise the tensor if all are equal. Weights that are all 0 count as equal."""
+    """Return the weighted mean, summed in float64. The mean of equal tensors is bitwise this tensor. Weights that are all 0 count as
+    equal."""
     total = math.fsum(weights)
     shares = [w / total for w in weights] if total > 0 else [1 / len(tensors)] * len(tensors)
     out = tensors[0].double() * shares[0]
@@ -124,7 +113,7 @@ def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def merged(networks: Sequence[Network], weights: Sequence[float]) -> Network:
-    """Return the weighted mean of networks, matrix by matrix. The mean of equal networks is bitwise that network."""
+    """Return the weighted mean of networks, matrix by matrix."""
     return {name: mean([network[name] for network in networks], weights) for name in networks[0]}
 
 

@@ -39,11 +39,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Dataset:
-    """Opened data: endless training sequences, fixed validation sequences, and their tokenizer.
-
-    `index`: index.json of the token files: their sizes, hashes and remarks; for several sources, {"sources": [an index of each], ...}.
-    `key` identifies the text and the recipe's settings for it: runs with the same key see the same text.
-    """
+    """Opened data: endless training sequences, fixed validation sequences, and their tokenizer. `index`: index.json of the token files:
+    their sizes, hashes and remarks; for several sources, {"sources": [an index of each], ...}. `key` identifies the text and the recipe's
+    settings for it: runs with the same key see the same text."""
 
     train: TrainSet | MixedTrain | CorruptedTrain | Stream
     validation: ValidationSet | MixedValidation | CorruptedValidation
@@ -68,11 +66,11 @@ def open_data(
 ) -> Dataset:
     """Open a recipe's data, and tokenize it first if it is not in the cache. Every rank calls this.
 
-    `max_length` is in tokens; for span corruption, of the encoder. `vocab_size` is the model's; `seed` decides the order. `tokenizer`: the
-    description of a trained model's tokenizer, used for any text; None uses the recipe's, and trains it if needed. `verify` also hashes
-    large token files with unchanged times. `log` prints a line. `as_key`: returns the model.max_length for a length in tokens, for
-    errors. `given`: samples from a user's program (moe/data/given.py), for data.source given. `text_key_set_by`: the setting to name in
-    errors about a text_key.
+    `max_length`: tokens of a sequence; for span corruption, of the encoder's input. `vocab_size`: of the model. `seed` decides the order.
+    `tokenizer`: description of a trained model's tokenizer, used for any text; None: the recipe's, which is trained if needed. `verify`:
+    hash large token files too, although their times are unchanged. `log` prints a line. `given`: samples from a user's program
+    (moe/data/given.py), for data.source given. For error messages, `as_key` returns the value of model.max_length that gives sequences of a
+    number of tokens, and `text_key_set_by` is the setting that names the text's key.
 
     Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache
     folder that cannot be read or written.
@@ -89,7 +87,7 @@ def open_data(
         return replace(made, train=CorruptedTrain(made.train, objective), validation=CorruptedValidation(made.validation, objective))
     if data_config.sources:
         each: list[Dataset] = []
-        for source in data_config.sources:  # all sources use the first one's tokenizer
+        for source in data_config.sources:  # all sources use the tokenizer of the first source
             text_key, named = source.text_key or data_config.text_key, f"text_key of {source.path} in data.sources"
             one = data_config.model_copy(update={"path": source.path, "sources": (), "text_key": text_key})
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
@@ -105,9 +103,8 @@ def open_data(
     needed = files.tokenizer.vocab_size
     if vocab_size < needed:
         raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix=Set("model.vocab_size", None))
-    train, held_out = (
-        Windows(tokens, max_length, name, as_key, needed) for name, tokens in (("train", files.train), ("validation", files.validation))
-    )
+    sides = (("train", files.train), ("validation", files.validation))
+    train, held_out = (Windows(tokens, max_length, name, as_key, needed) for name, tokens in sides)
     held = ValidationSet(held_out, files.tokenizer.bytes_per_id)
     return Dataset(train=TrainSet(train, seed), validation=held, tokenizer=files.tokenizer, index=files.index, key=files.key)
 
@@ -118,10 +115,10 @@ def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: in
         try:
             given = make(data)
         except Exception as error:
-            fix = "mend it: it is called with the recipe's section data"
+            fix = "mend this function; its argument is the recipe's section data"
             raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
-        needed = "the samples, which only the program has that trained with them"
+        needed = "samples, which only the program that trained with them can give"
         raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE to take a text or ids from there")
     tokenizer = Ids(data.vocab_size) if data.tokenizer == "ids" else Bytes()
     share, ids = data.validation_share, tokenizer.vocab_size

@@ -5,10 +5,8 @@
 The SHA-256 of a document's name (files) or text (lines, rows) alone decides its side: a new file never changes the side of another. If this
 leaves a side empty, as with one file, the last share of every document is held out instead.
 
-Three parts of the standard library are left out. Test suites, because many systems install Python without them (Debian, container images).
-Files that record how and where this Python was built. And generated tables (encodings, pydoc's topics), which are not source code and, at
-0.75 MB in one file, could fill most of either side. The rest depends on the Python version only, except for parts that a system packages
-separately.
+Three parts of the standard library are left out: test suites, because many systems install Python without them; files that record how and
+where this Python was built; and generated tables (encodings, pydoc's topics), which are not source code and could fill most of either side.
 """
 
 from __future__ import annotations
@@ -42,11 +40,8 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files that will be read, as sorted POSIX paths under `root`, and how to read documents from them.
-
-    `source` mixed: *.jsonl by lines, tables by rows, every other file as text. `label`: name of the text in messages. `left_out`: entries
-    of the folder that are not in `names`. `chosen`: the recipe names the source.
-    """
+    """Files to read: their `names` are sorted POSIX paths under `root`. `source` mixed: *.jsonl by lines, tables by rows, others as text.
+    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: the recipe names the source."""
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
@@ -64,7 +59,8 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """One document. Its `key` decides train or validation. `text` is None if a file is not text or a line is empty; `why` is the reason."""
+    """One document. A hash of its `key` makes it train or validation. `text` is None if a file is not text or a line is empty; `why` is the
+    reason."""
 
     key: str
     text: str | None
@@ -72,19 +68,14 @@ class Document(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Counts over a whole corpus: documents with and without text (`skipped`), kinds of files, and remarks on files.
-
-    `split`: the unit that is train or validation as a whole: file, line or document (file, line or row); position: each document is cut.
-    """
+    """Counts over a whole corpus: documents with text and without (`skipped`), kinds of files, and remarks on files. `split`: what is train
+    or validation as a whole (document: file, line or row); position: every document is cut into both."""
 
     split: Literal["file", "line", "document", "position"]
     documents: int
     skipped: int
     kinds: Kinds
     remarks: tuple[Remark, ...] = ()
-
-
-# --- finding files ---------------------------------------------------------------------------------------------------
 
 
 def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus:
@@ -113,7 +104,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
     lines = [name for name in names if formats.unpacked_name(name).endswith(".jsonl")]
     tables = [name for name in names if formats.is_table(name)]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
-    source = "jsonl" if data.source == "jsonl" else "text" if data.source == "text" else found  # a source that the recipe names comes first
+    source = "jsonl" if data.source == "jsonl" else "text" if data.source == "text" else found
     if source == "jsonl" and path.is_dir():
         left_out += [Remark(name, SKIPPED, "not *.jsonl") for name in names if name not in lines]
         names = lines
@@ -127,21 +118,16 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
 
 def _python_stdlib(text_key: formats.TextKey) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    names, _ = _walk(
-        root,
-        lambda name: name not in STDLIB_FOLDERS_LEFT_OUT and not name.startswith("config-"),
-        lambda name: name.endswith(".py") and not name.startswith(STDLIB_FILES_LEFT_OUT),
-    )
+    folders, files = STDLIB_FOLDERS_LEFT_OUT, STDLIB_FILES_LEFT_OUT
+    names, _ = _walk(root, lambda n: n not in folders and n[:7] != "config-", lambda n: n.endswith(".py") and not n.startswith(files))
     if not names:
         raise BadInput("data.source", got=f"python_stdlib, but {root} holds no source", needed="text", fix="add --data.path FILE_OR_FOLDER")
     return Corpus("python_stdlib", root, tuple(names), text_key, f"the standard library of Python {platform.python_version()}")
 
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
-    """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out.
-
-    These are links to folders, which may form circles, and files without read permission. Raises BadInput if the folder is not readable.
-    """
+    """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out: links to folders,
+    which may form circles, and files without read permission. Raises BadInput if the folder is not readable."""
     left_out: list[Remark] = []
 
     def relative(path: Path) -> str:
@@ -164,16 +150,8 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
     return sorted(names), sorted(left_out)
 
 
-# --- reading documents -----------------------------------------------------------------------------------------------
-
-
-def read_documents(corpus: Corpus) -> Iterator[Document]:
-    """Yield every document in order, with one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
-    for name in corpus.names:
-        yield from read_file(corpus, name)
-
-
 def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
+    """Yield a file's documents, with one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
     path = corpus.root / name
     try:
         if corpus.by_lines(name):
@@ -194,14 +172,13 @@ def _read_lines(path: Path, text_key: formats.TextKey) -> Iterator[Document]:
 
 
 def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
-    """Return the text of one JSONL line. `where`: its file and number, for error messages. Raises BadInput."""
+    """Return the text of one JSONL line. `where`: its file and number, for error messages. Raises BadInput for a line without the text."""
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         problem = f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else None
-        raise BadInput(
-            where, got=problem or "a line that cannot be decoded", needed="one JSON object", fix="mend or remove that line"
-        ) from None
+        got = problem or "a line that cannot be decoded"
+        raise BadInput(where, got=got, needed="one JSON object", fix="mend or remove that line") from None
     key = text_key.name
     if not isinstance(value, dict):
         raise BadInput(where, got=f"a JSON {type(value).__name__}", needed=f'an object like {{"{key}": "..."}}', fix="mend that line")
@@ -221,9 +198,6 @@ def unreadable(path: Path, error: OSError) -> BadInput:
     return BadInput(f"data file {path}", got=error.strerror or error, needed="a readable file", fix=fix)
 
 
-# --- train or validation ---------------------------------------------------------------------------------------------
-
-
 def side_of(key: str, validation_share: float) -> Side:
     """Return the side of a document, from its key alone: its SHA-256, read as a number in [0, 1), is compared with the share."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
@@ -231,7 +205,7 @@ def side_of(key: str, validation_share: float) -> Side:
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if none of them is text, or too few."""
+    """Read all documents once, count them and choose the split. Raises BadInput if none is text, or if more bytes are skipped than read."""
     sides: Counter[Side] = Counter()
     skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:
@@ -278,27 +252,21 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
-    """Yield (train or validation, text) of every document in the corpus's order; for `split` position, of both pieces of each document."""
-    for key, text, _ in read_documents(corpus):
-        if text is None:
-            continue
-        if split == "position":
-            at = cut(text, validation_share)
-            parts: list[tuple[Side, str]] = [("train", text[:at]), ("validation", text[at:])]
-            yield from ((side, part) for side, part in parts if part)
-        else:
+    """Yield (side, text) of every document in the corpus's order. If `split` is position, every document gives a text for each side."""
+    for key, text, _ in (document for name in corpus.names for document in read_file(corpus, name)):
+        if text is not None and split != "position":
             yield side_of(key, validation_share), text
+        elif text is not None:
+            at = cut(text, validation_share)
+            yield from ((side, part) for side, part in zip(SIDES, (text[:at], text[at:]), strict=True) if part)
 
 
 def cut(text: str, validation_share: float) -> int:
-    """Return the index of the first held-out character of a text: the start of the nearest line, or within a line if lines are long."""
+    """Return the index of the first held-out character of a text: at the start of a line, or within a line if lines are long."""
     at = int(len(text) * (1 - validation_share))
     reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
     ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))
     return min((end + 1 for end in ends if end >= 0), key=lambda end: abs(end - at), default=at)
-
-
-# --- identity --------------------------------------------------------------------------------------------------------
 
 
 def content_hash(corpus: Corpus) -> str:
@@ -324,7 +292,7 @@ class Stamp(NamedTuple):
 
 
 def stamp(corpus: Corpus) -> Stamp:
-    """Return the stamp of all files. It includes ctime, because programs can set mtime back after a change, but not ctime."""
+    """Return the stamp of all files. It includes ctime: after a change a program can set mtime back, but not ctime."""
     whole, size_bytes, changed_ns = hashlib.sha256(os.fsencode(corpus.root.resolve())), 0, 0
     for name in corpus.names:
         path = corpus.root / name

@@ -26,23 +26,23 @@ from parallel.store.files import read_text
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
-_ZST_READ_BYTES = 1024  # unpacked at a time: 4 bytes can become 128 KiB, so more might not fit in memory
+_ZST_READ_BYTES = 1024  # packed bytes read together: few, because 4 of them can become 128 KiB
 _ZST_WINDOW_BYTES = 1 << 31  # the longest window that the zstd program writes (--long=31)
-_ROWS = 16  # rows of a Parquet file that are read together; not more, because a row can have any size
+_ROWS = 16  # rows of a Parquet file that are read together: few, because a row can have any size
 _PARQUET_READ_BYTES = 1 << 16
 _ARROW_FILE = b"ARROW1"
 SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 
 class TextKey(NamedTuple):
-    """Name of the field or column with the text. `set_by`: the setting that gives it. `alone`: only one file of the data uses it."""
+    """Name of the JSON key or column with the text. `set_by`: the setting with this name. `alone`: only one file of the data needs it."""
 
     name: str
     set_by: str = "data.text_key"
     alone: bool = True
 
     def fix(self, near: str | None) -> Fix:
-        """Return the advice on a file without this key. `near`: a key that the file has, although other files may lack it."""
+        """Return the fix for a file without this key. `near`: a similar key that the file has, if any."""
         values, value = (near,) if near else (), near or "the name of the one that holds the text"
         if self.alone:
             return Set(self.set_by, *values, said=value)
@@ -61,16 +61,15 @@ def is_table(name: str) -> bool:
 
 
 def saved_files(path: Path, names: Sequence[str]) -> list[str]:
-    """Return which of a folder's files `names` to read: all, or for a dataset saved by `datasets` the data files that its state.json lists.
-
-    Raises BadInput for several saved datasets, and for one with missing files.
-    """
+    """Return the files to read among the `names` of a folder's files: all, or those that state.json lists if `datasets` saved the folder.
+    Raises BadInput for several saved datasets, and for one with missing files."""
     saved = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == SAVED_STATE]
     saved = [folder for folder in saved if str(folder / SAVED_TO_DISK) in names]
     if not saved:
         return list(names)
     if saved[0] != PurePosixPath("."):
-        raise BadInput("data.path", got=f"{path}, which holds saved datasets", needed="one", fix=typed({"data.path": str(path / saved[0])}))
+        got, fix = f"{path}, which holds saved datasets", typed({"data.path": str(path / saved[0])})
+        raise BadInput("data.path", got=got, needed="the folder of one dataset", fix=fix)
     try:
         files = [str(entry["filename"]) for entry in json.loads(read_text(path / SAVED_STATE))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -86,17 +85,16 @@ def saved_files(path: Path, names: Sequence[str]) -> list[str]:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file's bytes, unpacked as they are read. Raises BadInput for a damaged one, OSError for one that cannot be read."""
     kind = path.suffix.lower()
-    if kind not in PACKED:
-        with path.open("rb") as file:
-            yield file
-        return
     try:
         if kind == ".gz":
             with gzip.open(path, "rb") as packed:
                 yield packed  # type: ignore[misc]
-        else:
+        elif kind == ".zst":
             with path.open("rb") as file, io.BufferedReader(_Zst(file, path), 1 << 16) as unpacked:
                 yield unpacked  # type: ignore[misc]
+        else:
+            with path.open("rb") as file:
+                yield file
     except EOFError:
         raise damaged(path, "a file that ends in the middle") from None
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -137,10 +135,8 @@ def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:
     try:
         return import_module(module or name)
     except ImportError:
-        raise BadInput(f"data file {path}", got=f"no package {name}", needed="it, to read this format", fix=f"pip install {name}") from None
-
-
-# --- Zstandard -------------------------------------------------------------------------------------------------------
+        needed, fix = "this package, to read the file's format", f"pip install {name}"
+        raise BadInput(f"data file {path}", got=f"no package {name}", needed=needed, fix=fix) from None
 
 
 class _Zst(io.RawIOBase):
@@ -174,14 +170,9 @@ class _Zst(io.RawIOBase):
         return size
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
 def texts(path: Path, column: TextKey) -> Iterator[str | None]:
-    """Yield the texts of a table's column, in order; None for an empty cell.
-
-    Raises BadInput for another column, type or file, and for a cell that is not UTF-8 or exceeds the limit of a document.
-    """
+    """Yield the texts of a table's column, in order; None for an empty cell. Raises BadInput for a damaged table, one without this column,
+    a column of another type than strings, and a cell that is not UTF-8 or exceeds the limit of a document."""
     arrow = needed_package("pyarrow", path)
     try:
         for batch in _batches(path, column):
@@ -190,7 +181,7 @@ def texts(path: Path, column: TextKey) -> Iterator[str | None]:
         what, got = f"data file {path}, column {column.name}", f"a cell that is no UTF-8 ({error.reason})"
         raise BadInput(what, got=got, needed="text in UTF-8", fix="write the column again, as UTF-8") from None
     except (arrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # an error of the system; the library's own have no errno
+        if getattr(error, "errno", None) is not None:  # an error of the system: errors of the library have no errno
             raise
         raise damaged(path, f"no whole table ({str(error).splitlines()[0]})") from None
 
@@ -221,7 +212,7 @@ def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[st
     held = batch.column(batch.schema.names.index(column.name))
     if not any(check(held.type) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_null)):
         raise BadInput(f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix(None))
-    for cell in held:  # one by one, because `datasets` may save all rows as one batch of any size
+    for cell in held:  # cell by cell, because `datasets` may save all rows in one batch
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
             raise _too_long(path, "a cell", "write its documents a row each")
         yield cell.as_py()

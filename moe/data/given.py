@@ -7,11 +7,12 @@ A sample is one sequence of at most max_length + 1 ids: a list, an array, a tens
 padding is neither predicted nor routed.
 
     input_ids          5  9  2  7  7
-    attention_mask     1  1  1  1  0      optional: zeros at the end alone, as padding that is cut off
-    labels          -100 -100 2  7 -100   optional: the same ids, or -100 where an id is read and not predicted; any other column is refused
+    attention_mask     1  1  1  1  0      optional: zeros only at the end, for padding
+    labels          -100 -100 2  7 -100   optional: the same ids, or -100 for an id that is not predicted; other columns are refused
 
 The step alone decides its samples, so a resumed run and any number of ranks read the same. Every rank must be given all samples, and uses
-its own. From an iterable it also reads the others and drops them, and a resumed run first reads the samples of the steps before.
+its own. From an iterable a rank also reads the samples of other ranks, and drops them. A resumed run first reads the samples of the steps
+before its first one.
 """
 
 from __future__ import annotations
@@ -36,10 +37,8 @@ _LOOKED_AT = 8  # samples hashed to identify the data
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples `first` .. `first + num_windows - 1` of an indexable source, read in place of a text's windows (moe/data/order.py).
-
-    `name`: train or validation, for error messages.
-    """
+    """Samples `first` .. `first + num_windows - 1` of an indexable source, read in place of a text's windows (moe/data/order.py). `name`:
+    train or validation, for error messages."""
 
     source: Any
     max_length: int
@@ -59,7 +58,7 @@ class Samples:
         try:
             sample = self.source[number]
         except Exception as error:
-            raise BadInput(what, got=_said(error), needed="its ids", fix="mend what makes it") from error
+            raise BadInput(what, got=_said(error), needed="the ids of this sample", fix="mend the data") from error
         return row(sample, what=what, max_length=self.max_length, vocab_size=self.vocab_size)
 
 
@@ -81,7 +80,7 @@ class Stream:
         if self._at != first:
             if first:
                 self.say(f"data: reads {counted(first, 'sample')} again, up to where the run stopped")
-            if self._at:  # not at 0: `first` has opened the source, and no sample was consumed
+            if self._at:  # at 0, `first` has opened the source, and no sample was consumed
                 self._begin()
             for _ in range(first):
                 self._next()
@@ -101,7 +100,7 @@ class Stream:
 
     def _begin(self) -> None:
         if self._at >= 0 and iter(self.source) is self.source:
-            raise BadInput("data", got="an iterator that was read already", needed="one from its beginning", fix=_ITERABLE)
+            raise BadInput("data", got="an iterator that was read already", needed="an iterator at its beginning", fix=_ITERABLE)
         self._rows, self._at, self._read = iter(self.source), 0, 0
 
     def _next(self) -> Any:
@@ -112,13 +111,15 @@ class Stream:
                 self._again()
                 continue
             except Exception as error:
-                raise BadInput(f"data, sample {self._at} of train", got=_said(error), needed="its ids", fix="mend what makes it") from error
+                raise BadInput(
+                    f"data, sample {self._at} of train", got=_said(error), needed="the ids of this sample", fix="mend the data"
+                ) from error
             self._at, self._read = self._at + 1, self._read + 1
             return found
 
     def _again(self) -> None:
         if not self._read:
-            raise BadInput("data", got="an iterable without samples", needed="at least one", fix="give one that has some")
+            raise BadInput("data", got="an iterable without samples", needed="at least one sample", fix="give an iterable with samples")
         if iter(self.source) is self.source:
             got, needed = f"an iterator that ended after {counted(self._at, 'sample')}", "train.steps * train.global_batch of them"
             raise BadInput("data", got=got, needed=needed, fix=f"{_ITERABLE}, or lower train.steps")
@@ -134,10 +135,8 @@ class Given(NamedTuple):
 
 
 def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share: float, seed: int, say: Callable[[str], object]) -> Given:
-    """Open samples, or {"train": samples, "validation": samples}. Raises BadInput for anything else, or too few.
-
-    `validation_share`: the last share of the samples is held out if there are none for validation. `say` prints a line.
-    """
+    """Open samples, or {"train": samples, "validation": samples}. Raises BadInput for anything else, and for too few samples.
+    `validation_share`: share of the samples, the last ones, that is held out if none are given for validation. `say` prints a line."""
     sides = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in sides or sides.keys() - {"train", "validation"}:
         needed, fix = "train, and validation if there is one", 'write {"train": samples, "validation": samples}'
@@ -157,12 +156,12 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
     if count is None:
         if held is None:
             got, fix = f"a {type(train).__name__}, which has no len() and []", 'give {"train": it, "validation": a list of samples}'
-            raise BadInput("data", got=got, needed="samples to hold out for validation", fix=fix)
+            raise BadInput("data", got=got, needed="samples of which the last can be held out for validation", fix=fix)
         key = _key(type(train).__qualname__, [], validation)
         return Given(Stream(train, max_length, vocab_size, say), ValidationSet(validation, None), key)
     if held is None:
         if count < 2:
-            raise BadInput("data", got=counted(count, "sample"), needed="at least 2, of which one is held out", fix="give more")
+            raise BadInput("data", got=counted(count, "sample"), needed="at least 2, of which one is held out", fix="give more samples")
         kept_back = min(count - 1, max(1, round(count * validation_share)))
         count -= kept_back
         validation = samples("train", train, count, kept_back)
@@ -176,22 +175,20 @@ def _length(name: str, side: Any) -> int | None:
     if hasattr(side, "__getitem__") and hasattr(side, "__len__") and not isinstance(side, str | bytes | Mapping):
         count = len(side)
         if count < 1:
-            raise BadInput(f"data, {name}", got="no samples", needed="at least one", fix="give some")
+            raise BadInput(f"data, {name}", got="no samples", needed="at least one", fix="give samples")
         return count
     if not hasattr(side, "__iter__") or isinstance(side, str | bytes | Mapping):
         needed = "samples: an object with len() and [], or an iterable"
         raise BadInput(f"data, {name}", got=f"a {type(side).__name__}", needed=needed, fix="give for example a list of lists of ids")
     if hasattr(side, "dataset") and hasattr(side, "batch_size"):
-        fix = f"give the set that it loads: data={type(side).__name__}(...).dataset"
+        fix = f"give the dataset that it loads: data={type(side).__name__}(...).dataset"
         raise BadInput(f"data, {name}", got=f"a {type(side).__name__}, which makes batches", needed="samples, one sequence each", fix=fix)
     return None
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """Return a sample as ids [max_length + 1] int64, padded by PADDING. An id that is not predicted becomes its mark, -101 - id.
-
-    `what`: name of the sample in error messages. Raises BadInput if it is no sequence of 2 to max_length + 1 ids of the vocabulary.
-    """
+    """Return a sample as ids [max_length + 1] int64, padded by PADDING. An id that is not predicted is replaced by -101 - id. `what`: name
+    of the sample in error messages. Raises BadInput if it is no sequence of 2 to max_length + 1 ids of the vocabulary."""
     columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
     ids = columns[_IDS]
     for name, column in columns.items():
@@ -211,7 +208,7 @@ def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
     return found
 
 
-_NOTHING = "leave it out: nothing is predicted in it"
+_NOTHING = "leave the sample out: nothing is predicted in it"
 _ITERABLE = "give the object that iter() was called with"
 
 
@@ -221,12 +218,13 @@ def _columns(sample: Any, what: str) -> dict[str, Any]:
         return {_IDS: sample}
     names = list(sample.keys())
     if _IDS not in names:
-        raise BadInput(what, got=f"a row of {', '.join(map(str, names))}", needed="ids, or a row with input_ids", fix="name them so")
+        fix = "name the column with the ids input_ids"
+        raise BadInput(what, got=f"a row of {', '.join(map(str, names))}", needed="ids, or a row with input_ids", fix=fix)
     unread = [str(name) for name in names if name not in _COLUMNS]
     if unread:
         needed = f"{', '.join(_COLUMNS)} and no column that is not read"
         kept = ", ".join(f'"{name}"' for name in _COLUMNS if name in names)
-        raise BadInput(what, got=f"a row with {', '.join(unread)}", needed=needed, fix=f"take the others out: rows with {kept} alone")
+        raise BadInput(what, got=f"a row with {', '.join(unread)}", needed=needed, fix=f"give rows with {kept} alone")
     return {name: sample[name] for name in names}
 
 
@@ -235,7 +233,7 @@ def _numbers(column: Any, what: str) -> Ints:
     try:
         found = np.asarray(column)
     except Exception as error:
-        raise BadInput(what, got=_said(error), needed="a list of ids", fix="give what numpy can read as one") from None
+        raise BadInput(what, got=_said(error), needed="a list of ids", fix="give ids as a list, an array or a tensor") from None
     if found.ndim != 1 or found.dtype.kind not in "iu":
         got = f"numbers of shape {list(found.shape)} and {found.dtype}" if found.dtype.kind in "iufb" else f"a {type(column).__name__}"
         fix = "give one sequence of token ids for each sample" + (", not a batch of them" if found.ndim == 2 else "")
@@ -250,22 +248,23 @@ def _unmasked(columns: dict[str, Ints], what: str) -> int:
     if not np.array_equal(mask, np.arange(len(mask)) < count):
         wrong = next((int(one) for one in mask if one not in (0, 1)), None)
         got = "a zero before a one" if wrong is None else f"the number {wrong}"
-        fix = "pad behind the ids (padding_side right), or leave padding out"
-        raise BadInput(f"{what}, {_MASK}", got=got, needed="ones, then zeros for the padding behind", fix=fix)
+        fix = "pad at the end (padding_side right), or leave padding out"
+        raise BadInput(f"{what}, {_MASK}", got=got, needed="ones, then zeros for the padding", fix=fix)
     if _LABELS in columns and (columns[_LABELS][count:] != PADDING).any():
         needed = f"{PADDING} wherever attention_mask is 0: padding is not predicted"
-        raise BadInput(f"{what}, {_LABELS}", got="a label in the padding", needed=needed, fix=f"write {PADDING} there")
+        raise BadInput(f"{what}, {_LABELS}", got="a label in the padding", needed=needed, fix=f"write {PADDING} for the padding")
     return count
 
 
 def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
-    """Return ids, as marks -101 - id if the label is PADDING. Raises BadInput if another label is not its id, or if all are PADDING."""
+    """Return the ids, with -101 - id in place of each id whose label is PADDING. Raises BadInput for a label that is neither PADDING nor
+    its id, and for PADDING alone."""
     left_out = labels == PADDING
     wrong = np.flatnonzero(~left_out & (labels != ids))
     if len(wrong):
         at = int(wrong[0])
         got, needed = f"{labels[at]} at place {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
-        raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from those before it")
+        raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from the ids before it")
     if left_out[1:].all():  # the first id is never predicted: no id is before it
         raise BadInput(f"{what}, {_LABELS}", got=f"{PADDING} alone", needed="at least one id after the first", fix=_NOTHING)
     return np.where(left_out, marked(ids.astype(np.int64)), ids)

@@ -30,7 +30,7 @@ from parallel.fixes import Set
 from parallel.store.files import replace_file, user_path
 
 _MAGIC = b"MMIDIDX\0\0"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents (with one for the end)
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of sequences, number of documents + 1
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's number of the dtype; 6 and 7 are floats
 _AT_ONCE = 1 << 24
 
@@ -38,7 +38,7 @@ Stream = npt.NDArray[np.integer]
 
 
 class _Found(NamedTuple):
-    """Files and their ids: one stream, or one for each side. `ends`: indices at which documents end, if known."""
+    """Files and their ids: all in `train`, or split into both sides if `validation` is given. `ends`: indices at which documents end."""
 
     files: tuple[Path, ...]
     train: Stream
@@ -47,10 +47,8 @@ class _Found(NamedTuple):
 
 
 def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
-    """Open the ids of `data.path` as token files.
-
-    Raises BadInput for files that are missing, unreadable, damaged, of another kind, or with ids outside the vocabulary.
-    """
+    """Open the ids of `data.path` as token files. Raises BadInput for files that are missing, unreadable, damaged, of another kind, or with
+    ids outside the vocabulary."""
     path = user_path(data.path or "", what="data.path")
     try:
         found = _find(path)
@@ -107,7 +105,7 @@ def _nanogpt(path: Path) -> Stream:
 def _megatron(ids: Path, index: Path) -> _Found:
     """Open the ids and their index. Raises BadInput if they do not belong together."""
     if not ids.is_file():
-        raise BadInput(f"data file {index}", got=f"no {ids.name} beside it", needed="both files", fix="copy the other one here as well")
+        raise BadInput(f"data file {index}", got=f"no {ids.name} next to it", needed="both files", fix=f"copy {ids.name} here, too")
     content = index.read_bytes()
     if len(content) < _HEADER.size or not content.startswith(_MAGIC):
         raise damaged(index, "no index of Megatron's: it does not begin as one")
@@ -116,7 +114,7 @@ def _megatron(ids: Path, index: Path) -> _Found:
         got = f"version {version} and dtype {code}"
         raise BadInput(f"data file {index}", got=got, needed="version 1 and a dtype of integers", fix="write it with Megatron-LM's tools")
     size = _HEADER.size + 12 * sequences + 8 * documents
-    if len(content) not in (size, size + sequences):  # a mode for each sequence may follow
+    if len(content) not in (size, size + sequences):  # one more byte for each sequence, its mode, is optional
         raise damaged(index, f"{len(content):,} bytes for {sequences:,} sequences and {documents:,} document ends, which take {size:,}")
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size).astype(np.int64)
     places = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
@@ -132,7 +130,7 @@ def _megatron(ids: Path, index: Path) -> _Found:
 
 def _mapped(path: Path, dtype: str) -> Stream:
     if not path.stat().st_size:
-        raise BadInput(f"data file {path}", got="an empty file", needed="token ids", fix="write it again")
+        raise BadInput(f"data file {path}", got="an empty file", needed="token ids", fix="write the file again")
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
@@ -143,7 +141,7 @@ def _range(streams: list[Stream]) -> tuple[int, int]:
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
-    """Return (train, validation). Validation is the last share of the ids; it begins at the nearest end of a document, if one is near."""
+    """Return (train, validation). Validation is about the last share of the ids: it begins after a document if a document ends nearby."""
     at = round(len(found.train) * (1 - validation_share))
     reach = int(len(found.train) * min(validation_share, 1 - validation_share) / 2)
     near = np.zeros(0, np.int64) if found.ends is None else found.ends[np.abs(found.ends - at) <= reach]

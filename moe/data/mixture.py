@@ -1,8 +1,8 @@
-"""Several sources with weights: the place in the order of sequences alone decides which source a sequence is from.
+"""Several sources with weights. The global index of a sequence, its number in the order of the whole run, alone decides its source.
 
-    places      0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000
+    index       0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000
     a block     A A A A A A B B B C  shuffled               each source has its exact share of every block
-    place g     the n-th sequence of A                      n = block * (A's share) + A's sequences before it in the block
+    index g     the n-th sequence of A                      n = block * (A's share) + A's sequences before g in the block
 
 So any number of ranks reads the same sequences, and a resumed run continues exactly. Each source has its own epochs, shuffled as if it were
 alone. Shares are whole numbers of 10,000, by largest remainders (Hamilton's method), and at least one.
@@ -26,7 +26,7 @@ def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int
     """Return whole numbers in proportion to the weights, by largest remainders. Their sum is `whole`, and each is at least `least`."""
     exact = np.array(weights, dtype=np.float64) / np.sum(weights) * whole
     found = np.maximum(np.floor(exact).astype(np.int64), least)
-    while found.sum() > whole:  # the surplus for minimum shares is taken from the largest
+    while found.sum() > whole:  # minimum shares made the sum too large: take from the largest share
         found[found.argmax()] -= 1
     for i in np.argsort(np.floor(exact) - exact, kind="stable")[: whole - found.sum()]:
         found[i] += 1
@@ -46,7 +46,7 @@ class MixedTrain:
         counts = shares(self.weights, BLOCK, least=1)
         starts = np.concatenate([[0], np.cumsum(counts)])
         blocks, at = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), BLOCK)
-        for block in np.unique(blocks):  # shuffled as epochs -1, -2 and so on, so that no epoch of a source has the same shuffle
+        for block in np.unique(blocks):  # keyed by epochs -1, -2, ..., so that no block has the shuffle of a source's epoch
             here = blocks == block
             at[here] = permutation(at[here], size=BLOCK, seed=self.seed, epoch=-1 - int(block))
         source = np.searchsorted(starts, at, side="right") - 1
@@ -70,18 +70,14 @@ class MixedValidation:
     weights: tuple[float, ...]
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of `num_sequences` windows; bytes are counted over the windows of all ranks."""
+        """Return one rank's part of the sequences, and the mean bytes a token over the sequences of all ranks."""
         counts = shares(self.weights, shard.num_sequences)
-        source = np.repeat(np.arange(len(self.parts)), counts)
-        mine, text_bytes, found = slice(shard.sequences.start, shard.sequences.stop), 0.0, []
-        first = 0
-        for part, count in zip(self.parts, counts, strict=True):
-            own = range(max(first, mine.start) - first, max(max(first, mine.start), min(first + count, mine.stop)) - first)
-            chosen = np.arange(count, dtype=np.int64) * part.windows.num_windows // max(count, 1)
-            found.append(part.windows.read(chosen[own.start : own.stop], shard.columns))
-            text_bytes += part.counted_bytes(chosen)
-            first += count
-        return Held(gathered(found, source[mine]), text_bytes / (shard.num_sequences * self.parts[0].windows.max_length))
+        chosen = [np.arange(n, dtype=np.int64) * part.windows.num_windows // max(n, 1) for part, n in zip(self.parts, counts, strict=True)]
+        text_bytes = sum(part.counted_bytes(windows) for part, windows in zip(self.parts, chosen, strict=True))
+        mine = slice(shard.sequences.start, shard.sequences.stop)
+        source, windows = np.repeat(np.arange(len(self.parts)), counts)[mine], np.concatenate(chosen)[mine]
+        found = [part.windows.read(windows[source == i], shard.columns) for i, part in enumerate(self.parts)]
+        return Held(gathered(found, source), text_bytes / (shard.num_sequences * self.parts[0].windows.max_length))
 
 
 def gathered(found: Sequence[Ints], source: Ints) -> Ints:

@@ -32,9 +32,7 @@ ROUNDS = 8
 
 def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> Ints:
     """Return the images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1.
-
-    `of`: name of the shuffled objects; another name gives another shuffle.
-    """
+    `of`: name of the shuffled objects; another name gives another shuffle."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
@@ -79,10 +77,8 @@ class Sequences(Protocol):
 @dataclass(frozen=True)
 class Windows:
     """Stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
-
     `name`: train or validation. `as_key`: returns the model.max_length whose windows have a given length in tokens, for error messages.
-    `num_ids`: size of the vocabulary; reading a larger id raises BadInput.
-    """
+    `num_ids`: size of the vocabulary; reading a larger id raises BadInput."""
 
     tokens: npt.NDArray[np.integer]
     max_length: int
@@ -106,10 +102,8 @@ class Windows:
         return (len(self.tokens) - 1) // self.max_length
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the windows of these indices as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. Raises BadInput.
-
-        `columns`: the columns to return, ascending; None: all.
-        """
+        """Return the windows with these indices as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. Raises BadInput
+        for ids outside the vocabulary. `columns`: the columns to return, ascending; None: all."""
         places = windows[:, None] * self.max_length + (np.arange(self.max_length + 1) if columns is None else columns)
         file = _file_of(self.tokens)
         if file is not None:
@@ -120,7 +114,7 @@ class Windows:
             place = int(places.reshape(-1)[(found == wrong).reshape(-1).argmax()])
             where = self.name if file is None else file.filename
             needed = f"ids from 0 to {self.num_ids - 1}, the ids of the tokenizer"
-            fix = "start again, and the file is checked; if it comes again, make the file anew (of the token cache: remove its folder)"
+            fix = "start again: the file is then checked. If the error comes back, make the file anew (token cache: remove the folder)"
             raise BadInput(f"token {place} in {where}", got=f"the id {wrong}", needed=needed, fix=fix)
         return found
 
@@ -151,14 +145,14 @@ class TrainSet:
 
     @property
     def num_windows(self) -> int:
-        """Number of sequences in one epoch."""
+        """Return the number of sequences in one epoch."""
         return self.windows.num_windows
 
     def order(self, global_indices: npt.ArrayLike) -> Ints:
         """Return the index of the window at each of these global indices of the endless order: [n] -> [n]."""
         epochs, places = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), self.num_windows)
         found = np.empty_like(places)
-        for epoch in np.unique(epochs):  # one, or two if an epoch ends inside the batch
+        for epoch in np.unique(epochs):  # two epochs if one ends inside the batch
             here = epochs == epoch
             found[here] = permutation(places[here], size=self.num_windows, seed=self.seed, epoch=int(epoch))
         return found
@@ -174,10 +168,8 @@ class TrainSet:
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's part of the validation sequences, int64 [n, tokens + 1], and the mean number of bytes of text per predicted token.
-
-    The mean is over all ranks: bits per byte = loss in nats / ln 2 / bytes_per_token.
-    """
+    """One rank's part of the validation sequences, int64 [n, tokens + 1], and the mean number of bytes of text per predicted token over all
+    ranks: bits per byte = loss in nats / ln 2 / bytes_per_token."""
 
     sequences: Ints
     bytes_per_token: float
@@ -185,16 +177,14 @@ class Held:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Held-out sequences: the same in every evaluation, spread evenly over the validation text.
-
-    `bytes_per_id`: bytes of text of each id; None: each id counts as one byte.
-    """
+    """Held-out sequences: the same in every evaluation, spread evenly over the validation text. `bytes_per_id`: bytes of text of each id;
+    None: each id counts as one byte."""
 
     windows: Sequences
     bytes_per_id: Ints | None
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of `num_sequences` windows. If the text has fewer, they repeat, each about equally often."""
+        """Return one rank's part of the shard's `num_sequences` windows. If the text has fewer windows, they repeat about equally often."""
         chosen = shard.spread(self.windows.num_windows)
         mine = self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns)
         return Held(mine, self.counted_bytes(chosen) / (shard.num_sequences * self.windows.max_length))

@@ -3,9 +3,9 @@
     data: skipped notes/old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it)
     data: read notes/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text
 
-A run prints such remarks at each start, in at most ten lines, one of each reason first; `data_files.txt` in its folder lists all of them.
-If more bytes of a folder are skipped than read, it is refused, unless the recipe asks for its text alone (data.source): its texts are
-likely in a format that is not read, and training would use only a README.
+A run prints such remarks at each start, in at most ten lines: first a file for each reason. `data_files.txt` in its folder lists all files.
+A folder of which more bytes are skipped than read is refused, unless the recipe asks for its text alone (data.source): its texts are likely
+in a format that is not read, and training would use only a README.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ _RAW = {
     **dict.fromkeys((".json", ".ipynb"), "JSON's syntax becomes text, too; *.jsonl has a document on each line"),
     ".rtf": "its commands become text, too",
 }
+_ROWS_TOO = Words("remove data.source: the rows of tables are read if it does not ask for text", Remove("data.source"))
 # kind of file with texts that are not read here -> advice
 _ADVICE = {
-    **dict.fromkeys(
-        (".parquet", ".arrow", ".feather"),
-        Words("remove data.source: the rows of tables are read if it does not ask for text", Remove("data.source")),
-    ),
+    **dict.fromkeys((".parquet", ".arrow", ".feather"), _ROWS_TOO),
     **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z"), Words("unpack it first")),
 }
 
 
 class Remark(NamedTuple):
-    """A file, by its path in the user's folder; `what`: SKIPPED or AS_TEXT; `why`: the reason."""
+    """A remark on the file `name`, a path in the user's folder. `what` was done: SKIPPED or AS_TEXT. `why`: the reason."""
 
     name: str
     what: str
@@ -59,10 +57,8 @@ def raw(name: str) -> str | None:
 
 
 def decoded(content: bytes) -> tuple[str | None, str]:
-    """Return UTF-8 text without a byte order mark and with unchanged line endings, or None and the reason.
-
-    A NUL byte means binary, as in git: text never needs one, and token 0 must stay free to separate documents.
-    """
+    """Return UTF-8 text without a byte order mark and with unchanged line endings, or None and the reason. A NUL byte means binary, as in
+    git: text never needs one, and token 0 must stay free to separate documents."""
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return None, "not UTF-8, likely UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"
     if b"\0" in content:
@@ -83,10 +79,8 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """Return the index of token files with the user's present folder as `label`, and with the remarks `left_out` before its own.
-
-    When the index was written, the same text may have been in another folder, next to other files.
-    """
+    """Return the index of token files with `label` and `left_out` of the folder in use. The index may be from a time when the same text was
+    in another folder, next to other files."""
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
 
@@ -100,7 +94,7 @@ def remarks(index: dict[str, Any]) -> list[Remark]:
 
 
 def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str]:
-    """Return the remarks as at most ten lines. If there are more, the last line gives the number of the others and names `listing`."""
+    """Return at most ten lines with remarks. If there are more, the last line says how many, and names the file `listing` with all."""
     found = _one_of_each_first(remarks(index))
     shown = found if len(found) <= _LINES else found[: _LINES - 1]
     more = len(found) - len(shown)
@@ -148,7 +142,7 @@ class Kinds:
 
     @property
     def advice(self) -> Fix | None:
-        """Advice on the kind with the most skipped bytes; None if there is advice on none of them."""
+        """Return the advice on the kind of file with the most skipped bytes, among the kinds in _ADVICE; None without such files."""
         return next((_ADVICE[kind] for kind in _largest_first(self.skipped) if kind in _ADVICE), None)
 
 

@@ -5,10 +5,10 @@
     targets    X c d Y h .                  each sentinel, and the tokens it hides
     a row      inputs | START | targets     the encoder reads inputs, the decoder START and the targets but the last; it writes the targets
 
-The number of spans and the lengths of inputs and targets follow from the text's length alone (moe/recipe/shapes.py). The spans' places are
-drawn anew for every sequence read. Hidden tokens are cut into spans, and visible tokens into runs before and between them; every way of
-cutting is equally likely. The draw is a function of the seed and of the sequence's place in the order, so a resumed run and any number of
-ranks see the same. Sentinels are the vocabulary's last ids, the last one first. As text they are spelled as T5's tokenizer spells them:
+The number of spans and the lengths of inputs and targets follow from the text's length alone (moe/recipe/shapes.py). Where spans begin is
+drawn anew for every sequence: all ways to cut the hidden tokens into spans, and the visible tokens into the stretches before them, are
+equally likely. The draw is a function of the seed and of the sequence's index in the order, so a resumed run and any number of ranks see
+the same. Sentinels are the vocabulary's last ids, the last one first. As text they are spelled as T5's tokenizer spells them:
 "def <extra_id_0>(self):" is the ids of "def ", the first sentinel, and the ids of "(self):".
 """
 
@@ -34,7 +34,7 @@ _SPELLED = re.compile(r"<extra_id_([0-9]{1,9})>")
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Converts texts to inputs and targets. `end`: the id that ends both. `vocab_size`: of the model, including sentinels."""
+    """Converts texts to inputs and targets, both of which end with the id `end`. `vocab_size`: of the model, including sentinels."""
 
     spans: Spans
     vocab_size: int
@@ -42,7 +42,7 @@ class SpanCorruption:
     seed: int
 
     def rows(self, texts: Ints, places: npt.ArrayLike, *, side: int = _TRAIN) -> Ints:
-        """Convert texts [n, text] to rows [n, inputs + 1 + targets] int64. `places`, indices in the order, and `side` key the draw."""
+        """Convert texts [n, text] to rows [n, inputs + 1 + targets] int64. `places`: global indices, which key the drawn spans."""
         hidden = [self._row(text, int(place), side) for text, place in zip(texts, np.array(places).reshape(-1), strict=True)]
         return np.array(hidden, dtype=np.int64).reshape(len(texts), self.spans.inputs + 1 + self.spans.targets)
 
@@ -91,19 +91,16 @@ class CorruptedValidation:
 
     @property
     def windows(self) -> Sequences:
-        """The sequences of a single source, before spans are hidden."""
+        """Return the sequences of a single source before spans are hidden."""
         assert isinstance(self.inner, ValidationSet)
         return self.inner.windows
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's rows. Bytes per token: bytes of hidden text, divided by the number of target tokens with their sentinels."""
+        """Return one rank's rows, and the bytes of hidden text per target token, sentinels included."""
         s = self.objective.spans
         read = self.inner.held(replace(shard, length=s.text, positions=tuple(range(s.text)), source=0))
         rows = self.objective.rows(read.sequences[:, :-1], shard.sequences, side=_VALIDATION)
         return Held(rows, read.bytes_per_token * s.hidden / s.targets)
-
-
-# --- sentinels as text -----------------------------------------------------------------------------------------------------
 
 
 def strange(texts: Sequence[str], num_sentinels: int) -> str | None:

@@ -5,10 +5,10 @@
     sequences 2, 3             dp 1  sp 0             dp 1  sp 1
 
 Ranks that differ only in pp or tp read the same shard, except for the rows of a grid of tensor parallelism, which have different sequences.
-Sequence parallelism can distribute places in several orders (parallel/sequence/order.py); here they are contiguous.
+Sequence parallelism can distribute positions in several orders (parallel/sequence/order.py); here they are contiguous.
 
-All that depends on the assignment follows from it: the order of the data, positions, noise, the number of tokens by which a loss is
-divided, sums over ranks, validation, and the groups of tokens that share a capacity.
+Other modules derive from a shard: the order of the data, positions, noise, the number of tokens by which a loss is divided, sums over
+ranks, validation, and the groups of tokens that share a capacity.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Ints = npt.NDArray[np.int64]
 class TokenShard:
     """One rank's part of a batch of `num_sequences` sequences of `length` tokens: the indices of `sequences` and the `positions` in them.
 
-    A part is stored as [sequences, columns]: `columns`, ascending, are the rank's positions and the positions after them. In an
-    encoder-decoder the first `source` positions are the encoder's input, and no targets. `axes`: the ranks along these axes read every
-    token once, so losses, counts and loads are summed over them.
+    A part is stored as [sequences, columns]: `columns`, ascending, are the rank's positions and for each the next position, its target. In
+    an encoder-decoder the first `source` positions are the encoder's input and have no targets. `axes`: the ranks along these axes together
+    read every token once, so losses, counts and loads are summed over them.
     """
 
     num_sequences: int
@@ -49,10 +49,8 @@ class TokenShard:
     def of(
         mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",), source: int = 0
     ) -> TokenShard:
-        """Return this rank's part. `order`: a kind of parallel/sequence/order.py. `over`: axes along which ranks have other sequences.
-
-        Raises BadInput if the axes do not divide the batch.
-        """
+        """Return this rank's part. `order`: a kind of parallel/sequence/order.py. `over`: axes along which ranks have different sequences.
+        Raises BadInput if the axes do not divide the batch."""
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
         positions = order_of(mesh, order, length).positions(sp.index)
@@ -65,13 +63,13 @@ class TokenShard:
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
-        """Return this rank's shard of the batch of which every rank has contiguous tokens of this `shape`, [sequences, tokens + 1]."""
+        """Return this rank's shard of a batch, from the `shape` [sequences, tokens + 1] of one rank's contiguous tokens."""
         sequences, tokens = shape
         return TokenShard.of(mesh, num_sequences=sequences * mesh.axis("dp").size, length=(tokens - 1) * mesh.axis("sp").size)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the whole batch."""
+        """Return the number of tokens of the whole batch."""
         return self.num_sequences * self.length
 
     def places(self, step: int) -> Ints:
@@ -84,17 +82,17 @@ class TokenShard:
 
     @cached_property
     def position_array(self) -> Ints:
-        """Positions as an array, which every step uses as an index."""
+        """Return `positions` as an array. Cached, because every step uses it as an index."""
         return np.array(self.positions, dtype=np.int64)
 
     @cached_property
     def columns(self) -> Ints:
-        """Columns of the batch that this rank reads as inputs or targets."""
+        """Return the columns of the batch that this rank reads as inputs or targets."""
         return np.union1d(self.position_array, self.position_array + 1)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of this rank's part: [sequences, columns]."""
+        """Return the shape of this rank's part: [sequences, columns]."""
         return len(self.sequences), len(self.columns)
 
     def of_batch(self, batch: Batch) -> Batch:
@@ -121,17 +119,17 @@ class TokenShard:
 
     @cached_property
     def _indices(self) -> list[Ints]:
-        """Two arrays of indices into `columns`: the rank's positions, and the positions one further."""
+        """Return two arrays of indices into `columns`: of the rank's positions, and of the positions after them."""
         return [np.searchsorted(self.columns, self.position_array + further) for further in (0, 1)]
 
 
 def order_of(mesh: Mesh, kind: str, length: int) -> Order:
-    """Return each sp rank's positions in sequences of `length` tokens, by the order `kind`. Raises BadInput if it does not divide."""
+    """Return the Order of this `kind`, which gives each sp rank its positions in sequences of `length` tokens. Raises BadInput."""
     return Order(kind, mesh.axis("sp_ring").size, length, inner=mesh.axis("sp_heads").size)
 
 
 def _run(size: int, axis: Axis, *, what: str, fix: str) -> range:
-    """Return one rank's equal range of 0 .. size - 1. Raises BadInput if `size` does not divide."""
+    """Return this rank's range of 0 .. size - 1, which is cut into equal ranges along `axis`. Raises BadInput if it does not divide."""
     if size < 1 or size % axis.size:
         raise BadInput(what, got=size, needed=f"a multiple of {axis.name}={axis.size}", fix=fix)
     each = size // axis.size

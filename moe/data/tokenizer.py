@@ -33,7 +33,8 @@ _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces that end with a line, as encoding a long text whole costs gigabytes. Unusable characters become U+FFFD."""
+    """Yield a text in pieces that end with a line, because a long text encoded whole takes gigabytes. Characters that no token may hold
+    become U+FFFD."""
     text = _NOT_TEXT.sub("\ufffd", text)
     start = 0
     while start < len(text):
@@ -60,7 +61,7 @@ class Tokenizer(ABC):
 
     @property
     def bytes_per_id(self) -> npt.NDArray[np.int64]:
-        """UTF-8 bytes of each id, [vocab_size], for counting bits per byte. A separator counts as one byte."""
+        """Return the number of bytes of text of each id, [vocab_size], for bits per byte. A separator counts as one byte."""
         return np.array([len(held) for held in self.token_bytes], dtype=np.int64)
 
     @abstractmethod
@@ -122,7 +123,7 @@ class _OfLibrary(Tokenizer):
         largest = max(vocabulary.values(), default=-1)
         if largest > _MOST_IDS:
             raise _bad_description(f"the id {largest}")
-        held = [b""] * (largest + 1)  # b"" for ids without a token, which no text gives
+        held = [b""] * (largest + 1)  # b"" for ids without a token, which no text is encoded to
         try:
             for token, i in vocabulary.items():
                 held[i] = spelled(token)
@@ -133,7 +134,7 @@ class _OfLibrary(Tokenizer):
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         try:
             found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
-        except BaseException as error:  # Rust panics, too, such as for a pattern with an endless search
+        except BaseException as error:  # a panic in Rust, for example by a pattern with an endless search, is no Exception
             if not _from_library(error):
                 raise
             raise _bad_description(f"one that cannot encode this text ({error})") from None
@@ -172,7 +173,7 @@ class Given(_OfLibrary):
         self.separator = separator
 
     def beginning(self, prompt: str) -> list[int]:
-        """Return the ids to continue from, after the tokenizer's prefix (BOS), unless the prompt spells it."""
+        """Return the prompt's ids, after the tokenizer's prefix (BOS) if the prompt does not spell it."""
         ids: list[int] = self.encode(prompt).tolist()
         before = self._before_a_text()
         return ids if before and ids[: len(before)] == before else [*before, *ids] or [self.separator]
@@ -187,7 +188,7 @@ _MOST_GROWTH = 16
 
 
 def _library(model: dict[str, Any]) -> Any:
-    """Load the library's tokenizer from this JSON. Raises BadInput if it is invalid, or if a text could grow by more than _MOST_GROWTH."""
+    """Load the library's tokenizer from this JSON. Raises BadInput for invalid JSON, and for one that makes texts much longer."""
     from tokenizers import Tokenizer as Library
 
     try:
@@ -197,7 +198,7 @@ def _library(model: dict[str, Any]) -> Any:
         library.no_truncation()  # the JSON may set truncation, which would lose text, and padding, which would add ids
         library.no_padding()
         return library
-    except BaseException as error:  # the library raises plain Exception for any error in its JSON; its panic is no Exception
+    except BaseException as error:  # BaseException, because a panic in Rust is no Exception
         if not _from_library(error):
             raise
         raise _bad_description(error) from None
@@ -215,15 +216,13 @@ def _growth(normalizer: Any) -> float:
 
 
 def _from_library(error: BaseException) -> bool:
-    """Return whether the library raised this error. Its Rust panics are no Exception, and their class cannot be imported."""
+    """Return whether the library raised this error: an Exception, or a panic in Rust, whose class cannot be imported."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return the function from a token of a tokenizer.json to its bytes. Raises BadInput for an unknown form.
-
-    A token consists of GPT-2's characters for bytes, or it is SentencePiece's: text, or <0xE2> for a byte that no other token holds.
-    """
+    """Return the function from a token of a tokenizer.json to the token's bytes. Raises BadInput if tokens have neither of two forms:
+    GPT-2's characters for bytes, or SentencePiece's text, with <0xE2> for a byte that no other token holds."""
     if any('"ByteLevel"' in json.dumps(model.get(part)) for part in ("pre_tokenizer", "decoder")):
         return _of_characters
     if isinstance(model.get("model"), dict) and model["model"].get("byte_fallback"):
@@ -249,7 +248,7 @@ class Ids(Tokenizer):
         return np.ones(self.vocab_size, dtype=np.int64)
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Parse the ids in each part, which are separated by spaces. Raises BadInput for other text."""
+        """Return the ids that each piece of text names, separated by spaces. Raises BadInput for other text."""
         words = [part.split() for part in parts]
         wrong = next((word for held in words for word in held if not word.isdecimal() or int(word) >= self.vocab_size), None)
         if wrong is not None or not any(words):
@@ -266,7 +265,7 @@ class Ids(Tokenizer):
 
 
 def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
-    """Raise BadInput if a model with attention within documents expects another separator than this tokenizer's; None: SEPARATOR."""
+    """Raise BadInput if the tokenizer has another id between documents than the model expects: `separator`, or SEPARATOR for None."""
     if isinstance(tokenizer, Ids) or tokenizer.separator == (SEPARATOR if separator is None else separator):
         return
     needed, fix = f"{tokenizer.separator}, which separates the documents of this tokenizer", Set("it", tokenizer.separator)
@@ -274,10 +273,8 @@ def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
-    """Learn `vocab_size` ids from texts. These include the separator and the 256 bytes; fewer if the text has no more pairs to merge.
-
-    The same texts give the same tokenizer in every process: counts decide, and ties go to the pair with the lower ids.
-    """
+    """Learn `vocab_size` ids from texts, the separator and the 256 bytes included; fewer if the text has no more pairs to merge. The same
+    texts give the same tokenizer in every process: counts decide, and ties go to the pair with the lower ids."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -291,7 +288,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 
 
 def load(description: Any) -> Tokenizer:
-    """Return the tokenizer with this `description`, a result of `Tokenizer.describe`. Raises BadInput for anything else."""
+    """Return the tokenizer that `Tokenizer.describe` described. Raises BadInput for another `description`."""
     held = description if isinstance(description, dict) else {"kind": description}
     kind, size, separator, model = (held.get(name) for name in ("kind", "vocab_size", "separator", "model"))
     if kind == Bytes.name:

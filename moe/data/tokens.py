@@ -4,9 +4,9 @@
                     tokenizer.json  index.json   sizes, SHA-256 of each file and of the corpus, counts
 
 The key is a hash of everything that the files depend on, so they are never out of date. They are built in a temporary folder, synced, then
-renamed. So a reader sees all files or none, a killed build leaves nothing valid, and two builders cannot mix their files. A lock saves the
-second builder the work. The kernel frees it when its holder dies, and correctness does not depend on it. At every start contents are
-compared with their SHA-256; files beyond ALWAYS_READ_BYTES only if sizes or times have changed.
+renamed. So a reader sees all files or none, a killed build leaves nothing valid, and two builders cannot mix their files. A lock makes a
+second builder wait for the files of the first. The kernel frees the lock when its holder dies, and correctness does not depend on it. At
+every start contents are compared with their SHA-256; files beyond ALWAYS_READ_BYTES only if sizes or times have changed.
 """
 
 from __future__ import annotations
@@ -72,11 +72,8 @@ def cache_folder() -> Path:
 def open_or_build(
     corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
 ) -> TokenFiles:
-    """Open the token files of a corpus, built first if missing or damaged. Raises BadInput for bad text and for an unusable cache.
-
-    `given`: description of a tokenizer that must be used. Files that were built without it, as the recipe says, are used only if their
-    tokenizer is equal: one that was trained on another text, or by another version of the library, is not.
-    """
+    """Open the token files of a corpus, which are built first if missing or damaged. Raises BadInput for bad text and an unusable cache.
+    `given`: description of a tokenizer that must be used. Files that the recipe's own tokenizer made are then used only if it is equal."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
@@ -98,7 +95,7 @@ def _open_or_build(
             return open_files(folder, verify=verify)
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f"{folder.name}.lock", log) as locked:
-            try:  # another process may have built them while this one waited for the lock
+            try:  # another process may have built the files while this one waited for the lock
                 return open_files(folder, verify=True)
             except Damaged as damage:
                 log(f"data: token files in {folder} are damaged ({damage}): building them again")
@@ -122,12 +119,12 @@ def _usable(cache: Path) -> Iterator[None]:
 
 
 def corpus_hash(corpus: Corpus, cache: Path) -> str:
-    """Return the hash of all files' names and contents; of large files it is cached, by their sizes and times."""
+    """Return the hash of all files' names and contents. For large files it is cached by their sizes and times."""
     return _by_stamp(corpus, cache, lambda: content_hash(corpus))
 
 
 def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
-    """Return `hashed()`, a SHA-256 of these files. For large files it is cached, by sizes and times, so restarts need not read them."""
+    """Return `hashed()`, a SHA-256 of these files. For large files it is cached by sizes and times, so restarts need not read them."""
     before = stamp(corpus)
     if before.size_bytes <= ALWAYS_READ_BYTES:
         return hashed()
@@ -145,7 +142,7 @@ def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
 
 
 def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] | None = None) -> str:
-    """Return a hash of everything that the token files depend on: of a `given` tokenizer itself, else of the settings to train it."""
+    """Return a hash of everything on which the token files depend: the corpus, the settings, and the `given` tokenizer if any."""
     settings = {
         "format": FORMAT,
         "corpus": corpus_hash,
@@ -158,15 +155,9 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
 
-# --- opening ---------------------------------------------------------------------------------------------------------
-
-
 def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
-    """Open token files. Checks sizes, and contents by SHA-256: of large files only if their times have changed, or with `verify`.
-
-    Raises FileNotFoundError if the folder does not exist, Damaged if the files do not match their index, and OSError if the system cannot
-    read them, although they may be undamaged.
-    """
+    """Open token files and check sizes and contents (SHA-256); contents of large files only if their times have changed, or with `verify`.
+    Raises FileNotFoundError without the folder, Damaged if the files do not match their index, OSError if the system cannot read them."""
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
@@ -209,9 +200,6 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
         hashed()
 
 
-# --- building --------------------------------------------------------------------------------------------------------
-
-
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
     """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`."""
     start_s = time.monotonic()
@@ -235,15 +223,13 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
         shutil.rmtree(temporary, ignore_errors=True)
     opened = open_files(folder, verify=True)
     skipped = f", {found.skipped:,} skipped (empty or not UTF-8)" if found.skipped else ""
-    log(
-        f"data: {len(opened.train):,} train and {len(opened.validation):,} validation tokens, split by {found.split}{skipped}, "
-        f"in {time.monotonic() - start_s:.1f} s; kept in {folder}"
-    )
+    sizes = f"{len(opened.train):,} train and {len(opened.validation):,} validation tokens, split by {found.split}{skipped}"
+    log(f"data: {sizes}, in {time.monotonic() - start_s:.1f} s; kept in {folder}")
     return opened
 
 
 def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write tokenizer.json and both token files. Returns their part of the index."""
+    """Write tokenizer.json and both token files. Returns the entries of index.json about them."""
 
     def documents() -> Iterator[tuple[Side, str]]:
         return split_documents(corpus, data.validation_share, split=found.split)
@@ -279,15 +265,13 @@ class _Writer:
 
 
 def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer: Tokenizer, *, dtype: str) -> dict[str, dict[str, Any]]:
-    """Write train.bin and validation.bin, with a separator before each document and after the last.
-
-    Returns the counts (tokens, text_bytes, documents) and the sha256 of each side.
-    """
+    """Write train.bin and validation.bin, with a separator before each document and after the last. Returns side -> counts (tokens,
+    text_bytes, documents) and sha256."""
     with contextlib.ExitStack() as stack:
         writers = {side: _Writer(folder / f"{side}.bin", dtype) for side in SIDES}
         for writer in writers.values():
             stack.callback(writer.file.close)
-        waiting: list[tuple[Side, str, bool]] = []  # encoded together, because BPE uses one core for each piece
+        waiting: list[tuple[Side, str, bool]] = []  # pieces to encode in one call, which uses a core for each of them
 
         def flush() -> None:
             encoded = tokenizer.encode_pieces([part for _, part, _ in waiting])
@@ -315,7 +299,7 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 def _publish(temporary: Path, folder: Path) -> None:
     """Rename a finished folder to its final name. If another process was first, its files stay, unless they are damaged."""
     for _ in range(3):
-        with contextlib.suppress(OSError):  # the folder exists already; any other error comes again below
+        with contextlib.suppress(OSError):  # the folder exists already; other errors are raised by the last line
             os.rename(temporary, folder)
             sync(folder.parent)
             return
@@ -347,7 +331,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, log: Log) -> Iterator[bool]:
-    """Hold an exclusive lock. Yields whether it is held: file systems without locks have only the rename to keep builders apart."""
+    """Hold an exclusive lock on a file. Yields False if the file system has no locks: then only the rename keeps builders apart."""
     with path.open("a") as file:
         locked = True
         try:

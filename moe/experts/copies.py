@@ -5,14 +5,13 @@
     router, exchange, experts                             each its own sequences, like ranks of dp
     join                                          y_BLD of all, equal on every rank                   backward: each keeps its own
 
-So expert parallelism can use this axis too (MoE parallel folding, arXiv 2504.14960). Cuts are between sequences, so the groups over
-which capacity and balance are counted stay whole. The report covers the tokens of all ranks. Without gradients, sequences that the
-ranks cannot share equally, such as a single one, are not cut: each rank routes all of them.
+So expert parallelism can use this axis too (MoE parallel folding, arXiv 2504.14960). Cuts are between sequences, so groups of tokens
+stay whole. Without gradients, sequences that the ranks cannot share equally are not cut: each rank routes all of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,12 +24,11 @@ from parallel.mesh.mesh import Axis
 
 # B batch, L length, D model, T = B*L tokens
 
-Report = TypeVar("Report", bound=Any)  # a layer's report, a dataclass: integer tensors are counts, floating-point ones means over tokens
+Report = TypeVar("Report", bound=Any)  # a dataclass: integer tensors are counts, floating-point ones are means over tokens
 
 
 class Exchange(Protocol):
-    """The exchange between the layout that tokens have outside the layer and whole sequences, which the layer routes.
-
+    """The exchange between the layout of tokens outside the layer and whole sequences, which the layer routes.
     `cut` gives each rank an equal share of the sequences, and `join` undoes it. `whole` gives each rank all of them, and `mine` undoes it.
     """
 
@@ -40,11 +38,9 @@ class Exchange(Protocol):
     def mine(self, y_BLD: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
 class FullCopies:
-    """The exchange for ranks that each have all tokens outside the layer."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    axis: Axis
 
     def cut(self, x_BLD: Tensor) -> Tensor:
         return cut_copies(x_BLD, self.axis)
@@ -60,7 +56,7 @@ class FullCopies:
 
 
 class Copies:
-    """One layer's tokens over the ranks of `axis`: each rank has all of them (exchange None), or the shard that `exchange` converts."""
+    """One layer's tokens over the ranks of `axis`. `exchange` converts each rank's shard to whole sequences; None: each rank has all."""
 
     def __init__(self, axis: Axis, exchange: Exchange | None = None) -> None:
         self.axis, self.exchange = axis, exchange or FullCopies(axis)
@@ -71,7 +67,6 @@ class Copies:
 
     def cut(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, Context, float]:
         """Return this rank's sequences, the context of their tokens, and their share of the micro-batch's valid tokens.
-
         Raise BadInput if the axis does not divide the number of sequences.
         """
         batch = x_BLD.shape[0]
@@ -91,12 +86,8 @@ class Copies:
 
         return self.exchange.cut(x_BLD), context.of_tokens(tokens, share=share, together=together), share
 
-    def join(self, y_BLD: Tensor) -> Tensor:
-        """Return the layer's output for all sequences, given the output for this rank's."""
-        return self.exchange.join(y_BLD)
-
     def together(self, report: Report, *, share: float) -> Report:
-        """Return the report of all ranks' tokens, given the report of this rank's, which are `share` of all valid ones. Collective."""
+        """Combine the layer reports of all ranks. `share`: this rank's share of the valid tokens. Collective."""
         own = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
         parts = {name: value.double() * (share if value.is_floating_point() else 1) for name, value in own.items()}
         sums = sum_over(torch.cat([part.reshape(-1) for part in parts.values()]), self.axis)

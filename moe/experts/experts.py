@@ -1,10 +1,8 @@
 """The experts of one layer: feed-forward networks, with each matrix stacked over experts in one tensor [experts, in, out].
 
-A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2).
-Checkpoints name parameters globally, one expert at a time: `layers.3.experts.17.w1`.
-
-With tiles, the layer is a sum of stacks, each with a chunk of the hidden units held here (parallel/data/tiling.py). Weights are
-read only in `forward`, because engines that gather weights hook it.
+A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). With
+tiles, the layer is a sum of stacks, each with a chunk of the hidden units held here (parallel/data/tiling.py). Weights are read only in
+`forward`, because engines that gather weights hook it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 MATRICES = ("w1", "w2", "w3")
 # the dim of hidden units in each stacked tensor [E, ...]; the adapters w1_a, w3_a and w2_b (moe/nn/lora.py) have no such dim
 HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1, "w1_b": 2, "w2_a": 1, "w3_b": 2}
-ExpertChunk = Network | slice | None  # some of the held experts: their network or, with tiles, their range among the held; None: all
+ExpertChunk = Network | slice | None  # some held experts: their network or, with tiles, a range of indices; None: all
 
 
 class Routed(NamedTuple):
@@ -46,10 +44,8 @@ class Routed(NamedTuple):
 
 class Experts(nn.Module):
     """Held experts: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations, or `tiles` to be summed.
-
-    `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3. The bias after w2 belongs to no hidden unit, so the layer adds it
-    (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, if the recipe sets them. `products`: the name of a policy in
-    moe/kernels/products.py.
+    `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py). `swiglu`: bounds
+    and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
     """
 
     def __init__(
@@ -154,9 +150,8 @@ class Experts(nn.Module):
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
         """Apply the held experts, or the chunk `weights`, to rows [R, D] sorted by expert, counts[e] of expert e. Keeps shape and dtype.
-
-        With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. This rank
-        must then hold all experts. `dropped_RF`: factors of dropout for the hidden units.
+        With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. `dropped_RF`:
+        factors of dropout for the hidden units.
         """
         if self.num_tiles > 1:
 

@@ -1,17 +1,14 @@
 """The Mixture-of-Experts layer: route, dispatch, experts, combine (Switch, arXiv 2101.03961, fig. 2).
 
     x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD -> shared and residual networks
-                \\__ balance and z losses join the backward pass here
 
     shared    y + [sigmoid(w x)] shared(x)                  DeepSeekMoE (arXiv 2401.06066); with the gate: Qwen2-MoE
     residual  c_0 y + c_1 dense(x), c = softmax(W_c x)      PR-MoE (arXiv 2201.05596)
-    free      skip experts return the token, zero experts   LongCat-Flash (arXiv 2509.01322, section 2.1), MoE++ (arXiv 2410.07348)
-              zero: a router can spend less on easy tokens
+    free      skip experts return the token, zero experts return zero: LongCat-Flash (arXiv 2509.01322, section 2.1)
     gate_on   input: sum of E(g x) instead of g E(x)        Llama 4
 
-`output_bias` [E, D]: the biases after w2 (experts.biases), of all experts, on every rank. The layer returns zero for a dropped
-token, which continues through the residual connection around the layer. Free experts have the highest indices, skip before zero. The
-router treats them like other experts, but their choices are not dispatched.
+Balance and z losses join the backward pass here. Free experts have the highest indices, skip before zero; the router treats them like
+other experts, but their choices are not dispatched. A dropped token gets zero: the residual connection around the layer keeps it.
 """
 
 from __future__ import annotations
@@ -52,11 +49,9 @@ if TYPE_CHECKING:  # these packages read recipes; the layer runs without them
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Measurements of one layer over the valid tokens held here.
-
-    `load_E` int64: choices of each expert before dropping. `kept`, `dropped`: numbers of choices; they add up to load_E's sum, which is
-    tokens * k unless experts choose tokens. Losses and entropy are fp32 means over this micro-batch's tokens, so micro-batches are averaged
-    by their shares of the tokens. `importance_loss` and `load_loss` are 0 if their weights are 0. `entropy` of the router is in nats.
+    """Measurements of one layer over the valid tokens held here. `load_E` int64: choices of each expert before dropping.
+    `kept`, `dropped`: numbers of choices, which sum to load_E's sum. Losses and entropy (in nats) are fp32 means over this micro-batch's
+    tokens. `importance_loss` and `load_loss` are 0 if their weights are 0.
     """
 
     layer: int
@@ -114,7 +109,7 @@ class MoELayer(nn.Module):
             return self.copies.exchange.mine(y_BLD), report
         mine_BLD, context, share = self.copies.cut(x_BLD, context)
         y_BLD, report = self._routed(mine_BLD, context)
-        return self.copies.join(y_BLD), self.copies.together(report, share=share)
+        return self.copies.exchange.join(y_BLD), self.copies.together(report, share=share)
 
     def _routed(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         x_TD = x_BLD.flatten(0, 1)
@@ -138,11 +133,11 @@ class MoELayer(nn.Module):
         return self._add_unrouted(x_BLD, y_BLD), _report(self.layer, routing, losses)
 
     def _of_groups(self, routing: Routing) -> Routing:
-        """Return the routing that the balance loss counts: gathered from all ranks if they hold shards of its groups of tokens."""
+        """Return the routing that the balance loss counts: of whole groups, gathered from all ranks that hold their tokens."""
         slices = self.router.slices
         if slices is None or self.router.spec.balance_scope == "global_batch":
             return routing
-        return slices.each_whole(routing)
+        return slices.mapped(routing, slices.whole)
 
     def _add_unrouted(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """Add the residual and shared networks to the routed output. Gates and coefficients are computed in fp32."""
@@ -157,10 +152,7 @@ class MoELayer(nn.Module):
         return y_BLD + shared_BLD
 
     def _output_biases(self, routing: Routing) -> Tensor:
-        """Sum the biases after w2 of each token's experts, times their gates: fp32 [T, D].
-
-        A bias is equal for all rows of its expert, so the token's own rank adds it and no rank sends it.
-        """
+        """Sum the biases after w2 of each token's experts, times their gates, on the token's own rank: fp32 [T, D]."""
         assert self.output_bias is not None
         gate_TK = (1 if self.router.spec.gate_on == "input" else routing.gate_TK) * routing.kept_TK
         gate_TE = spread_gates(gate_TK, routing.expert_TK, num_experts=self.router.num_experts)[:, : len(self.output_bias)]
@@ -184,12 +176,8 @@ class MoELayer(nn.Module):
 
 def _without_free(routing: Routing, num_experts: int) -> Routing:
     """Return the routing for the dispatcher, of `num_experts` experts with networks. Choices of free experts count as dropped."""
-    return replace(
-        routing,
-        expert_TK=routing.expert_TK.clamp(max=num_experts - 1),
-        kept_TK=routing.kept_TK & (routing.expert_TK < num_experts),
-        probs_TE=routing.probs_TE[:, :num_experts],
-    )
+    kept_TK, probs_TE = routing.kept_TK & (routing.expert_TK < num_experts), routing.probs_TE[:, :num_experts]
+    return replace(routing, expert_TK=routing.expert_TK.clamp(max=num_experts - 1), kept_TK=kept_TK, probs_TE=probs_TE)
 
 
 def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, experts: Experts, dropout: Dropout | None) -> Tensor:
@@ -205,9 +193,8 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
 
 
 def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> dict[str, Tensor]:
-    """Return the losses balance, importance, load and z by name: fp32 scalars over the spec's balance_scope, not yet weighted.
-
-    Without context.whole_step, the micro-batch is the global batch. A loss that is not computed is 0.
+    """Return loss name -> fp32 scalar over the spec's balance_scope, without weights; 0 for a loss that is not computed.
+    Without context.whole_step, the micro-batch is the global batch.
     """
     probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
@@ -229,7 +216,6 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> di
 
 
 def _weighted(losses: dict[str, Tensor], s: RouterSpec) -> Tensor:
-    """Return the weighted sum. A loss of weight 0 is left out of the backward pass."""
     weights = {"balance": s.balance_weight, "importance": s.importance_weight, "load": s.load_weight, "z": s.z_weight}
     return sum((weight * losses[name] for name, weight in weights.items() if weight), start=losses["z"].new_zeros(()))
 

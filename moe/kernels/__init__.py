@@ -1,18 +1,16 @@
-"""The MoE layer's operations behind one interface, with interchangeable implementations.
+"""The MoE layer's operations behind one interface, with interchangeable implementations. reference.py says what each returns.
 
     top_k         each token's experts: the highest scores
     slots         each choice's position in its expert's queue        a choice beyond the capacity is dropped
     plan          the row of each kept choice                         rows are sorted by expert
-    permute       tokens -> rows                                      backward: each token sums the gradients of its rows
-    reorder       rows -> rows, a permutation                         backward: the inverse permutation
-    grouped_ffn   each row through its expert's network               network.py; products.py has other ways to multiply
-    combine       rows -> tokens, weighted by the gates               backward: each row gets its token's gradient times its gate
+    permute       tokens -> rows
+    reorder       rows -> rows, a permutation
+    grouped_ffn   each row through its expert's network               products.py has other ways to multiply
+    combine       rows -> tokens, weighted by the gates
     routed_ffn    permute, grouped_ffn and combine fused              for a rank that holds all experts
 
-A choice is a pair of a token and one of its K experts. A row is a kept choice's copy of its token. `reference` defines the right result
-in plain, slow loops. `cpu` uses torch operations only, and `triton` is for GPUs; their memory and time grow with the number of routed
-rows. `auto` takes `triton` for tensors on a GPU, else `cpu`. All sums have a fixed order, so results do not depend on how threads are
-scheduled.
+A choice is a pair of a token and one of its K experts. A row is a kept choice's copy of its token. `auto` takes `triton` for tensors on
+a GPU, else `cpu`. All sums have a fixed order, so results do not depend on how threads are scheduled.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ _NAMES = ("auto", "reference", "cpu")
 
 def choose(name: str = "auto") -> ModuleType:
     """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if triton is not installed or has no GPU.
-
     A module is imported only when it is chosen, because the planner imports this package without torch.
-    Example: `choose("cpu").permute(x_TD, plan)`.
     """
     if name == "triton":
         return _triton()

@@ -27,8 +27,7 @@ class Activation(NamedTuple):
 
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None) -> Tensor:
-    """Return relu(h), gelu(h), gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype. gelu is the tanh form, as in T5 and GLaM.
-
+    """Return relu(h), gelu(h) in its tanh form, gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype.
     `swiglu`: bounds and slope of silu(h) * g, which is then computed in fp32 or wider.
     """
     if ffn == "relu":
@@ -60,13 +59,12 @@ def activate_backward(
 
 
 def _bounded(hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """Return alpha h' and g', in fp32 or wider: 16 bits of alpha h' would be too few for its sigmoid."""
+    """Return alpha h' and g' in fp32 or wider, because 16 bits of alpha h' would be too few for its sigmoid."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide).clamp(max=s.bound) * s.alpha, gate.to(wide).clamp(-s.bound, s.bound)
 
 
 def _bounded_backward(grad: Tensor, hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """Return the gradients of h and g: zero for elements beyond a bound."""
     scaled, bounded = _bounded(hidden, gate, s)
     wide = grad.to(scaled.dtype)
     grad_gate = (wide * F.silu(scaled) / s.alpha).masked_fill_(gate.abs() > s.bound, 0)

@@ -1,7 +1,4 @@
-"""Kernels chosen by the tensors' device: `triton` on a GPU that it supports, else `cpu`, which runs on every device.
-
-A model is built before it is moved to its device, and may move again. So each call chooses by the device of its first tensor.
-"""
+"""Kernels chosen for each call by the device of its first tensor: `triton` on a GPU that it supports, else `cpu`."""
 
 from __future__ import annotations
 

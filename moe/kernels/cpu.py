@@ -1,8 +1,4 @@
-"""Kernels in torch operations only, which run on any device. Time and memory are proportional to the number of routed rows.
-
-One stable sort gives the positions in the experts' queues. rows.py moves rows by gathers, forward and backward. grouped.py
-computes the experts' networks.
-"""
+"""Kernels in torch operations only, which run on any device. Time and memory are proportional to the number of routed rows."""
 
 from __future__ import annotations
 
@@ -21,19 +17,7 @@ __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn",
 _FEW_CHOICES = 32
 
 
-def _earlier_equal(key_N: Tensor, num_keys: int) -> Tensor:
-    """Return the number of equal keys before each element, int64 [N]."""
-    order_N = torch.argsort(key_N, stable=True)
-    counts = torch.bincount(key_N, minlength=num_keys)
-    start = counts.cumsum(0) - counts
-    sorted_N = key_N[order_N]
-    earlier_N = torch.empty_like(key_N)
-    earlier_N[order_N] = torch.arange(len(key_N), device=key_N.device) - start[sorted_N]
-    return earlier_N
-
-
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Return the experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, unlike in torch.topk."""
     if k > 2:
         return _top_k_above_2(scores_TE, k)
     rest_TE, found = scores_TE, []
@@ -46,10 +30,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
-    """Call torch.topk for k + 1 scores, in which every tie that can change the result is visible, and sort only rows with ties.
-
-    A stable sort of all rows would take ten times as long.
-    """
+    """Sort only rows with ties, which torch.topk finds among k + 1 scores: sorting all rows would take ten times as long."""
     best, expert = scores_TE.topk(min(k + 1, scores_TE.shape[1]))
     expert_TK = expert[:, :k].contiguous()
     rows = (best[:, 1:] == best[:, :-1]).any(1).nonzero()[:, 0]
@@ -59,17 +40,19 @@ def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Return each active choice's position, from 0, in the queue of its expert and group: [T, K]; -1 for inactive choices."""
     tokens, choices = expert_TK.shape
     group_T = torch.arange(tokens, device=expert_TK.device) // (tokens // num_groups)
     key_TK = torch.where(active_TK, group_T.unsqueeze(1) * num_experts + expert_TK, num_groups * num_experts)
-    slot_KT = _earlier_equal(key_TK.t().reshape(-1), num_groups * num_experts + 1)  # transposed: all first choices queue before second
-    return torch.where(active_TK, slot_KT.view(choices, tokens).t(), -1)
+    key_N = key_TK.t().reshape(-1)  # the first choices of all tokens come before second ones
+    order_N = torch.argsort(key_N, stable=True)
+    counts = torch.bincount(key_N, minlength=num_groups * num_experts + 1)
+    slot_N = torch.empty_like(key_N)
+    slot_N[order_N] = torch.arange(len(key_N), device=key_N.device) - (counts.cumsum(0) - counts)[key_N[order_N]]
+    return torch.where(active_TK, slot_N.view(choices, tokens).t(), -1)
 
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Return the plan of the kept choices: rows sorted by expert, then by token."""
     if expert_TK.numel() <= _FEW_CHOICES and expert_TK.device.type == "cpu" and not pretended(expert_TK):
         return _plan_of_few(expert_TK, kept_TK, num_experts=num_experts)
     key_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
@@ -81,7 +64,7 @@ def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
 
 
 def _plan_of_few(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Make the plan in Python, for the few choices of a generated token. A single torch operation would take longer than all of it."""
+    """Make the plan in Python for the few choices of a generated token, which takes less time than one torch operation."""
     expert_N, counts = expert_TK.flatten().tolist(), [0] * num_experts
     choices = sorted((n for n, kept in enumerate(kept_TK.flatten().tolist()) if kept), key=expert_N.__getitem__)
     rows = [-1] * len(expert_N)

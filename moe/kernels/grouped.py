@@ -3,15 +3,12 @@
     rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
     blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
-Neighbouring experts with similar numbers of rows form a block. Each expert of a block is padded to the rows of the largest, and one
-batched product computes the block. An expert with many more rows than its neighbours is a block of its own. Padding is at most a
-quarter of the rows (in 16 bits half of them, or 64 rows per expert), so time and memory grow with routed rows. A block is small
-enough for its hidden rows to stay in the CPU's cache.
+One batched product computes a block: neighbouring experts with similar numbers of rows, each padded to the largest. Padding is at most
+a quarter of the rows (in 16 bits half of them, or 64 rows per expert). A block's hidden rows fit into the CPU's cache.
 
-Only the input and the pre-activation are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and
-computes the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient before the gate: this needs no copy of the
-experts' outputs. Weight gradients are written once, in place, in the gradient dtype. Biases also change padding rows, which no
-gradient and no result reads.
+Only the input and the pre-activations are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and computes
+the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient before the gate. Padding rows have biases, but no
+gradient and no result reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,14 +34,14 @@ _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 32
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
 
+_Kept = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # padded rows' gates, dropout factors, h (for relu, its output) and g
 Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # (block, activation A, gradient of h, gradient of g), for weight gradients
 
 
 @dataclass(frozen=True)
 class Block:
-    """Experts [first, last), which one batched product computes.
-
-    Their rows are [begin, end) of the R routed rows. In the padded buffer of Q rows they begin at row `start`, with `each` rows an expert.
+    """Experts [first, last), which one batched product computes. Their rows are [begin, end) of the R routed rows.
+    In the padded buffer of Q rows they begin at row `start`, with `each` rows an expert.
     """
 
     first: int
@@ -68,11 +65,9 @@ class Block:
 
 
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
-    """Cut the experts into blocks. Experts without rows at the edge of a block belong to no block.
-
-    16-bit products on the CPU get more padding and larger blocks than fp32. Each new shape costs 15 times the product, because the
-    CPU generates code for it (python -m tests.measured small-costs). Multiples of 32 rows are fastest. A batched product is up to four
-    times as fast as one product per expert.
+    """Cut the experts into blocks.
+    Experts without rows at the edge of a block belong to no block. 16-bit products on the CPU get more padding and larger blocks, because
+    each new shape costs 15 times the product (python -m tests.measured small-costs). Multiples of 32 rows are fastest.
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)
@@ -103,10 +98,9 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True)
 class Rows:
-    """Routed rows arranged in blocks.
-
-    `source_Q`: index of the source row that each padded row copies; padding copies any row. `place_R`: padded position of each routed row.
-    `real_Q`: fp32, 1 for routed rows and 0 for padding. `place_R` and `real_Q` are None without padding.
+    """Routed rows arranged in blocks. `source_Q`: index of the source row that each padded row copies; padding copies any row.
+    `place_R`: padded position of each routed row. `real_Q`: fp32, 1 for routed rows and 0 for padding. `place_R` and `real_Q` are None
+    without padding.
     """
 
     blocks: list[Block]
@@ -116,10 +110,7 @@ class Rows:
 
 
 def one_block(counts: list[int]) -> list[Block]:
-    """Return one block with all experts that have rows, or [] if there are too many rows, too much padding or too many idle experts.
-
-    For text generation, where starting an operation takes longer than its arithmetic.
-    """
+    """Return one block with all experts that have rows, for few rows (text generation); [] if it would have too much padding."""
     hit = [expert for expert, count in enumerate(counts) if count]
     if not hit or sum(counts) > _FEW_ROWS:
         return []
@@ -130,14 +121,14 @@ def one_block(counts: list[int]) -> list[Block]:
 
 
 def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.dtype, *, keep: bool = True) -> Rows:
-    """Arrange rows in blocks. They are sorted by expert; row r is a copy of source row source_R[r]. `keep`: a backward pass can follow."""
+    """Arrange routed rows, sorted by expert, in blocks. Row r copies source row source_R[r]. `keep`: a backward pass can follow."""
     width, hidden = network.w1.shape[1:]
-    row_bytes = (hidden + 4 * width) * dtype.itemsize  # scratch: a row's hidden units, and about four copies of its width
+    row_bytes = (hidden + 4 * width) * dtype.itemsize  # a row's hidden units, and about four copies of its width
     cut = [] if keep or dtype in _HALF else one_block(counts)
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None)
-    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # by expert in blocks; others have no rows
+    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # one for each expert in a block
     held = [count for b in cut for count in counts[b.first : b.last]]
     ends, device = list(accumulate(held)), source_R.device
     shifts = [start - (end - count) for start, end, count in zip(starts, ends, held, strict=True)]
@@ -150,19 +141,10 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
     return Rows(cut, source_Q, place_R, real_Q)
 
 
-class _Kept(NamedTuple):
-    """Tensors of padded rows that the backward pass needs in addition to the inputs. `h_QF`: pre-activations; for relu, its output."""
-
-    gate_Q: Tensor | None
-    mask_QF: Tensor | None
-    h_QF: Tensor
-    g_QF: Tensor | None
-
-
 def _network(
     x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
-    """Apply each row's expert. Return (results [N, D], tensors for backward). With `gate_R`, gated results are summed by source row."""
+    """Return (results [N, D], tensors for the backward pass). With `gate_R`, each source row sums its results times their gates."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)
@@ -185,7 +167,7 @@ def _network(
         y = x  # x is not read again, so its memory holds the result
         _multiply(a, _weights(w2, b, x), y)
         _put(out, y, rows, b, gate_Q)
-    return out.to(x_ND.dtype), _Kept(gate_Q, mask_QF, h_QF, g_QF)
+    return out.to(x_ND.dtype), (gate_Q, mask_QF, h_QF, g_QF)
 
 
 class _Network(torch.autograd.Function):
@@ -193,9 +175,9 @@ class _Network(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, activation: Activation, *tensors: Tensor | None
     ) -> Tensor:
-        out, kept = _network(x_ND, gate_R, mask_RF, rows, Network.of(tensors, activation), keep=True)
+        out, (gate_Q, mask_QF, h_QF, g_QF) = _network(x_ND, gate_R, mask_RF, rows, Network.of(tensors, activation), keep=True)
         w1, w2, w3, *ctx.biases = tensors
-        ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
+        ctx.save_for_backward(x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF)
         ctx.rows, ctx.activation, ctx.weights = rows, activation, if_deferrable(w1, w2, w3)
         return out
 
@@ -218,7 +200,7 @@ class _Network(torch.autograd.Function):
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
-            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # grad_y: only x's shape and dtype are used below
+            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only x's shape and dtype are used
             a = _activated(h, g, ctx.activation, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).mT, grad_a)
@@ -250,7 +232,7 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
 ) -> list[Tensor | None]:
-    """Return the gradients of w1, w2 and w3 (if any), computed after the backward pass (zero-bubble schedules) from rows gathered again."""
+    """Return the gradients of w1, w2 and w3 (if any) after the backward pass, for zero-bubble schedules, from rows gathered again."""
     grads = _gradients(weights, rows)
     for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]
@@ -278,7 +260,6 @@ def _activated(h: Tensor, g: Tensor | None, activation: Activation, mask: Tensor
 
 
 def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
-    """Return each row times its fp32 gate, in the rows' dtype. fp32 rows are multiplied in place."""
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
     high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: a third of the memory traffic of fp32 rows
@@ -302,7 +283,7 @@ def _pad(values_R: Tensor | None, rows: Rows) -> Tensor | None:
 
 
 def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
-    """Copy the block's rows from their source rows. Padding rows are zero."""
+    """Return the block's padded rows, copied from their source rows. Padding rows are zero."""
     taken = source_ND.index_select(0, rows.source_Q[b.padded])
     if rows.real_Q is not None and b.padding:
         taken.mul_(rows.real_Q[b.padded].to(taken.dtype).unsqueeze(1))
@@ -310,7 +291,7 @@ def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
 
 
 def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
-    """Add the block's results times their gates to their source rows of `out`, or (no gates) copy them to the block's rows of `out`."""
+    """Write the block's results into `out`: added to their source rows, times their gates, or without gates copied to the block's rows."""
     if gate_Q is not None:
         out.index_add_(0, rows.source_Q[b.padded], y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1)))
     elif rows.place_R is None:
@@ -371,7 +352,6 @@ def _bias_gradient(grad_QF: Tensor | None, gate_Q: Tensor | None, out_EF: Tensor
 
 
 def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool) -> Tensor:
-    """Apply each row's expert. Without `keep`, a block's hidden rows are freed with the block."""
     if not keep:
         return _network(x_ND, gate_R, mask_RF, rows, network, keep=False)[0]
     out: Tensor = _Network.apply(x_ND, gate_R, mask_RF, rows, network.activation, *network.tensors)
@@ -379,13 +359,11 @@ def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    """Apply the network of each row's expert, as moe.kernels.reference.grouped_ffn: [R, D] to [R, D]."""
     rows = arrange(torch.arange(len(rows_RD), device=rows_RD.device), counts, network, rows_RD.dtype)
     return _run(rows_RD, None, dropped_RF, rows, network, keep=network.recorded(rows_RD))
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-    """Fuse permute, grouped_ffn and combine: tokens [T, D] to [T, D] in x's dtype, summed in fp32 in the order of experts."""
     counts: list[int] = plan.counts_E.tolist()
     if x_TD.is_cuda:  # not fused, because index_add_ has no fixed order on a GPU
         return combine(grouped_ffn(permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF), gate_TK, plan)

@@ -1,9 +1,8 @@
-"""The networks of some experts as one value, and the way through them product by product.
+"""The networks of some experts as one value. Kernels fuse the operations:
 
     h, g = rows w1 [+ b1], rows w3 [+ b3]        out = activation(h, g) [* dropout's factors] w2
 
-Kernels fuse these operations. `ByProduct` computes one after another, for products that no kernel fuses (moe/kernels/products.py), and
-for K-FAC, which needs each product's input and gradient.
+`ByProduct` computes one after another, for other products (moe/kernels/products.py) and for K-FAC, which needs each product's input.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I]
 
 @dataclass(frozen=True)
 class Network:
-    """Feed-forward networks of E experts.
-
-    `w1`, `w3` [E, D, F] and `w2` [E, F, D]; `w3` is None without a gated activation. `b1`, `b3` [E, F] are added after w1 and w3.
+    """Feed-forward networks of E experts: `w1`, `w3` [E, D, F] and `w2` [E, F, D]; `w3` is None without a gated activation.
+    `b1`, `b3` [E, F] are added after w1 and w3.
     """
 
     w1: Tensor
@@ -41,7 +39,6 @@ class Network:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], activation: Activation) -> Network:
-        """Return the network of w1, w2, w3, b1 and b3."""
         w1, w2, w3, b1, b3 = tensors
         assert w1 is not None and w2 is not None
         return cls(w1, w2, w3, b1, b3, activation)
@@ -51,20 +48,20 @@ class Network:
         return self.w1, self.w2, self.w3, self.b1, self.b3
 
     def recorded(self, *inputs: Tensor | None) -> bool:
-        """Return whether autograd records operations on these inputs and the weights. If not, no hidden rows are kept for backward."""
+        """Return whether autograd records operations on these inputs and the weights, so that a backward pass can follow."""
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*self.tensors, *inputs))
 
     def compute(
         self, rows_RD: Tensor, multiply: Callable[[str, Tensor, Tensor, Tensor | None], Tensor], *, dropped_RF: Tensor | None
     ) -> Tensor:
-        """Compute rows [R, D] by `multiply(name, rows, matrices, biases)`, which returns a matrix's products with its biases added."""
+        """Return the network's output for rows [R, D]. `multiply(name, rows, matrices, biases)` returns rows W + b of each expert."""
         gate_RF = None if self.w3 is None else multiply("w3", rows_RD, self.w3, self.b3)
         hidden_RF = activate(multiply("w1", rows_RD, self.w1, self.b1), gate_RF, *self.activation)
         return multiply("w2", hidden_RF if dropped_RF is None else hidden_RF * dropped_RF, self.w2, None)
 
 
 class ByProduct:
-    """Kernels whose expert networks call `times` for each product; everything else is delegated to `kernels`."""
+    """Kernels whose expert networks call `times` for each product. All other operations are those of `kernels`."""
 
     def __init__(self, kernels: ModuleType | ByProduct, times: Times) -> None:
         self.kernels, self.times = kernels, times

@@ -1,12 +1,11 @@
-"""How the experts' matrix products are computed: one object a policy, listed in PRODUCTS.
+"""How the experts' matrix products are computed: one object for each policy, listed in PRODUCTS.
 
     plain          operands in the compute dtype, inside the kernels' fused operations
     any other      its own `product`, one after another, between the kernels' permute and combine (moe/kernels/network.py, ByProduct)
 
-A policy decides which operands are quantised, in which of the three products of forward and backward, with which scales. Checks, the
-planner and `moe verify` ask the object. A new policy is a file here, a line in PRODUCTS, a name in the recipe (moe/recipe/sections,
-Experts.products), and a plain function in moe/verify/plain/layer.py (PRODUCTS). Recipes are checked before torch is loaded, so these
-files import it inside the functions that compute.
+A policy decides which operands of which products are quantised. A new policy is a class here, an entry of PRODUCTS, a name in the recipe
+(moe/recipe/sections, Experts.products), and a plain function in moe/verify/plain/layer.py. Recipes are checked before torch is loaded,
+so torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
 
 class Products:
-    """One way to compute products. The attributes are facts that other code asks for; a policy overrides the ones that differ."""
+    """One way to compute products. The attributes are facts about it, which other code reads; a policy overrides the ones that differ."""
 
     name: ClassVar[str]
     fused: ClassVar[bool] = False  # True: kernels compute these products inside fused operations, and keep less for the backward pass
-    rounds: ClassVar[bool] = (
-        True  # True: operands are rounded to fewer bits than the compute dtype, so layouts may differ by more than 1e-5
-    )
-    kind: ClassVar[str | None] = None  # dtype whose rate the planner takes (moe/plan/machine/device.py), as fp8; None: the compute dtype
+    rounds: ClassVar[bool] = True  # True: operands are rounded to fewer bits than the compute dtype, so layouts can differ by 1e-5
+    kind: ClassVar[str | None] = None  # dtype whose FLOP rate the planner takes, such as fp8; None: the compute dtype
     whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 
     def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:

@@ -1,7 +1,4 @@
-"""The definition of the right result, which the fast kernels must equal: every step as a plain loop or one indexing line.
-
-Autograd computes the backward pass, except for products with weights: `product` computes their gradients. Slow on purpose.
-"""
+"""The definition of the right result, which the fast kernels must equal: every step as a plain loop or one indexing line. Slow."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
     """Return each active choice's position, from 0, in the queue of its expert and group: [T, K]; -1 for inactive choices.
-
     The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
     """
     tokens, choices = expert_TK.shape
@@ -59,13 +55,11 @@ def permute(x_TD: Tensor, plan: Plan) -> Tensor:
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
-    """Return rows_RD[index_R]; index_R is a permutation."""
     return rows_RD[index_R]
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
     """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
-
     `counts`: rows of each expert. `dropped_RF`: factors of dropout for the hidden rows.
     """
     outs, start = [], 0
@@ -90,6 +84,5 @@ def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-    """Call permute, grouped_ffn and combine: [T, D] to [T, D], on a rank that holds all experts."""
     rows_RD = grouped_ffn(permute(x_TD, plan), network, counts=plan.counts_E.tolist(), dropped_RF=dropped_RF)
     return combine(rows_RD, gate_TK, plan)

@@ -3,8 +3,6 @@
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
 combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate
-
-The functions that move, `Moves`, are here in torch operations (TORCH), and for GPUs in moe/kernels/triton/rows.py.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class Plan:
 
 
 def gather(source: Tensor, index_R: Tensor, choices: int = 1) -> Tensor:
-    """Return source[index // choices]: the rows of tokens, given flat choices."""
+    """Return source[index // choices]: with `choices` K, the token's row for each flat choice t * K + k in the index."""
     return source.index_select(0, index_R if choices == 1 else index_R // choices)
 
 
@@ -54,7 +52,6 @@ def scatter(source: Tensor, index_R: Tensor) -> Tensor:
 
 
 def inverse(order_R: Tensor) -> Tensor:
-    """Return the inverse permutation, int64 [R]."""
     inverse_R = torch.empty_like(order_R)
     inverse_R[order_R] = torch.arange(len(inverse_R), device=inverse_R.device)
     return inverse_R
@@ -77,7 +74,6 @@ def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
 
 
 def _gather_or_zero(rows: Tensor, row_T: Tensor) -> Tensor:
-    """Return rows[row_T], with zeros for row -1."""
     if rows.shape[0] == 0:
         return rows.new_zeros(len(row_T), rows.shape[1])
     return rows.index_select(0, row_T.clamp(min=0)).masked_fill_((row_T < 0).unsqueeze(1), 0)
@@ -94,7 +90,7 @@ def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: Pl
 
 
 class Moves(NamedTuple):
-    """One implementation of gather, scatter, total and combine_backward. None of them records a gradient."""
+    """One implementation of gather, scatter, total and combine_backward: in torch operations, or as Triton kernels."""
 
     gather: Callable[..., Tensor]
     scatter: Callable[[Tensor, Tensor], Tensor]
@@ -144,20 +140,17 @@ class _Combine(torch.autograd.Function):
 
 @in_region("dispatch")
 def permute(x_TD: Tensor, plan: Plan, moves: Moves = TORCH) -> Tensor:
-    """Copy tokens [T, D] to rows [R, D]. Backward: each token sums the gradients of its rows, in fp32 or wider."""
     out: Tensor = _Permute.apply(x_TD, plan, moves)
     return out
 
 
 @in_region("dispatch")
 def reorder(rows_RD: Tensor, index_R: Tensor, moves: Moves = TORCH) -> Tensor:
-    """Return rows_RD[index_R]; index_R is a permutation."""
     out: Tensor = _Reorder.apply(rows_RD, index_R, moves)
     return out
 
 
 @in_region("combine")
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan, moves: Moves = TORCH) -> Tensor:
-    """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. A token without kept choices gets zeros."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan, moves)
     return out

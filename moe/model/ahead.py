@@ -4,11 +4,8 @@
     h1 = block(proj [ norm h0 ; norm embedding(t_i+1) ])     head(norm h1) predicts t_i+2         embedding and head are the model's
     h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3         each depth has a proj, block and norms
 
-The loss is the mean over input tokens and depths, times `model.ahead_weight`. It joins the backward pass at h0, as routers' losses do.
-The blocks are dense. Evaluation and generation skip all of it. No family of transformers has it, so such a run is not exported.
-
-In a pipeline, the last stage has these blocks and a copy of the embedding. With shards of the sequences, a token's next tokens may be
-on another rank, so ranks first gather the ids of whole sequences.
+The mean loss over input tokens and depths, times `model.ahead_weight`, joins the backward pass at h0. The last pipeline stage has these
+blocks and a copy of the embedding. With shards of the sequences, ranks first gather the ids of whole sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from moe.recipe import sections
 
 
 class PredictionDepth(nn.Module):
-    """One depth: combines the previous depth's output with the embedding of the token that it predicted."""
+    """One depth: joins the last depth's hidden states with the embeddings of the tokens predicted there, and applies a block."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
         super().__init__()
@@ -52,9 +49,8 @@ def multi_token_loss(
     summed_loss: Callable[[Tensor, Tensor], Tensor],
     whole_sequences: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the mean of the depths' losses, each a mean over the valid input tokens: fp32 [].
-
-    `targets_BL`: the next token of each token. `whole_sequences` gathers [B, L] over ranks to [B, S].
+    """Return the mean of the depths' losses, each a mean over the valid input tokens: fp32 []. `targets_BL`: the next token of each token.
+    `whole_sequences` gathers [B, L] over ranks to [B, S].
     """
     place_L = context.positions(targets_BL.shape[1], device=targets_BL.device)
     total, next_BS = hidden_BLD.new_zeros((), dtype=torch.float32), whole_sequences(targets_BL)

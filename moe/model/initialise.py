@@ -1,8 +1,7 @@
 """First values of weights: functions of (seed, global name, index in the whole tensor) only.
 
-So every layout starts from the same bits, and a rank draws only its shards (parallel/numerics/first_values.py): some experts or shards of
-them, some stages' layers, one tile, 1/N of a matrix. Truncated normal within 2 sigma, sigma = sqrt(init_scale / fan_in)
-(Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
+So every layout starts from the same bits, and a rank draws only its shards (parallel/numerics/first_values.py). Truncated normal within
+2 sigma, sigma = sqrt(init_scale / fan_in) (Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class FirstValues:
 
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
     """Return the standard deviation of a tensor's first values, by its global name and whole shape.
-
     None: a gain, which starts at 1. 0: a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0.
     """
     if name.endswith(("norm.weight", ".expert_scale")):
@@ -70,7 +68,6 @@ def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | s
 
 
 def zero_buffers(model: nn.Module, *, device: torch.device | str) -> None:
-    """Set all buffers to zero, in fp32, whatever the parameters' dtype."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros(buffer.shape, device=device))

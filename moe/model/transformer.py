@@ -2,14 +2,12 @@
 
     tokens -> embedding -> [ x + attention(norm x) ; x + ffn-or-experts(norm x) ] * layers -> norm -> logits
 
-An encoder-decoder (T5, arXiv 1910.10683; Switch) has the same blocks. The first are the encoder's. The decoder's blocks also have cross
-attention to the encoder's output s. A sequence is the encoder's tokens followed by the decoder's (docs/moe/encoder_decoder.md):
+An encoder-decoder (T5, arXiv 1910.10683) has the encoder's blocks first. A sequence is the encoder's tokens, then the decoder's:
 
     x = embedding of the first tokens  -> encoder's blocks -> norm -> s          one position bias for all blocks of a half
     y = embedding of the others        -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
 
-`Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside. First values depend on (seed,
-global name, index) only (moe/model/initialise.py).
+`Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside.
 """
 
 from __future__ import annotations
@@ -44,11 +42,9 @@ Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
 
 
 class Output(NamedTuple):
-    """Result of a forward pass.
-
-    Without targets, `logits_BLV` fp32, and `loss` has no elements. With targets, `loss`, the cross-entropy summed over tokens, fp32 [], and
-    `logits_BLV` has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns
-    only `hidden_BLD`, in the compute dtype, and reports. Output is a tuple, because engines that hook the backward pass search tuples.
+    """Result of a forward pass: `logits_BLV` fp32 or, with targets, `loss`, the cross-entropy summed over tokens, fp32 [].
+    The other one has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only `hidden_BLD` and
+    reports. Output is a tuple, because engines that hook the backward pass search tuples.
     """
 
     logits_BLV: Tensor
@@ -67,9 +63,7 @@ class StageLayers(NamedTuple):
 
 class Block(nn.Module):
     """Attention, optional cross attention, and a feed-forward network or MoE layer, each with norm and residual connection.
-
-    `recompute`: activations that the backward pass computes again: `none`, `full` (the block), or `selective` (the feed-forward network
-    or MoE layer). moe/parallelize/build.py sets it.
+    `recompute`: activations that the backward pass computes again: `none`, `full` (the block), or `selective` (network or MoE layer).
     """
 
     def __init__(self, model: sections.Model, experts: sections.Experts, router: sections.Router, layer: int) -> None:
@@ -105,9 +99,8 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
     ) -> tuple[Tensor, LayerReport | None]:
-        """Return [B, L, D] in x's dtype, and a report if the block has a MoE layer.
-
-        `bias`: position bias, shared by the blocks of a half. `source_BSD`: the encoder's output.
+        """Return [B, L, D] in x's dtype, and a report if the block has a MoE layer. `bias`: position bias, shared by the blocks of a half.
+        `source_BSD`: the encoder's output.
         """
         given = (x_BLD, context, bias, source_BSD)
         return recomputed(self._whole, *given) if self.recompute == "full" else self._whole(*given)
@@ -142,11 +135,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model. `model(tokens_BL)`, tokens int64, returns an Output with logits; with `targets_BL`, an Output with the loss.
 
-    Targets that are PADDING or marks (moe/recipe/shapes.py) do not count. In an encoder-decoder, logits and targets belong to the
-    decoder's tokens, and the context says which these are: `model(tokens_BL, Context.of(tokens_BL, source=...))`.
-
-    A model made under `torch.device("meta")` has no weights yet. `model(x, context, targets, part)` runs only the layers `part`:
-    x is tokens if they begin the model, else the output of the layers before them.
+    Targets that are PADDING or marks (moe/recipe/shapes.py) do not count. In an encoder-decoder, logits and targets are of the decoder's
+    tokens: `model(tokens_BL, Context.of(tokens_BL, source=...))`. `model(x, context, targets, part)` runs only the layers `part`: x is
+    tokens if they begin the model, else the output of the layers before them.
     """
 
     def __init__(
@@ -173,8 +164,8 @@ class Transformer(nn.Module):
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers the ranks' shards of sequences
-        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention has
+        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers whole sequences from the ranks' shards
+        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention computes
         self.router_spec = router
         self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # made here, before `hold` removes layers
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
@@ -200,7 +191,7 @@ class Transformer(nn.Module):
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
-            context = context.remembering()  # because a recomputed layer must route as it did the first time
+            context = context.remembering()  # so that a recomputed layer repeats its routing
         if self.config.document_mask:
             separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
             context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
@@ -280,7 +271,6 @@ class Transformer(nn.Module):
 def _through(
     blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
 ) -> tuple[Tensor, Reports]:
-    """Compute one block after another. Return the last one's output, and the MoE layers' reports."""
     reports = []
     for block in blocks:
         x_BLD, report = block(x_BLD, context, bias, source_BSD)
@@ -297,7 +287,6 @@ def _bias(blocks: Sequence[nn.Module]) -> Bias | None:
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
-    """Return the MoE layers, in order."""
     return (m for m in model.modules() if isinstance(m, MoELayer))
 
 

@@ -2,14 +2,10 @@
 
     x -> enter -> q, k, v, cut into heads -> norms of q and k -> clip -> rotary positions -> core(q, k, v) -> out -> leave
 
-Optional norms of q and k keep logits small: over each head's channels, with one gain for all heads (arXiv 2302.05442; Qwen3), or over
-the channels of all heads (OLMoE). So does a bound on each channel of q, k and v (OLMo, arXiv 2402.00838; DBRX). Logits are divided by
-sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
-
-`core` (moe/nn/core.py) is the only place where a token sees others. Sequence parallelism replaces it, to exchange keys between ranks; key
-and value heads are repeated after the exchange. Tensor parallelism gives each rank some heads; the module then returns a partial sum of
-the output. It replaces `enter` and `leave`, through which input and output pass once for all heads, or `products`, which can overlap
-communication with the products of q, k and v. With sequence parallelism between layers, `enter` gathers whole sequences from shards.
+Norms of q and k (arXiv 2302.05442) or a bound on each channel of q, k and v (OLMo, arXiv 2402.00838) can keep logits small.
+`core` (moe/nn/core.py) is the only place where a token sees others: sequence parallelism replaces it, to exchange keys between ranks.
+Tensor parallelism gives each rank some heads, and replaces `enter` and `leave`, through which input and output pass, or `products`,
+which can overlap communication with the products of q, k and v.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ from parallel.mesh.regions import in_region
 
 class RelativeBias(nn.Module):
     """T5's bias, `weight` [buckets, H]: of 32 buckets of distances, half have one distance each, half are logarithmic up to 128.
-
-    `both_ways` (encoder): the first half of the buckets is for keys before the query, the second for keys after it.
+    `both_ways` (encoder): half of the buckets are for keys before the query, half for keys after it.
     """
 
     buckets, far = T5_BUCKETS, 128
@@ -80,11 +75,9 @@ Half = Literal["decoder", "encoder", "cross"]  # tokens that a layer's queries s
 
 
 class Attention(nn.Module):
-    """Attention with as many heads as its weights have.
-
-    Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and
-    [K C]; biases of q, k, v and out; sinks [H]. `of`: the kind of layer (Half). `biased`: it has its own T5 bias, else forward gets one.
-    `window`: number of tokens that a query sees, itself included (None: all earlier ones).
+    """Attention with as many heads as its weights have. Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H], norms
+    of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H]. `biased`: it has its own T5 bias,
+    otherwise forward gets one. `window`: number of tokens that a query sees, itself included (None: all earlier ones).
     """
 
     def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True, window: int | None = None) -> None:
@@ -105,10 +98,9 @@ class Attention(nn.Module):
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
-        self.scale = (
-            1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
-        )  # factor of queries, which cancels the core's 1 / sqrt(C)
-        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # by which the core multiplies logits; None: 1 / sqrt(C)
+        # factor of queries, which cancels the core's 1 / sqrt(C)
+        self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
+        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # the core's factor of logits; None: 1 / sqrt(C)
         self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
             self.core = partial(softmax_core if of == "decoder" else open_core, scale=self.core_scale)
@@ -142,10 +134,7 @@ class Attention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
-        """Cut a product into heads [B, heads, L, C], normalise and clip. Memory stays [B, L, heads, C], as the next product needs it.
-
-        Without einops, which would take longer than the rest for a single token.
-        """
+        """Cut a product into heads [B, heads, L, C], normalise and clip. Without einops, which takes too long for a single token."""
         y = norm(y) if norm is not None and self.normed == "whole" else y
         y_BLHC: Tensor = y.unflatten(2, (-1, self.head_size))
         y_BLHC = norm(y_BLHC) if norm is not None and self.normed == "heads" else y_BLHC

@@ -3,10 +3,8 @@
     read(4 tokens)   core: q k v of positions 0..3    keeps k v [0:4]    a plain forward pass
     read(1 token)    core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
-In latent attention, the cached latents serve as keys and values of all heads (moe/nn/latent.py). In cross attention, keys and values of
-the encoder's output are computed for the first token and reused. The cache replaces attention's `core`, cross attention's `products`, and
-the function that gathers document starts. All other operations treat each token separately, so the model can read a sequence piece by
-piece; a MoE layer only if tokens choose their experts and none is dropped.
+In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. The cache replaces
+attention's `core`, cross attention's `products`, and the function that gathers document starts.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ class KeyValueCache:
             return softmax_core(q_BHNC, k_BKNC, v_BKNC, **given)  # type: ignore[arg-type]
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
         k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
-        sees_all = new == 1 and bias is None and context.document_BS is None  # then no mask is needed, as `places` ends the window
+        sees_all = new == 1 and bias is None and context.document_BS is None  # then no mask is needed: `places` are the window
         mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
         return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
@@ -82,7 +80,7 @@ class KeyValueCache:
         return self._of_source[layer]
 
     def _mask(self, q_BHNC: Tensor, places: slice, context: Context, bias: Bias | None, window: int | None) -> Tensor:
-        """Return the mask of new tokens' queries and keys at `places`, [..., N, keys]: values to add to logits, or bool without a bias."""
+        """Return the mask [..., N, keys] of new queries and the keys at `places`: values to add to logits, or bool without a bias."""
         document_BS = context.document_BS
         place_S = torch.arange(places.start, places.stop, device=q_BHNC.device)
         place_N = torch.arange(self.seen, places.stop, device=q_BHNC.device)

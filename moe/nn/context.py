@@ -25,15 +25,14 @@ class Context:
     """Facts about the tokens of one forward pass, usually a micro-batch.
 
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
-    `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each column in its sequence; None: 0 to
-    L - 1. `length`: tokens of a whole sequence, of which this rank may hold a shard. `document_BS` int64: the document of each token of
-    the whole sequences; None: attention sees across documents. `source`: number of a sequence's first tokens that the encoder reads,
-    where the decoder reads the others; 0: no encoder.
+    `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each column in its sequence. `length`:
+    tokens of a whole sequence, of which this rank may hold a shard. `document_BS` int64: the document of each token of whole sequences;
+    None: attention sees across documents. `source`: number of tokens that the encoder reads; 0: no encoder.
 
     `auxiliary_scale`: factor of auxiliary losses, which is this pass's share of the global batch's tokens times the loss scale. `valid_T`
-    bool [T]: False for padding; None: no padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this
-    pass's sums; None: this pass is the whole batch. `replay`: keeps decisions for a recomputed pass; None: nothing is recomputed.
-    `tokens_T`: token ids, for hash routing. Routers write their chosen experts to `record_routing`, and take them from `replay_routing`.
+    bool [T]: False for padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this pass's sums; None:
+    this pass is the whole batch. `replay`: keeps decisions for a recomputed pass. `tokens_T`: token ids, for hash routing. Routers write
+    their chosen experts to `record_routing`, and take them from `replay_routing`.
     """
 
     seed: int
@@ -69,9 +68,8 @@ class Context:
         replay_routing: RoutingRecord | None = None,
     ) -> Context:
         """Make the context of tokens [B, L], sequences first_sequence, first_sequence + 1, ... of the step.
-
-        `valid_BL` bool: False for padding. `positions`: positions of the columns in their sequences of `length` tokens; None: all L.
-        Raise BadInput if a routing record has other sequences. Example: `model(tokens_BL, Context.of(tokens_BL, seed=1, step=7))`.
+        `valid_BL` bool: False for padding. `positions`: positions of the columns in their sequences of `length` tokens; None: all L. Raise
+        BadInput if a routing record has other sequences.
         """
         (batch, columns), device = tokens_BL.shape, tokens_BL.device
         assert positions is None or len(positions) == columns
@@ -103,9 +101,6 @@ class Context:
         """Make a context with a seed from torch's generator, for a model without a trainer."""
         return Context.of(tokens_BL, seed=int(torch.randint(2**31, ()).item()))
 
-    def with_whole_step(self, whole_step: Callable[[int, Tensor], Tensor] | None) -> Context:
-        return replace(self, whole_step=whole_step)
-
     def remembering(self) -> Context:
         """Return a context that keeps decisions (`once`), so that recomputed activations repeat them."""
         return replace(self, replay=Replay())
@@ -117,7 +112,6 @@ class Context:
 
     def halves(self) -> tuple[Context, Context]:
         """Return the contexts of the encoder's tokens and of the decoder's tokens, whose positions begin at 0 again.
-
         Raise BadInput unless `source` is from 1 to L - 1.
         """
         place_L = self.place_L
@@ -134,20 +128,18 @@ class Context:
         return half(slice(0, self.source)), half(slice(self.source, length))
 
     def of_tokens(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
-        """Return the context of consecutive tokens of this pass, which have `share` of its valid ones. Other ranks have the other tokens.
-
-        `together(layer, sums)` returns a layer's sums over the tokens of all these ranks, given the sums over `tokens`.
+        """Return the context of a rank or replica that computes only `tokens`, which are `share` of this pass's valid tokens.
+        `together(layer, sums)` adds the sums of the ranks that compute the other tokens.
         """
         whole, scale = self.whole_step, self.auxiliary_scale * share
         whole_step = None if whole is None else lambda layer, mine: whole(layer, together(layer, mine))
         return replace(self, **self._changed(lambda x_T: x_T[tokens]), auxiliary_scale=scale, whole_step=whole_step)
 
     def to(self, device: torch.device) -> Context:
-        """Return the same context on another device."""
         return replace(self, **self._changed(lambda x: x.to(device), *_OF_TOKENS, "sequence_B", "place_L", "document_BS"))
 
     def _changed(self, change: Callable[[Tensor], Tensor], *names: str) -> dict[str, Any]:
-        """Return field name -> its value with `change` applied, for these `names` (default: the fields [T]) that are not None."""
+        """Return field name -> its value with `change` applied, for the fields `names` (default: the fields [T]) that are not None."""
         return {name: change(value) for name in names or _OF_TOKENS if (value := getattr(self, name)) is not None}
 
     def with_documents(self, separator: int, whole: Callable[[Tensor], Tensor]) -> Context:
@@ -157,7 +149,7 @@ class Context:
         return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
-        """Return decide(). In a recomputed pass, return its result from the first pass, by `name`."""
+        """Return decide(), or in a recomputed pass its result from the first pass. `name`: key of the result."""
         return decide() if self.replay is None else self.replay.once(name, decide)
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:

@@ -2,12 +2,11 @@
 
     softmax_core    causal: a token sees itself and earlier tokens of its document, or the last `window` of them
     open_core       every token sees all keys
-    attend          one call of torch's attention, optionally with attention sinks (arXiv 2309.17453; GPT-OSS): one more logit for each
-                    head, which takes a share of the softmax and adds nothing to the output
+    attend          one call of torch's attention, optionally with attention sinks (arXiv 2309.17453): a logit for each head, which takes
+                    a share of the softmax and adds nothing to the output
 
-A sliding window of W tokens (Longformer, arXiv 2004.05150; Mistral, arXiv 2310.06825) hides all but a query's own token and the W - 1
-before it. If W is at most half the sequence, and there are no documents and no bias, queries are cut into chunks of W. Each chunk
-attends to its own keys and to the chunk before: 2 W pairs a token, whatever the length.
+With a sliding window of W tokens (Longformer, arXiv 2004.05150; Mistral, arXiv 2310.06825) of at most half the sequence, queries are cut
+into chunks of W, and each chunk attends to its own keys and to the chunk before. Documents and biases need a mask instead.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Bias(NamedTuple):
     bucket: Callable[[Tensor, Tensor], Tensor]
 
     def of(self, query_L: Tensor, key_S: Tensor) -> Tensor:
-        """Return the bias for queries and keys at these positions: fp32 [H, L, S]."""
         return rearrange(self.table_UH[self.bucket(query_L, key_S)], "l s h -> h l s")
 
 
@@ -56,10 +54,8 @@ def softmax_core(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention over whole sequences on one device; `bias` (T5) is added to the logits.
-
-    `scale`: factor of the logits (None: 1 / sqrt(C)). `window`: number of tokens that a query sees, itself included (None: all
-    earlier ones). `sink_H` fp32 [H]: one more logit for each head, which adds nothing to the output.
+    """Compute causal attention over whole sequences on one device. `bias` (T5) is added to the logits, and `scale` is their factor (None: 1
+    / sqrt(C)). `window`: number of tokens that a query sees, itself included (None: all earlier ones).
     """
     k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
     if bias is None and context.document_BS is None:
@@ -84,9 +80,8 @@ def attend(
     causal: bool = True,
 ) -> Tensor:
     """Call torch's attention with `mask`, without a mask causally or (`causal` False) over all keys. Return [B, H, L, C] in q's dtype.
-
-    `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of one more key of each
-    head, visible to all tokens, with value 0. It is put before the other keys, in one more channel, so any kernel can compute it.
+    `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of a first key with
+    value 0, visible to all tokens. One more channel holds it, so any kernel can compute it.
     """
     if sink_H is None:
         return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, is_causal=causal and mask is None, scale=scale)
@@ -99,7 +94,7 @@ def attend(
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     if mask is not None or not causal:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., : v_BHSC.shape[3]]
-    q = F.pad(q, (0, 0, 1, 0))  # a query before the first, as the sink is a key before the first: so is_causal still hides later keys
+    q = F.pad(q, (0, 0, 1, 0))  # one more query, because the sink is one more key: then is_causal still hides later keys
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[:, :, 1:, : v_BHSC.shape[3]]
 
 
@@ -107,7 +102,6 @@ def masked(
     query_L: Tensor, key_S: Tensor, documents: tuple[Tensor, Tensor] | None, *, bias: Bias | None, window: int | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the causal mask [..., L, S] for queries and keys at these positions: values to add to the logits, or bool without a bias.
-
     `documents`: the document of each query [B, L] and of each key [B, S]; None: one document.
     """
     distance_LS = query_L.unsqueeze(1) - key_S
@@ -152,7 +146,7 @@ def open_core(
     assert sink_H is None
     k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
     place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
-    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # for a GPU's fused kernels
+    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # GPUs' fused kernels need it contiguous
     return attend(q_BHLC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=scale, sink_H=None)
 
 

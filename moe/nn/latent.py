@@ -1,17 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one small vector gives keys and values of all heads.
 
     x -> q_down -> norm -> q_up -> for each head  [ content | rotary ]          or q alone, without a latent of queries
-    x -> kv_down -> [ c | r ]                     c: the latent, to be normed;  r: one rotary key for all heads
+    x -> kv_down -> [ c | r ]                     c: the latent, before its norm;  r: one rotary key for all heads
     c -> kv_up -> for each head  [ k | v ]        the head's key: [ k | r ]
     core(queries, keys, values) -> out
 
-Tensor parallelism splits q or q_up, kv_up and out by heads, and keeps the down-projections whole. The latents and r pass `enter` once,
-concatenated. So ranks exchange latents, not x. With shards of the sequences, each rank projects only its shard down.
-
-Text generation never makes keys and values (`compressed`, section 2.1.2). For one head, kv_up is U for keys and W for values:
-q (U c) = (U^T q) c, and sum p (W c) = W sum p c. So queries become U^T q, the latents serve as keys and values of all heads, and the
-cache holds [ c | r ]: key_rank + rotary_size numbers for each token and layer, for any number of heads. Otherwise values are padded to
-the keys' size, because fused kernels and exchanges between ranks need equal sizes.
+Tensor parallelism splits q or q_up, kv_up and out by heads. `enter` exchanges latents and r, not x. Text generation makes no keys and
+values (`compressed`, section 2.1.2): kv_up is U for a head's keys and W for its values, q (U c) = (U^T q) c and sum p (W c) = W sum p c,
+so queries become U^T q, and [ c | r ] serves as key and value of all heads. Otherwise values are padded to the keys' size.
 """
 
 from __future__ import annotations
@@ -36,11 +32,10 @@ from parallel.mesh.regions import in_region
 
 
 class LatentAttention(nn.Module):
-    """Latent attention.
+    """Latent attention. `core`, `enter`, `leave` and `window`: as in Attention. `compressed`: `core` gets latents as keys and values.
 
-    Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R], out
-    [D, H V]. `core`, `enter`, `leave` and `window`: as in Attention (moe/nn/attention.py). `compressed`: `core` gets latents as keys and
-    values.
+    Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R], out [D, H
+    V].
     """
 
     def __init__(self, model: sections.Model, *, window: int | None = None) -> None:
@@ -105,14 +100,12 @@ class LatentAttention(nn.Module):
         up = rearrange(self.kv_up.read(latent.dtype).to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
         for_keys, for_values = up.split([size.content, size.value], dim=1)
         queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
-        latents = torch.cat(
-            [latent.unsqueeze(1), turned], dim=3
-        )  # as keys and as values, so the output has rotary channels, too, which are cut off
+        latents = torch.cat([latent.unsqueeze(1), turned], dim=3)  # keys and values: the output's rotary channels are cut off
         mixed = self.core(self._scaled(queries), latents, latents, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
         out: Tensor = einsum(mixed, for_values, "b h l r, h v r -> b h l v")
         return out
 
     def _scaled(self, queries: Tensor) -> Tensor:
-        """Return scaled queries: the core, which divides logits by its channels' root, then gives logits / sqrt(C), times YaRN's factor."""
+        """Return queries times a factor, so that the core's logits are divided by sqrt(C) and multiplied by YaRN's factor."""
         factor = (queries.shape[3] / self.size.key) ** 0.5 * logit_factor(self.rope)
         return queries if factor == 1 else queries * factor

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
-
-    `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient
-    (parallel/numerics/weight_gradient.py). `product(x, weight)`, if not None, computes x W^T if ranks hold blocks of x and W.
+    `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient. `product(x,
+    weight)`, if not None, computes x W^T if ranks hold blocks of x and W.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
@@ -95,10 +94,8 @@ def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
 
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, output in x's dtype.
-
-    `eps` is added to the mean square or variance; None: 1e-6 for RMSNorm, 1e-5 for LayerNorm. `normed` can be replaced: by
-    `parallel.tensor.grid.normed` if ranks hold shards of the channels, or by a compiled function (moe/parallelize/compiled.py).
+    """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, output in x's dtype. `eps` None: 1e-6 for
+    RMSNorm, 1e-5 for LayerNorm. `normed` can be replaced, if ranks hold shards of the channels or by a compiled function.
     """
 
     def __init__(self, size: int, kind: str, *, eps: float | None = None) -> None:
@@ -123,11 +120,9 @@ class Added(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The dense feed-forward network: activation(x W1) [* x W3] W2.
-
-    With a shard of the hidden units it returns a partial sum of the output. Tensor parallelism replaces `enter` (applied to x),
-    `leave` (applied to the output) and `products` (of x with w1 and w3, so that x is sent once for both). `activate` can be replaced
-    by a compiled function. `swiglu`: bounds and slope of that activation, if the recipe sets them.
+    """The dense feed-forward network: activation(x W1) [* x W3] W2. With a shard of the hidden units it returns a partial sum.
+    Tensor parallelism replaces `enter` (applied to x), `leave` (applied to the output) and `products` (of x with w1 and w3, so that x is
+    sent once for both). A compiled function can replace `activate`.
     """
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
@@ -164,5 +159,4 @@ def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """Return x * factor, or x itself if the factor is 1."""
     return x if factor == 1 else x * factor

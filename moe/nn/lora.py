@@ -2,9 +2,8 @@
 
     W'  =  W + s B A        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
-W' is made when the weight is read, so kernels, exchanges and splits do not change. Stacks of experts have a B and an A for each
-expert. With B = 0, W' equals W to the bit. W is first cast to the compute dtype; the sum is fp32 or wider. A linear layer never makes
-the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow. It saves only x for the backward pass, and makes W' again.
+W' is made when the weight is read, so kernels, exchanges and splits do not change. Stacks of experts have a B and an A for each expert.
+A linear layer never makes the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow. It saves only x, and makes W' again.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def freeze(model: nn.Module) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter, by its module path, is an adapter's B or A."""
     return _ADAPTER.fullmatch(name.rpartition(".")[2]) is not None
 
 
@@ -73,7 +71,7 @@ def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype:
 
 
 def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
-    """Return x W'^T in x's dtype, for a frozen W [out, in]."""
+    """Return x (W + s left right)^T in x's dtype, for a frozen W [out, in]."""
     y: Tensor = _Product.apply(x, weight, left, right, scale)
     return y
 
@@ -108,4 +106,4 @@ def pair_of(name: str) -> tuple[str, str]:
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"
-    return f"{name}_a", f"{name}_b"  # an expert's matrix is [in, out], so w1_a comes first in the product
+    return f"{name}_a", f"{name}_b"  # an expert's matrix is [in, out], so W' = W + s w1_a w1_b

@@ -1,18 +1,13 @@
 """Rotary positions (arXiv 2104.09864): channel pairs of a head rotate by position * rate_i, rate_i = base^(-2i/C), angles in fp32.
-A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1), as in the paper and DeepSeek.
-With a `fraction` below 1 (GPT-NeoX, arXiv 2204.06745), only the first C channels of a head rotate.
 
-none      rate                                                     positions as in training
-linear    rate / factor                                            position interpolation (arXiv 2306.15595)
-ntk       base * factor^(C / (C - 2)): the fastest pair keeps its rate, the slowest gets rate / factor
-                                                                   "NTK-aware"; YaRN's paper, section 3.1
-dynamic   ntk with factor * length / trained_length - (factor - 1), at least 1, for sequences of `length`
-                                                                   "Dynamic NTK" as in transformers; YaRN's paper, section 3.3
-llama3    rate for pairs with more than `high` rotations in trained_length, rate / factor for less than `low` rotations,
-          between them a mixture, linear in the number of rotations     Llama 3.1
-yarn      the same two ends, a mixture linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and
-          logits times m(mscale_all)^2, m(s) = 0.1 s ln(factor) + 1
-                                                                   YaRN (arXiv 2309.00071, section 3.2 and eq. 22), DeepSeek-V2's code
+A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1). With a `fraction` below 1, only the first C channels of a head rotate.
+
+linear    rate / factor                                                         position interpolation (arXiv 2306.15595)
+ntk       base * factor^(C / (C - 2))                                           YaRN's paper, section 3.1
+dynamic   ntk with factor * length / trained_length - (factor - 1), at least 1  the same, section 3.3
+llama3    rate, rate / factor, or between them a mixture, linear in the pair's number of rotations in trained_length
+yarn      the same, but linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times m(mscale_all)^2, with
+          m(s) = 0.1 s ln(factor) + 1 (arXiv 2309.00071, section 3.2 and eq. 22; DeepSeek-V2's code)
 """
 
 from __future__ import annotations
@@ -79,7 +74,6 @@ def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) ->
 
 
 def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
-    """Rotate the channel pairs of every head by given cosines and sines. Keep x's shape and dtype."""
     out: Tensor = _Rotate.apply(x_BHLC, *turns) if torch.is_grad_enabled() else _rotated(x_BHLC, *turns)
     return out
 
@@ -108,13 +102,13 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Return the share of its rate that each pair keeps: 1 with `high` rotations in trained_length, 0 with `low`, linear between."""
+    """Return the weight of each pair's own rate: 1 from `high` rotations in trained_length on, 0 up to `low`, linear between."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return the share of its rate that each pair keeps: 1 up to the pair with `high` rotations in trained_length, 0 from `low` on."""
+    """Return the weight of each pair's own rate: 1 up to the pair with `high` rotations in trained_length, 0 from `low` on."""
 
     def pair_with(rotations: float) -> float:  # a pair's index, as a real number
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)

@@ -5,8 +5,7 @@
     record.experts[3]                                                   layer 3: int32 [2, 8, K]; -1: token not routed on this rank
     model(tokens_BL, Context.of(tokens_BL, replay_routing=record))      the new policy: same experts, gates of its own logits
 
-Only the experts' indices are recorded. The key is a token's position in the whole batch, so a record can be replayed with another
-layout, other micro-batches and other shards of the sequences.
+The key is a token's position in the whole batch, so a record can be replayed with another layout and other micro-batches.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ class RoutingRecord:
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
         self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
-        self._largest: dict[str, int] = {}  # largest expert index by the router's name, kept because reading it waits for the GPU
+        self._largest: dict[str, int] = {}  # largest expert index by the router's name, cached because reading it waits for the GPU
 
     @staticmethod
     def of(*parts: Experts) -> RoutingRecord:
         """Make a record from arrays, and merge several `parts`, for example of ranks that had different sequences.
-
-        Each part maps a layer index to integers [B, L, K], with equal B and L: experts in the order in which they were chosen. A row of
-        -1 leaves the token to the router. Raise BadInput for arrays that cannot be a record.
+        Each part maps a layer index to integers [B, L, K], with equal B and L. A row of -1 leaves the token to the router. Raise BadInput
+        for arrays that cannot be a record.
         """
         arrays = [{layer: _checked(layer, given) for layer, given in part.items()} for part in parts]
         shapes = {array.shape[:2] for part in arrays for array in part.values()}
@@ -76,7 +74,7 @@ class RoutingRecord:
         self._largest.pop(name, None)
 
     def take(self, name: str, position_T: Tensor, *, num_choices: int, num_experts: int) -> Tensor:
-        """Return the experts int64 [T, K] for router `name`, -1 where it shall choose. Raise BadInput for the record of another router."""
+        """Return router `name`'s recorded experts int64 [T, K], -1 where it shall choose. Raise BadInput for another router's record."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
             raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")

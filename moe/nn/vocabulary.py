@@ -3,9 +3,7 @@
     loss of a token = log sum_v exp(logit_v) - logit_target          with a cap c, each logit becomes c tanh(logit / c)
 
 The loss is computed in tiles of the vocabulary and chunks of tokens. A tile keeps two scores for each token: log-sum-exp, and the
-target's logit. The backward pass computes its logits [tokens / chunks, V / tiles] again, so the logits of all tokens and the whole
-vocabulary never exist together. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
-
+target's logit (online softmax, arXiv 1805.02867). The backward pass computes the logits of a tile and chunk again.
 If ranks hold shards of the rows, `Others` merges their scores.
 """
 
@@ -44,17 +42,16 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 class Others(Protocol):
     """The exchange with ranks that hold other rows (vocabulary parallelism). Each method is called once for all tiles of this rank.
-
     `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are whole.
     """
 
     product: Product | None
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Return the tokens that this rank looks up in its rows: its own, and other ranks' if they do not have the same ones."""
+        """Return the tokens to look up in this rank's rows, given its own tokens: also those of the ranks that hold other rows."""
 
     def columns(self, weight: Tensor) -> Tensor:
-        """Return the rows `weight` of a tile with all columns that the look-up needs."""
+        """Return a tile's rows with all columns that the look-up needs, gathered if ranks hold shards of the columns."""
 
     def rows(self, found: Tensor) -> Tensor:
         """Sum the rows found by all ranks and return the rows of this rank's tokens. `found` is zero for rows of other ranks."""
@@ -63,13 +60,13 @@ class Others(Protocol):
         """Return the input x of the product with this rank's rows, given the layer's input."""
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Return the targets of the tokens for which this rank computes logits, given its own tokens'."""
+        """Return the targets of the tokens for which this rank computes logits, given the targets of its own tokens."""
 
     def scores(self, scores_2N: Tensor) -> Tensor:
         """Merge all ranks' scores [2, N]: log-sum-exps and targets' logits."""
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of this rank's tokens, given the loss of the logits that it computes."""
+        """Return the loss of this rank's own tokens, given the loss of the tokens for which it computes logits."""
 
     def logits(self, logits: Tensor) -> Tensor:
         """Gather logits: [..., rows here] to [..., V]."""
@@ -115,7 +112,7 @@ def _others(matrix: Matrix) -> Others | None:
 
 
 def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> list[Tensor]:
-    """Return use(x, index of the first row, rows) of each tile, computed one after another."""
+    """Return use(x, index of the first row, rows) of each tile."""
     if isinstance(matrix, Tensor):
         return [use(x, 0, matrix)]
     if isinstance(matrix, Rows):
@@ -190,7 +187,6 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = None) -> Tensor:
-    """Return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count."""
     logits_NV = capped(logits_BLV.flatten(0, 1).to(sum_dtype(logits_BLV.dtype)), cap)
     return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
 
@@ -210,9 +206,8 @@ def summed_loss(
 ) -> Tensor:
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
 
-    With one chunk, no tiles and no other ranks this is `whole` of all logits. `recast` (the backward pass casts the weight again instead
-    of keeping the cast one) has an effect only with one chunk and no tiles: otherwise the matrix's gradient needs logits, which are freed,
-    and is never deferred.
+    With one chunk, no tiles and no other ranks this is `whole` of all logits, and `recast` works as in `project`. Otherwise the matrix's
+    gradient needs logits that are freed, and cannot be deferred.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None:
@@ -240,7 +235,7 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """Return each token's log-sum-exp and target logit [2, N]; backward computes logits again by chunks. For a collective `product`."""
+    """Return scores [2, N] as `_kept_scores`, but compute logits again in the backward pass, by chunks. `product` can be collective."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
@@ -249,9 +244,8 @@ def _recomputed_scores(
 
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
-    """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it). Logits are kept.
-
-    `row_N`: index of the target among these logits. `here_N`: whether it is one of them. `cap`: as in `capped`.
+    """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it).
+    `row_N`: index of the target among these logits. `here_N`: whether it is one of them.
     """
     logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))

@@ -1,12 +1,11 @@
-"""Computes the operators of a dense recipe's graph on shards of tensors: an annotated recipe, carried out by torch's DTensor.
+"""Computes the operators of a dense recipe's graph on shards of tensors, for torch's DTensor (parallel/annotations/annotated.py).
 
     program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          any annotations, also of no tensor.kind
-    ranks = Annotated(program, device_mesh(mesh), compute_of(run))                   parallel/annotations/annotated.py
+    ranks = Annotated(program, device_mesh(mesh), compute_of(run))
     values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
     ranks(values | tokens and targets)["loss"]                                       of each token, [sequences, length]
 
-The model is the Transformer of moe/model/transformer.py in fp32, so both have the same weights, loss and gradients. Refused: MoE layers
-(a graph gives the number of an expert's rows, but not the rows), T5's bias, sliding windows, documents and dropout.
+Weights, loss and gradients are those of the Transformer in fp32. A graph does not say which rows an expert gets, so it has no MoE layers.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ def compute_of(run: Run) -> Compute:
         if op.kind == "norm":
             return _norm(op, inputs[0], inputs[1], rank, kind=m.norm, eps=m.norm_eps or NORM_EPS[m.norm])
         if op.kind == "lookup":
-            return _look_up(op, inputs[0], inputs[1], rank)
+            rows, here = _here(inputs[0], op.terms[1][0], rank)
+            return F.embedding(rows, inputs[1]) * here.unsqueeze(-1)
         if op.kind == "attention":
             return _attention(op, inputs[0], inputs[1], inputs[2], rank, rope=m.rope)
         assert op.kind == "loss", op.kind
@@ -94,11 +94,6 @@ def _here(rows: Tensor, letter: str, rank: Rank) -> tuple[Tensor, Tensor]:
     part = rank.region(letter)
     here = (rows >= part.start) & (rows < part.stop)
     return torch.where(here, rows - part.start, 0), here
-
-
-def _look_up(op: Operator, tokens: Tensor, table: Tensor, rank: Rank) -> Tensor:
-    rows, here = _here(tokens, op.terms[1][0], rank)
-    return F.embedding(rows, table) * here.unsqueeze(-1)
 
 
 def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank, *, rope: Rope) -> Tensor:

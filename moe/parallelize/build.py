@@ -1,8 +1,5 @@
-"""Builds a recipe's model as a rank holds it. The steps, in the order of application:
-
-model on the meta device -> LoRA adapters (moe/nn/lora.py), tiles, recomputation -> its plan (plan.py) -> only the layers of this rank's
-stages (stages.py) -> only this rank's shards, with the exchanges between ranks set in the layers (plan.py, sequence.py) -> weights
-allocated and set to their first values -> compilation (compiled.py)
+"""Builds a recipe's model as a rank holds it, in this order: model on the meta device, LoRA adapters, tiles and recomputation, plan, only
+the layers of this rank's stages, only its shards, with the exchanges between ranks, first values, compilation.
 """
 
 from __future__ import annotations
@@ -35,10 +32,7 @@ VOCABULARY = ("embedding", "head")
 
 
 def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]]:
-    """Return this rank's shards of the model, on the meta device, the plan, and the layout of each held parameter by module name.
-
-    The layers have the exchanges through which ranks share their work.
-    """
+    """Return (this rank's shards of the model, on the meta device, with exchanges between ranks; its plan; held parameters' layouts)."""
     with torch.device("meta"):
         compute = DTYPES.get(run.precision.compute, torch.float32)
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
@@ -50,7 +44,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     plan = plan_for(run)
     layouts = lay_out(model, plan)
     for layout in layouts.values():
-        data_axis(layout, mesh)  # makes its group here, because every rank must make the groups of all stages
+        data_axis(layout, mesh)  # makes process groups, also those of other stages' parameters
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     apply(model, plan, layouts, mesh)
@@ -59,16 +53,14 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
 
 
 def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None) -> tuple[Transformer, dict[str, Layout]]:
-    """Return the model as this rank holds it, and every parameter's layout by module name. Collective.
-
-    `table`: the routers' table of a checkpoint, which replaces the recipe's file. Raises BadInput if the compute dtype is still `auto`,
-    or if the table does not fit the recipe.
+    """Return the model as this rank holds it, and every parameter's layout by module name. Collective. `table`: the routers' table of a
+    checkpoint, instead of the recipe's file. Raises BadInput if the compute dtype is `auto`, or if the table does not fit.
     """
     if run.precision.compute not in DTYPES:
         fix = "settle it first, as train() does, or set bf16"
         raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype here", fix=fix)
     model, _, layouts = laid_out(run, mesh)
-    for num_experts in set(model.expert_counts.values()):  # not in laid_out, by which a recipe is planned without running its code
+    for num_experts in set(model.expert_counts.values()):  # not in laid_out, which must not run a user's code: `moe show --plan` calls it
         check_own(run.router, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     cut = run.sharding.carrier(pp=run.degrees.pp).cut
@@ -101,7 +93,7 @@ def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: t
 
 
 def whole_layouts(run: Run) -> dict[str, Layout]:
-    """Return the layouts of all parameters of the recipe's model, on whichever rank they are."""
+    """Return the layouts of all parameters of the recipe's model, also of other pipeline stages."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
@@ -113,7 +105,7 @@ def save_memory(model: Transformer, *, recompute: sections.Recompute | None = No
     recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
     model.loss_chunks = recompute.loss_chunks
     for block in model.modules():
-        if isinstance(block, Block):  # including the blocks of multi-token prediction, which are numbered after the layers
+        if isinstance(block, Block):  # also the blocks of multi-token prediction
             block.recompute = recompute.of_layer(block.layer)
     if tiling.head > 1:
         embedding_as_module(model)

@@ -3,11 +3,9 @@
     x -> norm -> [q, k, v] -> turn -> [attention] -> [out] -> + -> norm -> [w1, w3] -> activation -> [w2] -> + ... [head] -> loss
          ====                                                 ====                     ==========                            ====
 
-Each underlined function reads its tensors once and writes its result once, also in the backward pass. Uncompiled it is several kernels,
-each of which reads and writes memory. Products and attention, in brackets, are libraries' kernels either way. Collectives, gathered
-weights, engines' hooks and deferred weight gradients are attached to them, so every layout can be compiled. Not compiled: rotary
-positions, which moe/nn/rotary.py applies in place; experts, which have kernels in moe/kernels/; norms of channels that are sharded (tensor
-parallelism in 2D to 3D); a loss in tiles, in chunks, or of a vocabulary that ranks share; passes without gradients, whose lengths change.
+Each underlined function becomes one kernel forward and one backward. Products and attention, in brackets, remain libraries' kernels, to
+which collectives, engines' hooks and deferred gradients are attached. Not compiled: rotary positions, experts, norms of sharded
+channels, a loss in tiles or chunks, and passes without gradients, whose lengths change.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ _SIZES = 64  # most combinations of sizes and dtypes for which a function is com
 
 class Compiled:
     """A function of tensors, compiled for each size with which it is called while gradients are enabled.
-
-    The compiler is imported with the first such call, which takes seconds. That call raises BadInput if this machine cannot compile.
+    The first such call imports the compiler. It raises BadInput if this machine cannot compile.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -56,7 +53,6 @@ class Compiled:
 
 
 def compile_between_products(model: Transformer) -> None:
-    """Compile the model's norms, activations and loss, in place."""
     norm, activation = Compiled(normed), Compiled(activate)
     for module in model.modules():
         if isinstance(module, Norm) and module.normed is normed:

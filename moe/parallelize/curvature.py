@@ -1,11 +1,9 @@
 """The matrices of a model that K-FAC handles, and the hooks through which it gets their input rows and gradients.
 
     plain linears   attention's four, feed-forward networks, shared and residual experts: a hook on each module
-    experts         each expert's matrices on the rows routed to it: in a step that updates factors, its network runs product by
-                    product instead of fused, so that inputs and gradients of each matrix can be seen
+    experts         each expert's matrices on the rows routed to it: in a step that updates factors, products are not fused
 
-Embedding, vocabulary projection, router, gates and norms take AdamW's steps. q, k and v read the same rows, as do w1 and w3: they share
-a factor of inputs.
+Embedding, vocabulary projection, router, gates and norms take AdamW's steps.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _GATES = ("shared_gate", "coefficient")  # linears with one or two outputs a tok
 
 
 def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, settings: Settings, experts: bool) -> Kfac:
-    """Return K-FAC over the model's linears, which pass it their inputs and gradients by hooks. `experts`: the experts' matrices, too."""
+    """Return K-FAC over the model's linears, which pass it their inputs and gradients by hooks. `experts`: also the experts' matrices."""
     linears: dict[str, Linear] = {}
     plain: list[tuple[str, Plain]] = []
     stacks: list[tuple[str, Experts]] = []
@@ -59,13 +57,13 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
 
 def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -> None:
-    """Sum over the ranks that saw other tokens, then over pipeline ranks that hold the same stage, in the same order on every rank."""
+    """All-reduce `sums` over the ranks that have other tokens, then over pipeline ranks with the same stage, in the same order on each."""
     sum_gradients(sums, layouts, mesh)
     sum_over_holders(sums, layouts, mesh)
 
 
 def _place(layout: Layout, *, mesh: Mesh) -> tuple[int, int]:
-    """Return this rank's index among the ranks that `_total` sums over, and their number."""
+    """Return (index of this rank among the ranks that `_total` sums over, their number)."""
     place, count = 0, 1
     for axis in map(mesh.axis, layout.summed_over()):
         place, count = place * axis.size + axis.index, count * axis.size
@@ -79,7 +77,7 @@ def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Ten
 
 
 class Seen(ByProduct):
-    """Kernels that compute expert networks product by product in passes that are recorded, and report each product to K-FAC."""
+    """Kernels that, in passes which K-FAC records, compute expert networks product by product and report each product to it."""
 
     def __init__(self, experts: Experts, kfac: Kfac, path: str) -> None:
         def times(name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
@@ -92,7 +90,7 @@ class Seen(ByProduct):
 
     @property
     def _looks(self) -> bool:
-        """Whether K-FAC records this forward pass. A recomputed pass gets the same answer, because it must repeat the same operations."""
+        """Return whether K-FAC records this forward pass: the same for a recomputed pass, which must repeat the same operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:

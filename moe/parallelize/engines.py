@@ -1,32 +1,33 @@
 """From a recipe's sharding and optimizer to the engine that carries them out, around a model that is built.
 
 The replicas of DP (parallel/data/dp.py) share the sequences of a micro-batch. Tokens keep their own indices in the step, so noise, capacity
-groups and losses equal those on one device. Auxiliary losses are weighted by a replica's share of the tokens.
+groups and losses equal those on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, cast
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport
 from moe.model.names import is_bias
 from moe.model.transformer import Output, Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched
-from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Run
-from parallel.data.dp import Together
+from parallel.data.dp import SumReplicas
 from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.kinds.kind import Setup
 from parallel.data.offload import Offload
+from parallel.data.tiling import tiles_of
 from parallel.errors import BadInput
 from parallel.fixes import Words, all_of
 from parallel.kfac.grafted import Grafted, KfacEngine
@@ -40,6 +41,27 @@ from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
 from parallel.process.libc import give_freed_memory_back
+from parallel.tensor.style import fits
+
+if TYPE_CHECKING:
+    from parallel.data.fsdp import Unit
+
+# patterns of the paths of modules whose parameters are gathered together; each tile is gathered by itself
+UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
+
+# patterns of the paths of parameters that the model never casts to its compute dtype; all of them are small
+READ_IN_FP32 = (
+    "**norm.weight",
+    "**.attention.bias.weight",
+    "**.attention.sinks.weight",
+    "layers.*.moe.router.**",
+    "layers.*.moe.shared_gate.weight",
+    "layers.*.moe.coefficient.weight",
+    "layers.*.moe.output_bias",
+    "**.lora_a",
+    "**.lora_b",
+    "layers.*.moe.experts.w*_*",
+)
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
@@ -48,7 +70,7 @@ def prepare(run: Run, say: Callable[[str], None]) -> None:
         from parallel.data.deepspeed import compile_async_io
 
         compile_async_io(say)
-        give_freed_memory_back()  # slower, but states are on a disk because memory is scarce, and the disk limits the speed anyway
+        give_freed_memory_back()  # saves memory, and costs time that is small compared with the disk's
 
 
 def offload_of(settings: sections.Offload) -> Offload:
@@ -56,7 +78,6 @@ def offload_of(settings: sections.Offload) -> Offload:
 
 
 def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> Setup:
-    """Return the engine's settings, from the recipe and the model."""
     s, wide, compute, kept = run.sharding, DTYPES[run.precision.master], model.compute, read_in_fp32(model)
     return Setup(
         layouts,
@@ -72,7 +93,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
     )
 
 
-def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[Together]) -> list[tuple[Any, ...]]:
+def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[SumReplicas]) -> list[tuple[Any, ...]]:
     """Return each replica's arguments, for its part of the sequences, on its device. `args`: input ids [B, L], context, target ids."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
@@ -86,7 +107,6 @@ def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Se
 
 
 def _shares(args: tuple[Any, ...], count: int) -> list[float]:
-    """Return each replica's share of the micro-batch's valid tokens."""
     inputs_BL, context, _ = args
     valid_BL = torch.ones_like(inputs_BL) if context.valid_T is None else context.valid_T.view(inputs_BL.shape)
     held = [int(valid_BL[Tile(0, i, count).run(len(inputs_BL))].sum()) for i in range(count)]
@@ -98,21 +118,16 @@ def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.devic
     shares = _shares(args, len(outputs))
     layers = []
     for reports in zip(*(output.layers for output in outputs), strict=True):
-        counts = {name: sum(getattr(r, name).to(device) for r in reports) for name in ("load_E", "kept", "dropped")}
-        means = {
-            name: sum(getattr(r, name).to(device) * share for r, share in zip(reports, shares, strict=True))
-            for name in ("balance_loss", "importance_loss", "load_loss", "z_loss", "entropy")
-        }
-        layers.append(LayerReport(reports[0].layer, **counts, **means))
+        names = [f.name for f in fields(LayerReport) if f.name != "layer"]
+        parts = {name: [getattr(report, name).to(device) for report in reports] for name in names}
+        means = {name: [x * share for x, share in zip(xs, shares, strict=True)] for name, xs in parts.items() if xs[0].is_floating_point()}
+        layers.append(LayerReport(reports[0].layer, **{name: sum(xs) for name, xs in (parts | means).items()}))
     loss = torch.stack([output.loss.to(device) for output in outputs]).sum()
     return Output(torch.cat([output.logits_BLV.to(device) for output in outputs]), loss, tuple(layers))
 
 
 def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
-    """Start the engine of the recipe's data parallelism around the model. Collective.
-
-    `rule`: a user's own optimizer, instead of the recipe's. moe/train/parts/executor.py runs the engine's forward and backward passes.
-    """
+    """Start the engine of the recipe's data parallelism. `rule`: a user's own optimizer, instead of the recipe's. Collective."""
     optimizer, kind = rule or optimizer_of(run.optimizer), run.sharding.carrier(pp=run.degrees.pp)
     setup, k = setup_of(run, model, layouts, mesh), run.optimizer.kfac
     for module in model.modules() if kind.frees_weights else ():
@@ -140,14 +155,12 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
 
 
 def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
-    """Return a user's own optimizer as a rule."""
     return Given(factory, "optimizer.kind" if is_plugin(settings.kind) else "optimizer", settings.lr, settings.weight_decay, decays)
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Refuse an optimizer if no checkpoint can hold its state, or a parameter's step depends on its shard or on other parameters.
-
-    `layouts`: layouts of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
+    """Refuse a user's optimizer if no checkpoint can hold its state, or if its step on a shard would differ from its step on the whole.
+    `layouts`: of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
     """
     kind = run.sharding.carrier(pp=run.degrees.pp)
     unlike = mesh.axis("pp").size > 1  # whether ranks hold different parameters or different shards
@@ -166,12 +179,12 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             fix = Words("step each expert by itself") if experts else all_of(whole)
             got = f"an optimizer whose steps of a part of {name} differ from the whole parameter's"
             fixes = fix | "leave that parameter to an optimizer that goes by elements"
-            raise BadInput(rule.key, got=got, needed=f"the same: {what}", fix=fixes)
+            raise BadInput(rule.key, got=got, needed=f"equal steps: {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
-        fixes = all_of(whole) | "leave the norm of all to optimizer.clip_norm"
-        raise BadInput(rule.key, got=got, needed="each parameter by itself: ranks hold different ones", fix=fixes)
+        fixes = all_of(whole) | "clip by optimizer.clip_norm instead"
+        raise BadInput(rule.key, got=got, needed="updates of each parameter by itself: ranks hold different ones", fix=fixes)
 
 
 _TABLES = ("embedding", "head")
@@ -188,3 +201,40 @@ def matrix(name: str, num_dims: int) -> Orientation | None:
 def decays(name: str, parameter: Tensor) -> bool:
     """Return whether weight decay applies: to matrices only, not to norms, biases, or the router."""
     return parameter.ndim > 1 and ".router." not in name and not is_bias(name)
+
+
+def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = lambda name: ()) -> list[Unit]:
+    """Return the units that FSDP gathers, in forward order: embedding, blocks, the experts and other networks in a block, head.
+    Each tile is a unit. A unit's parameters are sharded over the same ranks (`ranks_of` a parameter). Units are gathered in the compute
+    dtype, except the embedding, whose gradient sums over tokens in fp32. Parameters that are read in fp32 are in no unit.
+    """
+    from parallel.data.fsdp import Unit
+
+    tiles = {id(tile) for tile in tiles_of(model)}
+    paths = [path for path, module in model.named_modules() if id(module) in tiles or any(fits(unit, path) for unit in UNITS)]
+    owned: dict[str, list[str]] = {path: [] for path in sorted(paths, key=lambda path: not path.startswith("embedding"))}
+    small = read_in_fp32(model)
+    for name, _ in model.named_parameters():
+        inside = [path for path in paths if name.startswith(f"{path}.")]
+        if inside and name not in small:
+            owned[max(inside, key=len)].append(name)
+    narrow = model.compute.itemsize < next(model.parameters()).dtype.itemsize
+    units = []
+    for path, names in _of_equal_ranks(owned, ranks_of):
+        table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
+        tied = table and model.config.tied_embeddings
+        dtype = model.compute if narrow and not table else None
+        units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied)))
+    return [unit for unit in units if unit.parameters]
+
+
+def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (path, parameters) of each unit, without parameters sharded over other ranks than its first one. These follow, by layer."""
+    for path, names in owned.items():
+        apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
+        yield path, [name for name in names if name not in apart]
+        yield from ((layer, list(those)) for layer, those in groupby(apart, key=lambda name: name.rsplit(".", 2)[0]))
+
+
+def read_in_fp32(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters() if any(fits(pattern, name) for pattern in READ_IN_FP32)}

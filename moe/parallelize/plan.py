@@ -1,7 +1,4 @@
-"""The project's plan: the layout of each parameter on the mesh, and how rows reach the experts.
-
-print(plan_of(run.dispatch, tensor="1d"))      the whole of it, as a table
-"""
+"""The project's plan: the layout of each parameter on the mesh, and how rows reach the experts. print(plan) shows it as a table."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how ranks of tp hold a MoE layer's tokens -> (axis that shares them, constructor of the exchange to whole sequences, None for copies)
+# how ranks of tp hold a MoE layer's tokens -> (axis that shares them, constructor of its exchange with whole sequences)
 SHARED: dict[str, tuple[str, Callable[[Axis], Exchange] | None]] = {
     "copies": ("tp", None),
     "slices": ("tp", partial(Exchanged, dim=1)),
@@ -53,8 +50,7 @@ EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 @dataclass(frozen=True)
 class Spread:
     """The style of the experts: stacked tensors, sharded over ep and etp, and an exchange that sends rows to the ranks that hold them.
-
-    Each token is routed once. If ranks of tp share tokens (`held`: a key of SHARED), each of them routes some of the sequences.
+    `held`: how ranks of tp hold tokens (a key of SHARED). Each of these ranks routes some of the sequences.
     """
 
     dispatch: sections.Dispatch
@@ -78,70 +74,59 @@ class Spread:
             layer.dispatcher = opened.layer(axis.label)
 
 
-NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
-OF_HEADS = Copied(alike=())  # norms of queries and keys: ranks have different heads, so the gradients of the copies differ and are summed
+OF_HEADS = Copied(alike=())  # norms of queries and keys: ranks have different heads, so gradients of copies are summed
+
+
+def _weights(style: Style, *modules: str) -> tuple[tuple[str, Style], ...]:
+    return tuple((f"{module}.weight", style) for module in modules)
 
 
 def _line(
     columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
 ) -> tuple[tuple[str, Style], ...]:
     """Return (pattern of parameters, style) for 1D: weights are split by `columns` or `rows`. `sliced`: with tensor.sequence_parallel.
-
-    `key_heads`: the axis over which keys and values are sharded; tp_row_heads is tp unless there are fewer key-value heads than ranks.
-    Parameters applied after the sum over tp, to latents, or to the joined input of multi-token prediction are copied. Each rank applies
-    them to the tokens that it holds: to all, or to its slice.
+    `key_heads`: the axis over which keys and values are sharded, which is smaller than tp if there are fewer key-value heads than ranks.
     """
     column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
     keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)
     of_tokens = Copied(alike=() if sliced else ("tp",))
     of_attention = (
-        ("q_bias.weight", Channels("tp")),
-        ("k_bias.weight", Channels(key_heads)),
-        ("v_bias.weight", Channels(key_heads)),
-        ("sinks.weight", Channels("tp")),
-        ("out_bias.weight", of_tokens),
-        ("q_down*.weight", of_tokens),
-        ("kv_down*.weight", of_tokens),
-        ("*_norm.weight", OF_HEADS),
-        ("q.weight", column),
-        ("q_up.weight", column),
-        ("kv_up.weight", column),
-        ("k.weight", keys),
-        ("v.weight", keys),
-        ("bias.weight", table),
-        ("out.weight", row),
+        *_weights(Channels("tp"), "q_bias", "sinks"),
+        *_weights(Channels(key_heads), "k_bias", "v_bias"),
+        *_weights(of_tokens, "out_bias", "q_down*", "kv_down*"),
+        *_weights(OF_HEADS, "*_norm"),
+        *_weights(column, "q", "q_up", "kv_up"),
+        *_weights(keys, "k", "v"),
+        *_weights(table, "bias"),
+        *_weights(row, "out"),
     )
     of_block = (
         *((f"{of}.{pattern}", style) for of in ("attention", "cross") for pattern, style in of_attention),
-        ("ffn.w1.weight", column),
-        ("ffn.w3.weight", column),
-        ("ffn.w2.weight", row),
-        *((("*_norm.weight", SlicedNorm()),) if sliced else ()),
+        *_weights(column, "ffn.w1", "ffn.w3"),
+        *_weights(row, "ffn.w2"),
+        *(_weights(SlicedNorm(), "*_norm") if sliced else ()),
     )
     return (
         *((f"{block}.{pattern}", style) for block in ("layers.*", "ahead.*.block") for pattern, style in of_block),
-        ("ahead.*.*.weight", of_tokens),
-        ("embedding.weight", VocabularyRows(sliced=sliced)),
-        ("head.weight", VocabularyRows(sliced=sliced)),
-        *((("norm.weight", SlicedNorm()),) if sliced else ()),
+        *_weights(of_tokens, "ahead.*.*"),
+        *_weights(VocabularyRows(sliced=sliced), "embedding", "head"),
+        *(_weights(SlicedNorm(), "norm") if sliced else ()),
     )
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """Return (pattern of parameters, style) for a grid: `keys` for k and v, `second` for out and w2, else `first`. `heads`: heads' axis."""
+    """Return (pattern of parameters, style) for a grid. `keys`: style of k and v; `second`: of out and w2; `first`: of all other matrices.
+    `heads`: the axis over which heads are sharded.
+    """
     return (
-        ("layers.*.attention.*_norm.weight", OF_HEADS),
-        ("layers.*.attention.k.weight", keys),
-        ("layers.*.attention.v.weight", keys),
-        ("layers.*.attention.out.weight", second),
-        ("layers.*.ffn.w2.weight", second),
-        ("layers.*.attention.bias.weight", Channels(heads, dim=1)),
-        ("layers.*.attention.sinks.weight", Channels(heads)),
-        ("layers.*.attention.*.weight", first),
-        ("layers.*.ffn.*.weight", first),
-        *((norm, ChannelsNorm()) for norm in NORMS),
-        ("embedding.weight", vocabulary),
-        ("head.weight", vocabulary),
+        *_weights(OF_HEADS, "layers.*.attention.*_norm"),
+        *_weights(keys, "layers.*.attention.k", "layers.*.attention.v"),
+        *_weights(second, "layers.*.attention.out", "layers.*.ffn.w2"),
+        *_weights(Channels(heads, dim=1), "layers.*.attention.bias"),
+        *_weights(Channels(heads), "layers.*.attention.sinks"),
+        *_weights(first, "layers.*.attention.*", "layers.*.ffn.*"),
+        *_weights(ChannelsNorm(), "layers.*.attention_norm", "layers.*.ffn_norm", "norm"),
+        *_weights(vocabulary, "embedding", "head"),
     )
 
 
@@ -162,9 +147,7 @@ HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(GRIDS
 
 def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int = 1) -> Plan:
     """Return the plan: patterns of parameters, each with a style. `tensor`: a key of TENSOR. `chunks`: tensor.overlap_chunks.
-
-    Parameters that no pattern matches are copied, and all copies see the same tokens. In a MoE layer each token is on one rank alone
-    (moe/experts/copies.py), so there the copies of the router, and of the networks next to the experts, see different tokens.
+    All other parameters are copied. In a MoE layer, each token is on one rank of tp, so gradients of copies there differ and are summed.
     """
     return Plan(
         (
@@ -177,7 +160,6 @@ def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int 
 
 
 def plan_for(run: sections.Run) -> Plan:
-    """Return the recipe's plan."""
     kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
     kind = kind if run.degrees.tp > 1 else "copied"
     return plan_of(run.dispatch, tensor=kind, chunks=run.tensor.overlap_chunks)

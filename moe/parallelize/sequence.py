@@ -1,8 +1,5 @@
 """Sets the parts of layers that exchange tokens in sequence parallelism: attention's cores, and the routers' groups.
 
-    attention.core     <-  the method that the recipe names (parallel/sequence/), over the sp axis
-    router.slices      <-  set if a router decides over whole sequences, which have tokens on several ranks
-
 The sp axis is sp_ring x sp_heads: a ring of groups, in each of which neighbours trade heads for tokens. Either may be 1.
 """
 
@@ -30,8 +27,7 @@ from parallel.tensor.grid import Turn
 @dataclass(frozen=True)
 class Exchanging:
     """An attention core (moe/nn/core.py) for tokens on several ranks.
-
-    `keep`: the name by which its output is kept for a recomputed pass (`Context.once`); None: it is computed again.
+    `keep`: the name by which its output is kept for a recomputed pass; None: it is computed again.
     """
 
     method: Method | Ulysses
@@ -53,8 +49,8 @@ def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
-    """Set the exchanges in the layers held here. Without sequence parallelism, tensor.kind 3d alone needs one, for documents."""
-    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # in which a rank's attention has other sequences than the rank has between layers
+    """Set the exchanges of sequence parallelism in the layers held here, and the exchange of documents for tensor.kind 3d."""
+    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # 3d: ranks have other sequences in attention than between layers
         turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
         model.inner_sequences = turn
     if mesh.axis("sp").size == 1:

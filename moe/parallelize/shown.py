@@ -1,8 +1,4 @@
-"""A recipe's plan on one rank, as a table: each parameter, its style, and the shard held here. Needs no process group.
-
-moe show RECIPE --plan --nproc 4          rank 0's shards; layers that are alike are one line
-... --json FILE                           each parameter, whole and here, in elements and bytes
-"""
+"""A recipe's plan on one rank, as a table (`moe show RECIPE --plan`): each parameter, its style, and the shard that the rank holds."""
 
 from __future__ import annotations
 
@@ -39,7 +35,9 @@ def table(rows: list[dict[str, Any]], *, rank: int, world: int) -> list[str]:
     alike: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         where = re.sub(r"\.(\d+)(?=\.)", ".*", row["parameter"])
-        alike.setdefault((where, _style(row), _sizes(row["whole"]), _sizes(row["here"]), " ".join(row["copies"])), []).append(row["bytes"])
+        cut = ", ".join(f"dim {dim} over {' '.join(axes)}" for dim, axes in row["cut"].items())
+        style, copies = f"{row['style']} {cut}".rstrip(), " ".join(row["copies"])
+        alike.setdefault((where, style, _sizes(row["whole"]), _sizes(row["here"]), copies), []).append(row["bytes"])
     lines: list[tuple[str, ...]] = [("parameter", "style", "whole", "here", "copies over", "", "bytes")]
     lines += [(*key, f"{len(held)} x" if len(held) > 1 else "", f"{sum(held):,}") for key, held in alike.items()]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -47,17 +45,11 @@ def table(rows: list[dict[str, Any]], *, rank: int, world: int) -> list[str]:
     return ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines] + [total]
 
 
-def _style(row: dict[str, Any]) -> str:
-    cut = ", ".join(f"dim {dim} over {' '.join(axes)}" for dim, axes in row["cut"].items())
-    return f"{row['style']} {cut}".rstrip()
-
-
 def _sizes(shape: list[int]) -> str:
     return " x ".join(map(str, shape))
 
 
 def main(run: Run, *, world: int, rank: int, json: str | None, recipe: str) -> None:
-    """Run `moe show --plan` for a recipe that was checked for `world` processes."""
     rows = plan_rows(run, rank=rank)
     print(*table(rows, rank=rank, world=world), sep="\n")
     if json is not None:

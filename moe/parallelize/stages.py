@@ -1,7 +1,4 @@
-"""A recipe's pipeline: its schedule, the layers of each stage, and the ranks of the pp axis that hold a parameter.
-
-layers cut by FLOPs (or pipeline.layers)  ->  StageLayers of each stage  ->  Transformer.hold  +  Layout.holders  ->  Runtime
-"""
+"""A recipe's pipeline: its schedule, the layers of each stage, and the ranks of the pp axis that hold a parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import splittable
 from parallel.pipeline.links import Links
-from parallel.pipeline.runtime import OverlappedSums, Runtime, StageReplicas
+from parallel.pipeline.runtime import OverlappedReduction, Runtime, StageReplicas
 from parallel.pipeline.schedule import Schedule
 
 
@@ -55,13 +52,12 @@ def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> 
 
 
 def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[str, int]:
-    """Return parameter name -> index of the first stage that reads it."""
     parts = parts_of(run, schedule_of(run))
     return {name: stages_with(model, name, parts)[0] for name in names}
 
 
 def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, list[str]]:
-    """Return stage index -> names of the parameters held here that this stage alone reads, in the model's order."""
+    """Return stage index -> names of the parameters held here that only this stage reads, in the model's order."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
         stages = stages_with(model, name, parts)
@@ -70,39 +66,33 @@ def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, l
     return found
 
 
-def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedSums:
-    """Return the object that starts the data-parallel sums of a stage's own parameters as soon as their gradients are complete."""
+def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedReduction:
+    """Return the object that starts data-parallel all-reduces of the gradients of a stage's own parameters as soon as they are complete."""
     assert isinstance(engine.module, Transformer)
     names = _names_of(engine.module, parts_of(run, runtime.schedule))
     alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
-    return OverlappedSums(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
+    return OverlappedReduction(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:
     """Return the object that runs this rank's part of the pipeline schedule. Collective, because it makes process groups."""
     assert isinstance(model, Transformer)
     schedule = schedule_of(run)
-    for ranks in sorted({homes for homes in schedule.homes if len(homes) > 1} | _embedding_shared(run, schedule)):
+    shared = {tuple(sorted({*schedule.homes[0], *schedule.homes[-1]}))} if run.model.ends_read_embedding else set()
+    for ranks in sorted(homes for homes in {*schedule.homes} | shared if len(homes) > 1):
         mesh.part("pp", ranks, label="replicas")
     down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # also in 16 bits, because products that cannot be split keep a cast weight for each micro-batch in flight
+        splittable(model)  # in 16 bits, because other products keep a cast weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of activations that one rank sends to the next stage, for a micro-batch of which it reads tokens [B, L].
-
-    The shape is [B, L, D], with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
+    """Return the shape of activations that one rank sends to the next stage, for a micro-batch of which it reads tokens [B, L]: [B, L, D],
+    with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
     """
     batch, length = tokens_BL
     columns = run.tp_grid().columns
     return batch, length // (run.degrees.tp if run.tensor.sequence_parallel else 1), run.model.d_model // columns
-
-
-def _embedding_shared(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:
-    """Return a set of one tuple, the pp ranks of the embedding that both ends of the pipeline read; empty if it is on one rank."""
-    ranks = tuple(sorted({*schedule.homes[0], *schedule.homes[-1]}))
-    return {ranks} if run.model.ends_read_embedding and len(ranks) > 1 else set()

@@ -2,8 +2,8 @@
 
     schedule_of(run)          actions of one step, or of several steps between which the pipeline is not drained
     layers_of(run, schedule)  layers of each stage: cut by FLOPs, or as pipeline.layers says
-    stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage with these layers
-    Device.cost(stages)       seconds: FLOPs over a speed, bytes over a link's bandwidth
+    stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage
+    Device.cost(stages)       seconds of each action: FLOPs / speed, bytes / bandwidth
 
 For each forward product, the backward pass has two: the gradient of the weights (action W) and the gradient of the input. Attention
 between q, k and v has no weights, so both of its products belong to the input's gradient. Recomputed parts run forward again with the
@@ -38,6 +38,7 @@ from moe.plan.memory.stack import OURS
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, fix_of
+from parallel.mesh.mesh import divisors
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.plan_file import ClockedSchedule, read_plan
 from parallel.pipeline.order_file import read_order
@@ -46,24 +47,24 @@ from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks,
 from parallel.pipeline.simulator.simulate import Cost, costs, simulate
 from parallel.store.files import user_path
 
-STATE_BYTES = 16  # of a parameter, on every rank that holds it: fp32 weight and gradient, and AdamW's two moments
-WEIGHT_BYTES = 4  # of a parameter, for each older version of the weights that is kept
+STATE_BYTES = 16  # bytes of a parameter on every rank that holds it: fp32 weight and gradient, and AdamW's two moments
+WEIGHT_BYTES = 4  # bytes of a parameter in each older version of the weights that is kept
 
 
 def continuous(run: Run) -> bool:
-    """Return whether the schedule updates weights without draining the pipeline in between, as PipeDream does."""
+    """Return whether the schedule starts the next step before all micro-batches of a step have left the pipeline, as PipeDream does."""
     kind = SCHEDULES.get(run.pipeline.schedule)
     return run.degrees.pp > 1 and kind is not None and kind.continuous
 
 
 def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
-    """Return the schedule of `batches` steps on the recipe's ranks. Raises BadInput for sizes that the schedule cannot have."""
+    """Return the schedule of `batches` steps on the recipe's pipeline ranks. Raises BadInput for sizes that the schedule does not allow."""
     return _named(run, batches) if run.pipeline.energy_plan is None else energy_plan(run).schedule
 
 
 def energy_plan(run: Run) -> ClockedSchedule:
-    """Read the recipe's energy plan (clock rates of each action, by `moe energy`). Raises BadInput for a plan of another schedule, and for
-    a schedule without drains between steps."""
+    """Read the recipe's energy plan (clock rates of each action, by `moe energy`). Raises BadInput if its schedule is another one, and if
+    the recipe has no stages or its schedule does not drain the pipeline between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
         alone = run.degrees.pp == 1
@@ -76,7 +77,7 @@ def energy_plan(run: Run) -> ClockedSchedule:
     size = "" if p.schedule.endswith(".csv") else f" --stages {run.degrees.pp} --microbatches {p.microbatches}"
     chunks = "" if p.chunks is None else f" --chunks {p.chunks}"
     fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json" | Set("it", None)
-    if p.pipelines not in (None, 2):  # `moe energy` does not plan such schedules, so another plan cannot be made
+    if p.pipelines not in (None, 2):  # `moe energy` makes no plan for this number of pipelines
         fix = Set("it", None) | Set("pipeline.pipelines", None)
     return read_plan(user_path(p.energy_plan, what=what), schedule, what=what, fix=fix)
 
@@ -96,7 +97,7 @@ def _named(run: Run, batches: int) -> Schedule:
 def _checked(
     name: str, ranks: int, microbatches: int, chunks: int | None, batches: int, vertical_sync: bool | None, pipelines: int | None
 ) -> Schedule:
-    """Build and check a schedule once: a run needs it several times, and a planner for each plan that it shows."""
+    """Build and check a schedule. Cached, because a run asks for it several times, and a planner for each plan that it shows."""
     size = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "batches": batches}
     return check(make_schedule(name, **size, vertical_sync=vertical_sync, pipelines=pipelines))  # type: ignore[arg-type]
 
@@ -104,69 +105,51 @@ def _checked(
 def _from_file(run: Run) -> Schedule:
     p = run.pipeline
     schedule = read_order(user_path(p.schedule, what="pipeline.schedule"))
-    for what, got, needed in (
-        ("degrees.pp", run.degrees.pp, schedule.num_ranks),
-        ("pipeline.microbatches", p.microbatches, schedule.microbatches),
-    ):
-        if got != needed:
-            raise BadInput(what, got=got, needed=f"{needed}, as in {p.schedule}", fix=Set(what, needed) | "take another order")
+    both = (("degrees.pp", run.degrees.pp, schedule.num_ranks), ("pipeline.microbatches", p.microbatches, schedule.microbatches))
+    for what, given, number in both:
+        if given != number:
+            raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order")
     if schedule.num_updates > 1:
-        raise BadInput(
-            "pipeline.schedule",
-            got=f"{p.schedule} with {schedule.num_updates} updates",
-            needed="one: a file is the order of one step",
-            fix="remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous)),
-        )
+        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one: a file is the order of one step"
+        fix = "remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
+        raise BadInput("pipeline.schedule", got=got, needed=needed, fix=fix)
     return schedule
 
 
 def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None) -> tuple[range, ...]:
-    """Return the layers of each stage.
-
-    smaller: the fix to propose for fewer stages; None: lower degrees.pp. Raises BadInput for more stages than layers without
-    pipeline.layers, and for a pipeline.layers that does not fit.
-    """
+    """Return the layers of each stage. Raises BadInput for a pipeline.layers that does not fit, and without it for more stages than layers.
+    smaller: the fix to propose if there are too many stages; None: lower degrees.pp."""
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
     fewer = fix_of(smaller or Set("degrees.pp", fewer_ranks(schedule.name, layers // max(1, stages // schedule.num_ranks))))
     if given is None and stages > layers:
         chunks = layers // schedule.num_ranks
         if chunks and run.pipeline.chunks is not None:
             fewer = Set("pipeline.chunks", chunks)
-        raise BadInput(
-            "degrees.pp", got=f"{stages} stages", needed=f"at most one a layer: model.num_layers={layers}", fix=fewer | "add layers"
-        )
+        needed = f"at most one a layer: model.num_layers={layers}"
+        raise BadInput("degrees.pp", got=f"{stages} stages", needed=needed, fix=fewer | "add layers")
     if given is not None:
         _check_list(run, schedule, given, otherwise=fewer & Set("pipeline.layers", None))
     return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
 
 
 def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: Fix) -> None:
-    """Refuse a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights.
-
-    otherwise: the fix to propose if no list fits these stages.
-    """
-    layers, stages = run.model.num_layers, schedule.num_stages
+    """Raise BadInput for a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights. otherwise: the fix to
+    propose if no list fits these stages."""
+    layers, stages, near = run.model.num_layers, schedule.num_stages, _some_list(run, schedule.num_stages)
     if len(given) != stages or sum(given) != layers or min(given) < 0:
-        near, by_flops = _some_list(run, stages), Set("it", None, said="null for a cut by FLOPs")
-        raise BadInput(
-            "pipeline.layers",
-            got=list(given),
-            needed=f"{stages} numbers from 0, one a stage, that add up to model.num_layers={layers}",
-            fix=otherwise if near is None else Set("it", near) | by_flops if stages <= layers else Set("it", near),
-        )
+        needed = f"{stages} numbers from 0, one a stage, that add up to model.num_layers={layers}"
+        listed = Set("it", near) | Set("it", None, said="null for a cut by FLOPs") if stages <= layers else Set("it", near)
+        raise BadInput("pipeline.layers", got=list(given), needed=needed, fix=otherwise if near is None else listed)
     empty = empty_rank(given, schedule.homes)
     if empty is not None:
-        near = _some_list(run, stages)
-        raise BadInput(
-            "pipeline.layers",
-            got=f"{list(given)}, which leaves rank {empty} of the pipeline without weights",
-            needed="a layer, the embedding (first stage) or the head (last stage) on every rank",
-            fix=Set("it", near) if near else otherwise,
-        )
+        got = f"{list(given)}, which leaves rank {empty} of the pipeline without weights"
+        needed = "a layer, the embedding (first stage) or the head (last stage) on every rank"
+        raise BadInput("pipeline.layers", got=got, needed=needed, fix=Set("it", near) if near else otherwise)
 
 
 def _some_list(run: Run, stages: int) -> list[int] | None:
-    """Return a cut by FLOPs. With one stage more than layers, the head has a stage of its own; with two more, so has the embedding."""
+    """Return the number of layers of each stage, by FLOPs. With one stage more than layers, the last has the head alone. With two more, the
+    first has the embedding alone, too."""
     layers = run.model.num_layers
     if stages <= layers:
         return list(cut(layer_flops(run), stages))
@@ -174,7 +157,7 @@ def _some_list(run: Run, stages: int) -> list[int] | None:
 
 
 def described(run: Run) -> str:
-    """Describe the stages in a line, with the simulated fraction of time in which ranks are idle: times by FLOPs, without transfers."""
+    """Return a line about the stages, with the fraction of time in which ranks are idle, simulated by FLOPs without messages."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)
     layers = layers_of(run, schedule)
@@ -186,21 +169,15 @@ def described(run: Run) -> str:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Return whether the schedule has actions that compute only the input's gradient, or only the weights'."""
+    """Return whether the schedule computes the gradients of inputs and of weights in different actions."""
     return any(action.op is Op.I for order in schedule.orders for action in order)
-
-
-# --- costs of stages ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Cost of one micro-batch on one stage.
-
-    parameters: of the stage. forward, backward: FLOPs of the passes, recomputation in the latter. weights: part of `backward` for the
-    weights' gradients (action W). held: bytes kept from the forward to the backward pass. crossing: bytes of the output, which is sent to
-    the next stage, and so of the gradient that comes back.
-    """
+    """Cost of one micro-batch on one stage. parameters: their number. forward, backward: FLOPs of the passes, with recomputation. weights:
+    FLOPs of `backward` for the gradients of weights (action W). held: bytes of activations kept until the backward pass. crossing: bytes of
+    the output, which is sent to the next stage; its gradient has as many."""
 
     layers: range
     parameters: int
@@ -219,7 +196,7 @@ class Device:
     link_gb_s: float
 
     def cost(self, stages: Sequence[Stage], replicas: int) -> Cost:
-        """Function from (rank, action) to seconds. Action S sums a stage's fp32 gradients over n replicas: 2 (n - 1) / n of their bytes."""
+        """Return a function from (rank, action) to seconds. Action S is the all-reduce of a stage's fp32 gradients over the replicas."""
 
         def cost(rank: int, action: Action) -> float:
             stage = stages[action.stage]
@@ -234,22 +211,19 @@ class Device:
 
 
 def micro_batch(run: Run, microbatches: int) -> int:
-    """Number of sequences in one micro-batch of one replica. Raises BadInput if the batch cannot be cut into `microbatches`."""
+    """Return the number of sequences in a micro-batch of one replica. Raises BadInput if the batch is not divisible."""
     replicas = run.degrees.dp if isinstance(run.degrees.dp, int) else 1
     share = run.train.global_batch // replicas
     if run.train.global_batch % replicas or share % microbatches:
-        near = min((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - microbatches), default=1)
-        raise BadInput(
-            "--microbatches",
-            got=f"{microbatches} of a batch of {run.train.global_batch} sequences on {replicas} data-parallel ranks",
-            needed="equal numbers of sequences in all micro-batches",
-            fix=f"--microbatches {near}, or --train.global_batch {max(1, share // microbatches) * microbatches * replicas}",
-        )
+        near = min(divisors(share) if share else [1], key=lambda n: abs(n - microbatches))
+        got = f"{microbatches} of a batch of {run.train.global_batch} sequences on {replicas} data-parallel ranks"
+        fix = f"--microbatches {near}, or --train.global_batch {max(1, share // microbatches) * microbatches * replicas}"
+        raise BadInput("--microbatches", got=got, needed="equal numbers of sequences in all micro-batches", fix=fix)
     return share // microbatches
 
 
 def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Stage, ...]:
-    """Return the stages with these layers (moe/plan/pipeline.py), with the costs of micro-batches of `sequences` sequences."""
+    """Return the stages with these layers, with the costs of micro-batches of `sequences` sequences."""
     network, last = network_of(run), len(layers) - 1
     plan = Plan(  # one device holds each stage
         pp=len(layers),
@@ -284,7 +258,7 @@ def _stage(run: Run, layers: range, network: Network, plan: Plan, *, first: bool
 
 
 def _ends(run: Run, *, first: bool, last: bool) -> int:
-    """Number of parameters outside the layers: tables, the last norm, and multi-token prediction."""
+    """Return the number of a stage's parameters outside layers: embedding and head, last norm, multi-token prediction."""
     m = run.model
     tables = first + (last and not (first and m.tied_embeddings)) + (last and not first and m.ahead > 0 and not m.tied_embeddings)
     ahead, _ = multi_token_size(run)
@@ -298,7 +272,7 @@ def _recomputed(run: Run, layer: int) -> float:
 
 
 def _parameters(run: Run, layer: int) -> int:
-    """Number of parameters of a block on one rank, which holds 1 / ep of the experts."""
+    """Return the number of a layer's parameters on one rank, which holds 1 / ep of the experts."""
     total = block_size(run, layer=layer).total
     sparse, ep = run.model.layers_with_experts(), run.degrees.ep
     if layer not in sparse or not isinstance(ep, int):

@@ -2,17 +2,9 @@
 
     C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
 
-Capacity is counted per group of tokens (GShard, arXiv 2006.16668). The recipe defines the group, not the layout, so the same tokens are
-dropped on any number of ranks. Systems round differently: docs/moe/moe.md has the table. A choice is kept if its position in the
-expert's queue, a cumulative count, is below C:
-
-    queue    choices_first    all first choices of the group, then all second ones          GShard
-             tokens_first     token after token                                             Megatron-LM, MegaBlocks
-    drop     position         first come, first served
-             lowest_gate      highest gate first                                            V-MoE (arXiv 2106.05974, section 4)
-             random           in random order                                               DeepSpeed's random token selection
-
-Recipes are checked by the numbers before torch is loaded, so functions import it.
+The recipe defines groups of tokens (GShard, arXiv 2006.16668), so drops do not depend on the layout. A choice is kept if its position
+in its expert's queue is below C. `router.queue` and `router.drop` set the order: docs/moe/routing.md. Functions import torch themselves,
+because recipes are checked before torch is loaded.
 """
 
 from __future__ import annotations
@@ -33,14 +25,11 @@ if TYPE_CHECKING:
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
-    """Return the slots per expert and group that `spec` sets for training or evaluation; None if dropless.
-
-    There are never more slots than tokens in the group, because a token chooses an expert only once.
-    """
+    """Return the slots per expert and group that `spec` sets for training or evaluation, at most the group's tokens; None if dropless."""
     factor, choices = spec.capacity_factor if training else spec.eval_capacity_factor, spec.num_choices
     if factor is None:
         return None
-    # round in decimal first: 200 * 1.1 / 4 is 55, and binary error must not make it 56
+    # rounded to 9 decimals first, because 200 * 1.1 / 4 is 55.00000000000001 in binary
     exact = round(group_tokens * (choices if spec.capacity_counts == "choices" else 1) * factor / num_experts, 9)
     rounding = spec.capacity_rounding
     slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
@@ -59,9 +48,7 @@ def kept_choices(
     priority_TK: Tensor | None = None,
 ) -> Tensor:
     """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False ask for none.
-
-    `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone. Raises BadInput if the tokens
-    do not divide into groups.
+    Raise BadInput if the tokens do not divide into groups. `priority_TK` fp32: higher values are served first, equal ones in queue order.
     """
     import torch
 

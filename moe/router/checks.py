@@ -1,10 +1,7 @@
 """Combinations of router settings that are refused before a run begins, each with its reason. No torch is imported here.
 
 Some of them would run and be silently wrong: a top-1 gate normalised to sum to 1 is always 1, so the router has no gradient; a balance
-loss for a selection that is not learned; a value that nothing reads. Two checks concern the tokens that a choice of experts depends on:
-
-    later tokens      in a decoder, which must not see them          a method of selection, or a queue for slots, can look ahead
-    a whole group     of which sequence parallelism gives each rank a shard only: ranks exchange scores (moe/router/slices.py)
+loss for a selection that is not learned; a value that nothing reads.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
 
 _SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
-_LEAST_FACTOR = 0.001  # least capacity factor: with a smaller one, rounding gives each expert one slot or none
+_LEAST_FACTOR = 0.001  # a smaller capacity factor would be rounded to one slot or none for each expert
 
 
 def check_spec(spec: RouterSpec, num_experts: int) -> None:
@@ -33,10 +30,8 @@ def check_spec(spec: RouterSpec, num_experts: int) -> None:
 
 
 def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
-    """Refuse a value in `own`, the recipe's own values, that nothing reads given the spec's other choices. Raises BadInput for the first.
-
-    Values of a preset are not refused, so that one choice can be replaced without removing the others. Nor are values equal
-    to RouterSpec's defaults, which ask for nothing.
+    """Refuse a value in `own`, the recipe's own values, that has no effect given the spec's other values. Raises BadInput for the first.
+    A preset's values are not refused, so that a recipe can replace one of them. Nor are values equal to RouterSpec's defaults.
     """
     from moe.recipe.router_spec import RouterSpec  # here, because it imports pydantic, which a router outside a recipe does not need
 
@@ -49,7 +44,7 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
 
 
 def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
-    """Return the fields without effect: field -> (the other setting that causes it, the reason, a change that gives it an effect)."""
+    """Return field without effect -> (the other setting that causes it, the reason, a change that gives the field an effect)."""
     method = method_of(s)
     found: dict[str, tuple[str, str, Fix]] = {
         key: (f"select {s.select}", reason, Set("router.select", other.name))
@@ -84,7 +79,7 @@ def _check_gates(s: RouterSpec) -> None:
         raise BadInput("router.softmax_over", got=f"chosen with score {s.score}", needed="score softmax", fix=fix)
     if chosen and s.gates == "before_drop":
         fix = Set("router.gates", "as_is")
-        raise BadInput("router.gates", got="before_drop with softmax_over chosen", needed="as_is: their sum is 1", fix=fix)
+        raise BadInput("router.gates", got="before_drop with softmax_over chosen", needed="as_is: those gates already sum to 1", fix=fix)
     if s.second == "random" and s.num_choices != 2:
         fix, needed = Set("router.preset", "gshard") | Set("router.second", "always"), "a top-2 preset or num_choices 2"
         raise BadInput("router.second", got=f"random with {s.num_choices} choices", needed=needed, fix=fix)

@@ -1,18 +1,13 @@
-"""Losses that keep experts evenly used, as pure functions of a routing. All in fp32, over valid tokens only: padding is never counted.
+"""Losses that keep experts evenly used, as pure functions of a routing, in fp32, over valid tokens only.
 
     balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
     importance = CV^2 of the experts' summed gates: variance / mean^2                (Shazeer et al., arXiv 1701.06538, eq. 6-7)
-    load       = CV^2 of the experts' expected loads: sums of tokens' probabilities  (the same paper, eq. 8-11; moe/router/noise.py)
+    load       = CV^2 of the experts' expected loads: sums of tokens' probabilities  (the same paper, eq. 8-11; moe/router/scores.py)
     z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
-When the load is even, balance is 1 for any k, and importance is 0. The scope names the tokens over which f, P and the gates are taken:
-each capacity group (a mean over groups, weighted by their tokens), one rank's micro-batch, or the global batch. Products and squares
-do not add up over the micro-batches and ranks of a step, so each of them must know the sums of the whole step. Given these sums, its
-loss has its share of the gradient of the step's loss, and the mean over all is the step's value. Losses are summed over layers.
-`join` adds a loss to the backward pass in the layer that computes it: no global list is needed, and it works across pipeline stages.
-
-The selection bias balances without a loss (arXiv 2408.15664, DeepSeek-V3): `updated_bias` moves it against the load, once a step.
+Losses over the global batch are not sums over its micro-batches and ranks, so each of these needs the sums of the whole step
+(`StepMeans`). Its loss then has its share of the gradient, and the mean over all of them is the step's loss.
 """
 
 from __future__ import annotations
@@ -39,10 +34,7 @@ def balance_loss(
     counted_TK: Mask = None,
     step: StepMeans | None = None,
 ) -> Tensor:
-    """Return the balance loss, scalar fp32. The gradient flows through `probs_TE` only.
-
-    With `step`, f is taken over the whole step, and groups are ignored.
-    """
+    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, f is that of the whole step, without groups."""
     num_experts = probs_TE.shape[1]
     if step is not None:
         return num_experts * (step.share_E * group_means(probs_TE, num_groups=1, valid_T=valid_T)[0]).sum()
@@ -53,8 +45,7 @@ def balance_loss(
 
 
 def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
-    """Return the importance loss, scalar fp32, of the gates [T, E], which are 0 at experts that a token did not choose (`spread_gates`).
-
+    """Return the importance loss, scalar fp32, of gates [T, E] (`spread_gates`).
     With `step`, the value is the whole step's, and the gradient is this rank's and micro-batch's share of it.
     """
     if step is None:
@@ -71,16 +62,13 @@ def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, s
 
 
 def z_loss(logits_TE: Tensor, *, valid_T: Mask = None) -> Tensor:
-    """Return the router z-loss, scalar fp32, of the logits [T, E]."""
     return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
 
 
 @dataclass(frozen=True)
 class StepMeans:
-    """One layer's means over the whole step, fp32 [E].
-
-    `share_E`: each expert's share of all counted choices. `gate_E`: its mean gate over all tokens. `chance_E`: its mean probability of
-    being chosen, None unless a load loss is used.
+    """One layer's means over the whole step, fp32 [E]: `share_E` each expert's share of all counted choices, `gate_E` its mean gate over
+    all tokens, `chance_E` its mean probability of being chosen (None without a load loss).
     """
 
     share_E: Tensor
@@ -99,7 +87,6 @@ def step_means(
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
     """Return the step's means, given this rank's and micro-batch's choices, gates (None: gate_E is 0) and chances.
-
     `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of the step.
     """
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
@@ -115,7 +102,7 @@ def step_means(
 
 
 def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
-    """Return the number of elements that `whole` sums for one layer: for each expert choices, gates and chances, and the tokens."""
+    """Return the number of elements that `whole` of `step_means` sums for one layer."""
     return (3 if chances else 2) * num_experts + 1
 
 
@@ -144,7 +131,6 @@ def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Mask = None) -> Tenso
 
 
 def mean_over_tokens(x_T: Tensor, *, valid_T: Mask = None) -> Tensor:
-    """Return the mean over valid tokens, a scalar; 0 without valid tokens."""
     return group_means(x_T.unsqueeze(1), num_groups=1, valid_T=valid_T)[0, 0]
 
 
@@ -154,7 +140,6 @@ def cv_squared(x: Tensor) -> Tensor:
 
 
 def _weighted(x_G: Tensor, valid_T: Mask) -> Tensor:
-    """Return the mean over groups, each weighted by its share of the valid tokens."""
     if valid_T is None:
         return x_G.mean()
     tokens_G = valid_T.view(len(x_G), -1).sum(1)

@@ -3,7 +3,7 @@
     router.score: my_parts:squared      logits_TE -> scores_TE, fp32, 0 or more, with gradient
     router.select: my_parts:pairs       (preferred_TE, num_choices) -> expert_TK int64, different experts of each token; no gradient
 
-Each token's result may depend on that token alone. Then it does not change with the layout, and no token sees a later one.
+A token's result must not depend on other tokens, so that it does not change with the layout and no token sees a later one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ _TOKENS = 7
 
 
 def own_scores(logits_TE: Tensor, name: str) -> Tensor:
-    """Return the scores [T, E] fp32 that the function of this name computes."""
     scores_TE: Tensor = loaded("router.score", name, arguments=1)(logits_TE)
     return scores_TE
 
 
 def check_own(spec: RouterSpec, num_experts: int) -> None:
-    """Load the functions that the spec names, and try them on a few tokens.
-
-    Raises BadInput if one cannot be loaded or raises an error, or if its results have a wrong shape, dtype or range, lack a gradient, or
-    depend on other tokens.
+    """Load the functions that the spec names, and try them on a few tokens. Raises BadInput if one raises an error, or if its results have
+    a wrong shape, dtype or range, lack a gradient, or depend on other tokens.
     """
     for key, name, arguments in (("router.score", spec.score, 1), ("router.select", spec.select, 2)):
         if is_plugin(name):
@@ -61,7 +58,7 @@ def _try_score(name: str, logits_TE: Tensor) -> None:
         wrong = scores_TE[~((scores_TE >= 0) & scores_TE.isfinite())][0].item()
         raise BadInput(key, got=f"{wrong:g} from {name}", needed=needed, fix="for example: torch.nn.functional.softplus")
     if not scores_TE.requires_grad or torch.autograd.grad(scores_TE.square().sum(), given_TE)[0].eq(0).all():
-        needed = "scores that logits can move: the router would not learn"
+        needed = "scores that change with the logits: otherwise the router does not learn"
         raise BadInput(key, got=f"scores without a gradient from {name}", needed=needed, fix="compute them by torch's operations")
     _check_alone(key, name, function, logits_TE)
 
@@ -88,8 +85,8 @@ def _check_alone(key: str, name: str, function: Callable[[Tensor], Tensor], rows
     alone = torch.cat([_called(key, name, function, row_1E) for row_1E in rows_TE.split(1)])
     same = torch.allclose(whole, alone, rtol=1e-5) if whole.is_floating_point() else torch.equal(whole, alone)
     if not same:
-        needed = "of each token alone, and the same every time: otherwise it depends on the layout, and on tokens that come later"
-        raise BadInput(key, got=f"{name}, whose result for a token depends on the others", needed=needed, fix="treat rows one by one")
+        needed = "a result of each token by itself, equal at each call: otherwise it depends on the layout and on later tokens"
+        raise BadInput(key, got=f"{name}, whose result for a token depends on other tokens", needed=needed, fix="treat each row by itself")
 
 
 def _called(key: str, name: str, function: Callable[[Tensor], Tensor], rows_TE: Tensor) -> Tensor:
@@ -98,7 +95,9 @@ def _called(key: str, name: str, function: Callable[[Tensor], Tensor], rows_TE: 
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(key, got=f"{name}, which raised {where(error)}", needed="a function of a few tokens", fix="mend it") from error
+        raise BadInput(
+            key, got=f"{name}, which raised {where(error)}", needed="a function that runs on a few tokens", fix="correct it"
+        ) from error
 
 
 def _shown(value: object) -> str:

@@ -2,11 +2,9 @@
 
     forward = scores (with gradient) -> decide (no gradient: experts of each token, slots) -> gates (with gradient)
 
-A Decision is a small value of integers and bools. Recomputation reuses the Decision of the first forward pass, so that differences in
-rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a token's position in the step; evaluation has
-no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). Experts are selected by a method, an object of its own
-(moe/router/methods/), or taken from a record of routing (moe/nn/routing_record.py).
-Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
+Recomputation reuses the Decision of the first forward pass, so rounding cannot change the choices. Everything inside is fp32. Noise, in
+training only, depends on a token's position in the step. Experts are selected by a method (moe/router/methods/) or taken from a record
+(moe/nn/routing_record.py). Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.kernels import choose
@@ -25,8 +24,7 @@ from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
-from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
-from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
+from moe.router.scores import chance_of_choice, chosen_gates, chosen_scores, gumbel, jittered, normal, probabilities, scores_of
 from moe.router.slices import SequenceShards
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
@@ -44,11 +42,9 @@ _CHOSEN = 20.0  # logit in a rehearsal, far above the size of noise; experts tha
 
 @dataclass(frozen=True)
 class Decision:
-    """The router's choices, without gradient.
-
-    `chosen`: the experts, as the method of selection returns them. `kept_TK` bool: True if the choice got a slot. `capacity`: slots of an
-    expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, equal in size; ranks that hold shards of
-    these groups have the same number. `load_TK` int64: experts that the balance loss counts instead of the chosen ones, if not None.
+    """The router's choices, without gradient. `chosen`: the experts. `kept_TK` bool: True if the choice got a slot.
+    `capacity`: slots of an expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, equal in size and on
+    all ranks that share them. `load_TK` int64: experts that the balance loss counts instead of the chosen ones, if not None.
     """
 
     chosen: Chosen
@@ -61,9 +57,8 @@ class Decision:
 @dataclass(frozen=True)
 class Routing:
     """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
-
-    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None if no token is padding: a padding
-    token is never kept and never counted. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
+    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None without padding, which is never
+    kept and never counted. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
     """
 
     expert_TK: Tensor
@@ -81,10 +76,8 @@ class Routing:
 
 class Router(nn.Module):
     """Linear router with `weight` [E, D] and, for affine logits, `logit_bias` [E]. `name` keys its random numbers.
-
-    `bias_E` fp32, a buffer: the selection bias, None if the spec has none. `noise_weight` [E, D] learns the size of noisy_top_k's noise.
-    `expert_scale` [E] and the gain of `input_norm` [D] exist if the spec asks for them, and begin at 1. Raises BadInput for a spec that
-    cannot work with `num_experts`.
+    `bias_E` fp32, a buffer: the selection bias. `noise_weight` [E, D] learns the size of noisy_top_k's noise. `expert_scale` [E] and the
+    gain of `input_norm` [D] begin at 1. Raises BadInput for a spec that cannot work with `num_experts`.
     """
 
     def __init__(
@@ -114,7 +107,6 @@ class Router(nn.Module):
 
     @property
     def method(self) -> Method:
-        """Return the method that selects experts."""
         return method_of(self.spec)
 
     @in_region("route")
@@ -140,9 +132,8 @@ class Router(nn.Module):
         return Routing(chosen.expert_TK, gate_TK, made.kept_TK, probabilities(scores_TE, spec), logits_TE, *groups, chance_TE)
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logits [T, E] of the (jittered, normed) input, these with noisy_top_k's noise, and each expert's chance to be chosen.
-
-        Without this noise, both logits are the same tensor. The chances [T, E] are None unless the spec has a load loss.
+        """Return (logits, logits with noisy_top_k's noise, each expert's probability of being chosen), each [T, E].
+        Without noise, both logits are the same tensor. The probabilities are None without a load loss.
         """
         spec = self.spec
         if self.training and spec.jitter:
@@ -157,9 +148,10 @@ class Router(nn.Module):
         logits_TE = supposed(logits_TE, self._balanced(x_TD))
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE, None
-        noise_TE = context.uniform(f"{self.name}.noise", self.num_experts)
-        size_TE = noise_size(x_TD.to(sum_dtype(x_TD.dtype)), self.noise_weight)
-        noisy_TE = supposed(noisy_logits(logits_TE, size_TE, noise_TE), self._balanced(x_TD))
+        noise_TE = normal(context.uniform(f"{self.name}.noise", self.num_experts))
+        wide_TD = x_TD.to(sum_dtype(x_TD.dtype))
+        size_TE = F.softplus(F.linear(wide_TD, self.noise_weight.to(wide_TD.dtype)))
+        noisy_TE = supposed(logits_TE + noise_TE * size_TE, self._balanced(x_TD))
         return logits_TE, noisy_TE, chance_of_choice(logits_TE, noisy_TE, size_TE, spec.num_choices) if spec.load_weight else None
 
     def _balanced(self, x_TD: Tensor) -> Callable[[], Tensor]:
@@ -172,7 +164,7 @@ class Router(nn.Module):
             return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
         scores_GE, logits_GE = slices.whole(torch.stack((scores_TE, logits_TE), dim=1)).unbind(1)
         length = sequence_tokens * slices.axis.size
-        return slices.each_mine(self.decide(scores_GE, logits_GE, sequence_tokens=length, context=slices.context(context)))
+        return slices.mapped(self.decide(scores_GE, logits_GE, sequence_tokens=length, context=slices.context(context)), slices.mine)
 
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
@@ -204,7 +196,7 @@ class Router(nn.Module):
         return Decision(chosen, kept_TK, slots, num_groups, load_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
-        """Return scores [T, E] with noise and bias. Gates are always taken from the unchanged scores."""
+        """Return the scores [T, E] by which experts are selected, with noise and bias. Gates are computed without them."""
         spec = self.spec
         preferred_TE = logits_TE if spec.softmax_over == "chosen" else scores_TE
         if spec.noise == "gumbel" and self.training:
@@ -213,17 +205,22 @@ class Router(nn.Module):
         return preferred_TE if self.bias_E is None else preferred_TE + self.bias_E
 
     def _given(self, context: Context) -> Tensor | None:
-        """Return the experts [T, K] of the context's record, -1 if the router chooses a token's experts; None without a record."""
+        """Return the recorded experts [T, K], -1 if the router chooses a token's experts; None without a record."""
         if not self.method.tokens_choose and (context.record_routing or context.replay_routing):
-            needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record" | Set("router.select", "top_k")
-            raise BadInput("record_routing or replay_routing", got=f"one with router.select {self.spec.select}", needed=needed, fix=fix)
+            needed, fix = "a router in which tokens choose experts", "give no record" | Set("router.select", "top_k")
+            raise BadInput(
+                "record_routing or replay_routing",
+                got=f"a record with router.select {self.spec.select}, in which experts choose tokens",
+                needed=needed,
+                fix=fix,
+            )
         if context.replay_routing is None:
             return None
         sizes = {"num_choices": self.spec.num_choices, "num_experts": self.num_experts}
         return context.replay_routing.take(self.name, context.position_T, **sizes)
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
-        """Return bool [T, K], True for choices that ask for a slot: False for padding tokens and for random second choices not taken."""
+        """Return bool [T, K]: False for padding tokens, and for second choices that `router.second: random` does not use."""
         active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)
@@ -239,7 +236,7 @@ class Router(nn.Module):
         if spec.drop != "lowest_gate":
             return None
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
-        # V-MoE's priority is a token's highest gate, for all its choices; with queue tokens_first, it is each choice's own gate
+        # choices_first: a token's highest gate is the priority of all its choices (V-MoE); tokens_first: each choice's own gate
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
     def _num_groups(self, tokens: int, sequence_tokens: int) -> int:
@@ -253,13 +250,12 @@ class Router(nn.Module):
         if self.training:
             fix = Set("router.group", "sequence")
             raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the {sequences} given", fix=fix)
-        return 1  # evaluation and generation may have fewer sequences than a training group, so all are one group
+        return 1  # in evaluation, one group: there may be fewer sequences than in a training group
 
 
 def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
     """Return logits [T, E], fp32 on the CPU, by which every expert is chosen equally often: for a rehearsal, which computes no values.
-
-    Token t chooses K experts in a row from expert t K (modulo E), the first with the highest logit. For E = 6 and K = 2: 0 1, 2 3, 4 5.
+    Token t chooses K experts in a row from expert t K (modulo E). For E = 6 and K = 2: 0 1, 2 3, 4 5.
     """
     choice_K = torch.arange(num_choices)
     expert_TK = (torch.arange(tokens).unsqueeze(1) * num_choices + choice_K) % num_experts

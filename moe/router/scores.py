@@ -1,16 +1,19 @@
-"""From logits to scores, and from the scores of the chosen experts to gates; with gradient, in fp32.
+"""From logits to scores, from the scores of the chosen experts to gates, and noise. In fp32, with gradient.
 
-    softmax            exp(l_e) / sum exp(l)          a distribution; over the chosen experts only: after selection
-    sigmoid            1 / (1 + exp(-l_e))            each expert on its own          DeepSeek-V3 (arXiv 2412.19437, eq. 15)
-    sqrt_softplus      sqrt(log(1 + exp(l_e)))        grows without bound, slowly     Megatron-LM's sqrtsoftplus
+softmax        exp(l_e) / sum exp(l)                    or, over the chosen experts only, after selection
+sigmoid        1 / (1 + exp(-l_e))                                                              DeepSeek-V3 (arXiv 2412.19437, eq. 15)
+sqrt_softplus  sqrt(log(1 + exp(l_e)))                  grows without bound, slowly             Megatron-LM's sqrtsoftplus
+jitter         x' = x * uniform(1 - e, 1 + e)           on a copy: experts get x                Switch (arXiv 2101.03961, app. C)
+gumbel         expert e has the highest l_e + G_e with its softmax probability; G = -log(-log u)    "RSample" of DeepSpeed
+noisy_top_k    l_e + N_e softplus((W_noise x)_e)        N normal, size learned                  Shazeer et al. (arXiv 1701.06538, eq. 4)
 
-Gates that sum to 1 are exp(a_i) / sum exp(a_j) over a token's choices, where a is the logarithm of a score. Nothing is divided by a sum
-of scores, so gates sum to 1 even if fp32 cannot add up such small scores. A single gate made to sum to 1 would always be 1, and the
-router would get no gradient from the model's loss: moe/router/checks.py refuses it.
+Gates that sum to 1 are exp(a_i) / sum exp(a_j) over a token's choices, where a is the logarithm of a score: the sum of scores may be too
+small for a division in fp32. Noise, in training only, is made from uniform numbers that are equal on every layout.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +26,11 @@ from moe.router.own import own_scores
 if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
 
-# T tokens, E experts, K choices
+# T tokens, D model, E experts, K choices
 
 _TINY = 1e-20  # lower bound of scores and their sums before a logarithm or a division
+_LEAST = 1e-6  # lower bound of the noise's size, which is a divisor
+_EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms are infinite
 
 
 def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
@@ -45,26 +50,26 @@ def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec) -> Tensor:
-    """Return the chosen experts' gates [T, K] before they are made to sum to 1. With router.drop lowest_gate, these are compared."""
+    """Return the chosen experts' gates [T, K] before they are made to sum to 1. router.drop lowest_gate compares them."""
     if spec.softmax_over == "chosen":
         return logits_TE.gather(1, expert_TK).softmax(-1)
     return scores_TE.gather(1, expert_TK)
 
 
 def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec, of_TK: Tensor | None) -> Tensor:
-    """Return the gates [T, K] of the chosen experts. `of_TK` bool: choices that have a gate; all others get 0, and no part of the sum 1."""
+    """Return the chosen experts' gates [T, K]. `of_TK` bool: choices that get a gate; all others get 0 and do not count in the sum."""
     if spec.gates == "as_is":
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         gate_TK = gate_TK if of_TK is None else gate_TK * of_TK
     else:
-        own = is_plugin(spec.score)  # a user's score may depend on all of a token's logits, so it is not computed from the chosen ones
+        own = is_plugin(spec.score)  # a user's score may depend on all logits of a token
         log_TK = scores_TE.gather(1, expert_TK).clamp(min=_TINY).log() if own else _log_scores(logits_TE.gather(1, expert_TK), spec)
         gate_TK = _sum_to_one(log_TK, of_TK)
     return gate_TK if spec.gate_scale == 1 else gate_TK * spec.gate_scale
 
 
 def _log_scores(logits_TK: Tensor, spec: RouterSpec) -> Tensor:
-    """Return the logarithms of scores, each token's up to a constant."""
+    """Return the logarithms of scores [T, K]. A token's logarithms may all be off by the same constant."""
     if spec.score == "softmax":
         return logits_TK
     if spec.score == "sigmoid":
@@ -80,3 +85,27 @@ def _sum_to_one(log_TK: Tensor, of_TK: Tensor | None) -> Tensor:
         return log_TK.softmax(-1)
     none_T1 = ~of_TK.any(-1, keepdim=True)
     return log_TK.masked_fill(~of_TK & ~none_T1, -torch.inf).softmax(-1).masked_fill(none_T1 | ~of_TK, 0.0)
+
+
+def jittered(x_TD: Tensor, uniform_TD: Tensor, size: float) -> Tensor:
+    return x_TD * uniform_TD.mul_(2 * size).add_(1 - size)
+
+
+def gumbel(uniform_TE: Tensor) -> Tensor:
+    return -(-uniform_TE.clamp(_EDGE, 1 - _EDGE).log()).log()
+
+
+def normal(uniform_TE: Tensor) -> Tensor:
+    return (2 * uniform_TE.clamp(_EDGE, 1 - _EDGE) - 1).erfinv() * math.sqrt(2)
+
+
+def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
+    """Return each expert's probability [T, E], with gradient, of being among a token's k if only its own noise is drawn again.
+
+    It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e) (Shazeer et al., eq. 8, 9). k must be less than E.
+    """
+    best_TK = noisy_TE.topk(k + 1).values
+    chosen_TE = noisy_TE > best_TK[:, k:]
+    threshold_TE = torch.where(chosen_TE, best_TK[:, k:], best_TK[:, k - 1 : k])
+    chance_TE: Tensor = torch.special.ndtr((logits_TE - threshold_TE) / size_TE.clamp(min=_LEAST))
+    return chance_TE

@@ -3,14 +3,12 @@
     sp 0: tokens 0 .. 5     scores [6, E]   \\                       the same decision on both ranks,
     sp 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  and each keeps the rows of its own tokens
 
-The choices dropped on one rank depend on the other ranks' choices (capacity, expert choice), and a balance loss per sequence counts the
-whole sequence. The all-gather sends fp32 scores, 4 E bytes a token, not the 2 D bytes of its activations. The choice itself costs each
-rank as much as it would cost one rank alone. Tokens are sorted by position, so the same ones are dropped as on one rank.
+Capacity, expert choice and a balance loss per sequence need all tokens of the group. Only fp32 scores are gathered, 4 E bytes a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -25,7 +23,7 @@ from parallel.mesh.mesh import Axis
 
 # T tokens held here, B sequences, L tokens of each held here, N ranks, G = N T tokens of all ranks
 
-Made = TypeVar("Made", bound=Any)  # a dataclass; its tensors have one row a token, its other values are the same for all tokens
+Made = TypeVar("Made", bound=Any)  # a dataclass whose tensors have one row for each token
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class SequenceShards:
     positions: Sequence[Sequence[int]]
 
     def whole(self, x_T: Tensor) -> Tensor:
-        """Gather all ranks' tokens [G, ...], sequence after sequence. Backward: sum the gradients of this rank's tokens over the ranks."""
+        """Gather all ranks' tokens [G, ...], in the order of sequences. Backward: sum this rank's gradients over the ranks."""
         x_BL = rearrange(x_T, "(b l) ... -> b l ...", l=len(self.positions[self.axis.index]))
         return rearrange(self.whole_sequences(x_BL), "b s ... -> (b s) ...")
 
@@ -54,30 +52,21 @@ class SequenceShards:
         valid_T, tokens_T = (None if x is None else self.whole(x) for x in (context.valid_T, context.tokens_T))
         return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=tokens_T)
 
-    def each_mine(self, made: Made) -> Made:
-        """Return the dataclass with every tensor [G, ...] cut to this rank's tokens [T, ...]."""
-        return self._mapped(made, self.mine)
-
-    def each_whole(self, made: Made) -> Made:
-        """Return the dataclass with every tensor [T, ...] replaced by all ranks' tokens [G, ...]. Collective."""
-        return self._mapped(made, self.whole)
-
-    def _mapped(self, made: Made, change: Any) -> Made:
+    def mapped(self, made: Made, change: Callable[[Tensor], Tensor]) -> Made:
+        """Return the dataclass with every tensor changed by `change`: `whole` (collective) or `mine`."""
         changed: dict[str, Any] = {}
         for f in fields(made):
             value = getattr(made, f.name)
             if isinstance(value, Tensor):
                 changed[f.name] = change(value)
             elif is_dataclass(value):
-                changed[f.name] = self._mapped(value, change)
+                changed[f.name] = self.mapped(value, change)
         return replace(made, **changed)
 
     @cached_property
     def _held(self) -> Tensor:
-        """Return the positions of this rank's tokens in a sequence."""
         return torch.tensor(self.positions[self.axis.index])
 
     @cached_property
     def _sorted(self) -> Tensor:
-        """Return the indices that sort gathered tokens by position."""
         return torch.tensor([position for held in self.positions for position in held]).argsort()

@@ -12,7 +12,7 @@ from typing import Any
 
 class _Verify(ModuleType):
     def __call__(self, **named: Any) -> int:
-        """Print the table of moe/verify/verify.py. Returns 0 if every layout gives the numbers of one process, else 1."""
+        """Run `moe verify` with these options. Returns 0 if every layout computes the same numbers as one process, else 1."""
         from moe.verify.verify import main  # imported when called, because it loads torch
 
         return main(**named)

@@ -1,15 +1,7 @@
-"""What `moe verify` compares: tiny models, and a layout of one of them as a case. Needs no torch.
+"""Defines the tiny models of `moe verify`, and a Case: one of these models in one layout. Needs no torch.
 
-    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision, recompute, tiles
-    --kinds expert   every router  x  every dispatcher  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
-    --kinds tensor   every kind of tensor parallelism  x  models  x  engines  x  (tp, dp, pp, ep, etp)  x  precision, recompute, tiles
-    --kinds sequence every method of sequence parallelism  x  models and routers  x  engines  x  precision, recompute
-    --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  engines  x  precision, recompute
-
-moe/verify/kinds.py lists the cases, also `--kinds hybrid` (moe/verify/hybrid.py), which combines all of these kinds.
-
-Sizes differ from each other, so that swapped dims fail. If a preset counts over the tokens of a rank (capacity group `rank`, balance over a
-micro-batch), which depends on the layout by definition, the model here counts over a sequence.
+Sizes differ from each other, so that swapped dims fail. Capacity and balance are counted over a sequence in models whose preset counts them
+over a rank or a micro-batch, because results would then depend on the layout by definition. moe/verify/kinds.py lists the cases.
 """
 
 from __future__ import annotations
@@ -26,11 +18,11 @@ from parallel.data.kinds.catalog import ENGINES
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid_of
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.sequence.kinds.catalog import SEQUENCES
+from parallel.sequence.kinds import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4
-OVERFLOWS = 1  # step in which a gradient is made infinite in cases with `overflow`
+OVERFLOWS = 1  # number of the step in which cases with `overflow` make a gradient infinite
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -65,7 +57,7 @@ PACKED: dict[str, dict[str, Any]] = {  # attention within documents; the token t
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
-# encoder-decoders; in t5, with four layers, encoder and decoder have one layer with experts and one without each
+# encoder-decoders. t5 has four layers: in encoder and decoder one with experts and one without
 HALVES: dict[str, dict[str, Any]] = {
     "t5": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "tied_embeddings": True, "dropout": 0.1, "ffn": "geglu"},
@@ -79,11 +71,10 @@ HALVES: dict[str, dict[str, Any]] = {
         "data": {"objective": "span_corruption"},
     },
 }
-# models with several options of published models each
-_LINEAR = {"optimizer": LINEAR}
+# models that combine options of published models
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gpt_oss": _LINEAR
-    | {
+    "gpt_oss": {
+        "optimizer": LINEAR,
         "model": {
             "sliding_window": 4, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
             "rope": {"fraction": 2 / 3, "base": 300.0}, "swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0},
@@ -127,12 +118,12 @@ FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "ro
 
 
 def attentions() -> dict[str, dict[str, Any]]:
-    """Return name of a method (a value of Case.attention) -> keys and values of the recipe's section `sequence`."""
+    """Return method of sequence parallelism (a value of Case.attention) -> the recipe's section `sequence`."""
     found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
     return found | {"heads2": {"kind": "ring", "heads": 2}}
 
 
-FORMS: dict[str, dict[str, Any]] = {  # further values of Case.tensor (besides the kinds of tensor.kind) -> the recipe's section `tensor`
+FORMS: dict[str, dict[str, Any]] = {  # values of Case.tensor that are no values of tensor.kind -> the recipe's section `tensor`
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
     "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
@@ -143,8 +134,8 @@ LINES = ("1d", "dtensor", *FORMS)
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: the dispatcher, a key of `examples`.
-    Fields described as "on one process" belong to reference runs: they make one process take sums in the order of a layout's ranks.
+    """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the dispatcher. Fields marked
+    "reference:" make a run on one process sum partial results in the order of a layout's ranks.
     """
 
     model: str
@@ -160,24 +151,24 @@ class Case:
     tiles: int = 1  # number of tiles of each feed-forward network and expert (tiling.ffn)
     head_tiles: int = 1  # number of tiles of the head's vocabulary (tiling.head)
     chunks: int = 1  # number of chunks of tokens in the loss (recompute.loss_chunks)
-    replicas: int = 2  # threads that are replicas in one process, for kind dp
+    replicas: int = 2  # only of kind dp: number of threads, each with a replica
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
-    stages: tuple[int, ...] | None = None  # number of layers of each stage; None: cut by FLOPs
+    stages: tuple[int, ...] | None = None  # number of layers of each stage; None: stages of about equal FLOPs
     padded: bool = False  # some sequences end early (moe/verify/plain/batches.py)
     overflow: bool = False  # one rank's gradient is infinite in step OVERFLOWS
-    tp: int = 1  # number of tensor-parallel ranks, which have the same tokens
-    tensor: str = "copied"  # how tensor-parallel ranks split weights: a value of tensor.kind or a key of FORMS
-    parts: int = 1  # on one process: layers sum partial results as this number of tp ranks does (moe/verify/in_parts.py)
-    first_part: int = 0  # index of the part with which these sums begin; an all-reduce begins each chunk of a tensor at another rank
-    blocks: int = 1  # on one process: products are computed in blocks x blocks blocks, as on a grid of tp ranks (moe/verify/in_parts.py)
-    sp: int = 1  # number of sequence-parallel ranks, which hold slices of the same sequences
+    tp: int = 1
+    tensor: str = "copied"  # how tp ranks split weights: a value of tensor.kind or a key of FORMS
+    parts: int = 1  # reference: layers are summed from the partial results of this number of tp ranks (moe/verify/in_parts.py)
+    first_part: int = 0  # reference: index of the tp rank whose partial result comes first in these sums
+    blocks: int = 1  # reference: matrix products are summed from blocks x blocks blocks, as on a grid of tp ranks (moe/verify/in_parts.py)
+    sp: int = 1
     attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`
-    slices: int = 0  # on one process: attention is merged from this number of slices (moe/verify/in_slices.py); 0: torch's attention
+    slices: int = 0  # reference: attention is merged from this number of sequence slices (moe/verify/in_parts.py); 0: torch's attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
-    recipe: str | None = None  # path of a user's recipe, which is used at a small size (moe/verify/small.py)
+    recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
 
     @property
     def layout(self) -> str:
@@ -195,7 +186,7 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """Text "name=value ..." of all fields that differ from their defaults. It is unique for each case, unlike `layout`."""
+        """All fields that differ from their defaults, as text "name=value name=value". Unlike `layout`, it is unique for each case."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
@@ -212,7 +203,7 @@ class Case:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """Return the case's recipe. By default the model has two layers, one with experts and one with a dense network."""
+        """Return the case's recipe. Unless MODELS or fields change it, the model has a layer with experts and a dense one."""
         keep = self.attention == "lightseq" and self.recompute == "full"
         values: dict[str, dict[str, Any]] = {
             "model": {
@@ -243,12 +234,12 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients are taken at older weights than they update (PipeDream, 2BW), without clipping and global balance."""
+        """Whether gradients are computed at older weights than they update (PipeDream, 2BW)."""
         return SCHEDULES[self.schedule].continuous
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """Return the recipe's section `sharding` for a Case.kind such as zero1+cpu. +cpu: host optimizer states; +cpu-all: and parameters."""
+    """Return the recipe's section `sharding` for a Case.kind. zero1+cpu: optimizer states on the host; zero3+cpu-all: parameters too."""
     name, _, place = kind.partition("+")
     where, _, everything = place.partition("-")
     offload = {"optimizer": where, "parameters": where if everything else "none"}

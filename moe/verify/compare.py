@@ -1,4 +1,4 @@
-"""Deviations of a run from a reference: the numbers of a table row."""
+"""Computes how far a run's losses, gradients and weights deviate from a reference: the numbers of a table row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
 
 
 def deviation(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """Return max |a - b| / max(max |b|, floor): 0 for equal tensors, inf if the shapes differ or a is not finite."""
+    """Return max |a - b| / max(max |b|, floor). It is 0 for equal tensors, and inf if shapes differ or a is not finite."""
     if a.shape != b.shape or not bool(a.isfinite().all()):
         return float("inf")
     difference = (a.double() - b.double()).abs().max().item()
@@ -20,20 +20,19 @@ def deviation(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def _relative(a: float, b: float) -> float:
-    """|a - b| / |b|; inf if a is not finite, because max() may drop a NaN."""
-    if not math.isfinite(a):
+    if not math.isfinite(a):  # Python's max() would ignore a NaN
         return math.inf
     return abs(a - b) / abs(b) if a != b else 0.0
 
 
 def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """Return parameter -> max |got - want| / max |want| of its gradient; the divisor is at least 1/1000 of all gradients' maximum."""
+    """Return parameter -> deviation of its gradient. Divisors are at least 1/1000 of the largest number in all gradients."""
     largest = max(g.abs().max().item() for g in want.values())
     return {name: deviation(got[name], gradient, 1e-3 * largest) for name, gradient in want.items()}
 
 
 def compare(got: Result, want: Result) -> dict[str, float]:
-    """Return for each name in NUMBERS the largest relative deviation: `loss` with the balance loss, `update`: of weights after step 0."""
+    """Return name in NUMBERS -> largest relative deviation. loss: of the first loss and balance loss; update: of weights after step 0."""
     if got.gradients.keys() != want.gradients.keys():
         return dict.fromkeys(NUMBERS, math.inf)
     return {

@@ -1,18 +1,8 @@
-"""Layouts that combine every kind of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
+"""Lists layouts that combine all kinds of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
 
-    factor      values                                                      ranks
-    schedule    none, and every schedule of the catalog                     2 stages
-    sequence    none, ring (three orders, and with ulysses inside),
-                lightseq, colossal_ring, ulysses                            2; ring with ulysses 4
-    tensor      none, 1d, 1d with slices, dtensor, 2d, 2.5d, 3d             2; 2d 4; 2.5d and 3d 8
-    dispatch    none, all_to_all (whole, in chunks), padded, all_gather,
-                hierarchical                                                the ranks of ep
-    data        ddp, fsdp, zero1, zero2, zero3                              the remaining ranks
-    experts     whole, over ep, over etp, over both                         folded over the other axes
-    model, recompute, precision
-
-moe/verify/pairwise.py chooses rows, each with one value of every factor, that contain every pair of values. The checks of recipes decide
-which pairs are refused. Folded: the ranks of ep and etp are also ranks of other axes. Remaining ranks are used for data parallelism.
+A row has one value of each feature in FACTORS and becomes one case. moe/verify/pairwise.py chooses rows so that every two values of
+different features occur together in at least one row, unless the checks of recipes refuse this pair. Ranks that pp, tp and sp leave are
+data-parallel; ep and etp use the same ranks as the other axes.
 """
 
 from __future__ import annotations
@@ -31,10 +21,10 @@ from parallel.fixes import Set
 from parallel.mesh.grids import SMALLEST
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
-WORLD, BATCH = 8, 24  # the batch divides evenly over 8 ranks and over each axis
-TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # value of the factor `tensor` -> smallest number of tp ranks
+WORLD, BATCH = 8, 24  # number of ranks of every row; sequences of a step, divisible by the degree of every axis
+TENSOR = {"none": 1, "1d": 2, "sliced": 2, "dtensor": 2} | SMALLEST  # value of `tensor` -> smallest number of tp ranks
 PLACES = {"whole": (1, 1), "ep2": (2, 1), "ep4": (4, 1), "etp2": (1, 2), "ep2 etp2": (2, 2)}  # value of `experts` -> (ep, etp)
-FACTORS: dict[str, tuple[str, ...]] = {  # factor -> its values, the simplest first
+FACTORS: dict[str, tuple[str, ...]] = {  # feature -> its values, the simplest first
     "schedule": ("none", *SCHEDULES),
     "sequence": ("none", *attentions()),
     "tensor": tuple(TENSOR),
@@ -48,18 +38,16 @@ FACTORS: dict[str, tuple[str, ...]] = {  # factor -> its values, the simplest fi
 
 
 class Idle(BadInput):
-    """Raised for a row of which one value would have no effect, such as a dispatcher without expert parallelism."""
+    """Raised for a row in which a value has no effect, such as a dispatcher without expert parallelism."""
 
 
 def hybrid_cases() -> list[Case]:
-    """Return the rows of `covering` as cases."""
+    """Return the cases of `moe verify --kinds hybrid`: one for each row of `covering`."""
     return [case_of(row, world=WORLD) for row in covering().rows]
 
 
 def covering() -> Covering:
-    """Return rows of eight processes in which every allowed pair of values occurs. If several precisions bring the same number of new
-    pairs, a row gets fp32, which has the fastest reference run.
-    """
+    """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows prefer fp32, whose reference run is fastest."""
 
     def refuse(choice: Choice) -> BadInput | None:
         try:
@@ -73,7 +61,7 @@ def covering() -> Covering:
 
 
 def described(found: Covering) -> list[str]:
-    """Return lines of text: how many pairs the rows contain, and the refused pairs with their reasons."""
+    """Return lines of text: the number of pairs that occur in rows, and the refused pairs with the reasons."""
     lines = [f"pairs of values: {len(found.met)} tested by {len(found.rows)} rows, each at least once; {len(found.refused)} are refused:"]
     by_reason: dict[str, list[Pair]] = {}
     for pair, refused in found.refused.items():
@@ -84,14 +72,14 @@ def described(found: Covering) -> list[str]:
 
 
 def as_json(found: Covering) -> dict[str, dict[str, Any]]:
-    """Return {"pairs": pair -> number of rows with it, "refused_pairs": pair -> reason}; a pair is "FACTOR VALUE x FACTOR VALUE"."""
+    """Return {"pairs": pair -> number of rows with it, "refused_pairs": pair -> reason}. Pairs are text "FEATURE VALUE x FEATURE VALUE"."""
     named = {pair: " x ".join(" ".join(value) for value in pair) for pair in (*found.met, *found.refused)}
     pairs: dict[str, Any] = {named[pair]: times for pair, times in found.met.items()}
     return {"pairs": pairs, "refused_pairs": {named[pair]: str(refused) for pair, refused in found.refused.items()}}
 
 
 def completed(chosen: Choice) -> Choice:
-    """Return a row with the chosen values and the simplest other ones; a chosen dispatcher or expert split sets the values it needs."""
+    """Complete a row by the simplest value of each other feature with which the chosen dispatcher or split of experts can run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -103,15 +91,15 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return the case of a row on `world` processes; None: on the number that the row needs, with dp of at least 2. Raises BadInput if
-    `world` is too small, and Idle if a value of the row would have no effect.
+    """Return a row's case on `world` ranks; None: on as many as it needs, with dp of at least 2. Raises BadInput if `world` is too small,
+    and Idle if a value of the row has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _rest(choice, world, pp * tp * sp, ep * etp, sharers=sp)
-    # several micro-batches; only one if there are more than four replicas and no pipeline, because 24 sequences do not divide evenly then
+    # without a pipeline: 3 micro-batches, or 1 if the 24 sequences do not divide into dp x 3
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
     batch = BATCH if world is not None else dp * microbatches * tp
@@ -135,9 +123,8 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """dp of a row. ranks: product of the other axes' degrees; experts: ep * etp; sharers: number of sp ranks. Raises BadInput if `world` is
-    too small. An engine that shards states needs at least two ranks of dp or sp to split them over.
-    """
+    """Return the row's dp. ranks: pp * tp * sp; experts: ep * etp; sharers: sp. Raises BadInput if `world` is too small."""
+    # an engine that shards states needs at least two ranks of dp or sp
     least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:
         return max(2, experts)

@@ -1,16 +1,18 @@
-"""Sums within layers on one process in the order in which tensor-parallel ranks take them. In 16 bits such sums differ from whole ones;
-moe/verify/expected.py measures by how much.
+"""Makes one process take sums in the order of ranks, which in 16 bits rounds other partial results (see moe/verify/expected.py).
 
-    in parts     y = x W1_0 W2_0 + x W1_1 W2_1: the partial results of a line of ranks, each in the compute dtype, and then their sum
-    in blocks    y_j = sum over t of x_t W_tj: products in q x q blocks, as a grid of ranks has them, each term in the compute dtype
+    in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1, in which each partial result has the compute dtype
+    in blocks    as a q x q grid of ranks: y_j = sum over t of x_t W_tj, in which each term has the compute dtype
+    in slices    as sequence parallelism: attention to one slice of keys after another, then merged. Ranks of Colossal-AI's ring compute all
+                 scores of a query at once, so their own code runs, rank by rank, with the keys and values of all ranks
 
-In the backward pass the gradient of x is summed likewise. In an encoder-decoder, so is the gradient of the encoder's output in each layer,
-and each partial result uses the columns of its heads of the position bias.
+In the backward pass, gradients are summed in the same order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
@@ -19,22 +21,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from moe.model.transformer import Transformer
+from moe.model.transformer import Block, Transformer
 from moe.nn.core import Bias
 from moe.nn.linear import Linear
 from moe.nn.vocabulary import Product, Rows, TiledRows
 from moe.parallelize.plan import lay_out, plan_for
-from moe.recipe.sections import Run
+from moe.parallelize.sequence import Exchanging
+from moe.recipe.sections import Run, Sequence
+from moe.verify.cases import Case, attentions
 from parallel.mesh.layout import Box
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.precision import sum_dtype
+from parallel.sequence.colossal_ring import ColossalRing
+from parallel.sequence.method import Known, Method, SavedTensors
+from parallel.sequence.order import Order
+from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing
 from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make attention, cross-attention and dense networks of a whole model sum the partial results that tp ranks would have. `run` gives
-    degrees.tp and tensor.kind. Partial results are added in the order of the ranks, starting with rank `first`.
-    """
+    """Make a whole model's layers, except MoE layers, sum the partial results of the tp ranks of `run`, beginning with rank `first`."""
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
     for number, block in enumerate(model.layers):
@@ -44,19 +50,14 @@ def in_parts(model: Transformer, run: Run, *, first: int) -> None:
                 held = {n: layouts[f"layers.{number}.{name}.{n}"] for n, _ in layer.named_parameters()}
                 meshes = [Mesh.of(degrees, rank % degrees.tp) for rank in range(first, first + degrees.tp)]
                 regions = [{n: layout.region(mesh) for n, layout in held.items()} for mesh in meshes]
-                layer.forward = partial(_summed, _without_hooks(layer), regions)
-
-
-def _without_hooks(layer: nn.Module) -> nn.Module:
-    """A shallow copy without hooks, which runs once for each part; the original's hooks then see only the sum."""
-    other = copy(layer)
-    other._forward_hooks, other._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
-    return other
+                part = copy(layer)  # a shallow copy without hooks, so that the layer's own hooks see only the sum
+                part._forward_hooks, part._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
+                layer.forward = partial(_summed, part, regions)
 
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """The layer's output, summed over `regions`: for each rank, parameter name -> the slice that the rank has. Each partial result uses its
-    own view of x and of the encoder's output, so that autograd sums their gradients in the same order.
+    """Return the sum of the ranks' partial results. regions: for each rank, parameter -> its slice. Each partial result gets its own view
+    of x and of the encoder's output, so that autograd also sums their gradients by rank.
     """
     held = dict(layer.named_parameters())
     shares = []
@@ -69,7 +70,7 @@ def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: A
 
 
 def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
-    """A keyword argument for one partial result: a position bias cut to the heads of `region`, and a new view of any tensor."""
+    """Return a layer's keyword argument for one rank: of a position bias only the rank's heads, of a tensor a new view."""
     if isinstance(given, Bias):
         rows = region["q.weight"][0]
         return given._replace(table_UH=given.table_UH[:, rows.start // layer.head_size : rows.stop // layer.head_size])
@@ -77,7 +78,7 @@ def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
 
 
 def in_blocks(model: Transformer, side: int) -> None:
-    """Make the attention, dense networks and untied head of a whole model multiply in side x side blocks. MoE layers stay whole."""
+    """Make the attention, dense networks and untied head of a whole model multiply in side x side blocks, but not its MoE layers."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and fits("layers.*.attention.*", name) | fits("layers.*.ffn.*", name):
             module.product = partial(_product, side=side)
@@ -86,7 +87,7 @@ def in_blocks(model: Transformer, side: int) -> None:
 
 
 def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
-    """x W^T in side x side blocks. Each block of outputs has its own view of x, so that its gradient of x is rounded before the sum."""
+    """x W^T in side x side blocks. Each block of outputs gets its own view of x, so that its gradient is rounded before the sum."""
     outputs = []
     for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
         pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)
@@ -96,7 +97,7 @@ def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
 
 
 class _Alone:
-    """Replaces the ranks that share a vocabulary (`Others` of moe/nn/vocabulary.py): nothing is sent, and products run in blocks."""
+    """An `Others` (moe/nn/vocabulary.py) of one process: sends nothing, and makes the head multiply in blocks."""
 
     def __init__(self, side: int) -> None:
         self.product: Product | None = partial(_product, side=side)
@@ -105,3 +106,99 @@ class _Alone:
         return tokens
 
     columns = rows = enter = targets = scores = loss = logits = tokens
+
+
+# --- in slices ----------------------------------------------------------------------------------------------------------
+
+
+def in_slices(model: Transformer, case: Case) -> None:
+    """Replace every attention of the model by one that rounds as the method `case.attention` does on `case.slices` ranks."""
+    form = Sequence(**attentions()[case.attention])
+    kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
+    slices = case.slices // form.heads_of(case.slices)  # ring with ulysses: ranks that exchange heads use one slice
+    order = Order(form.position_order, slices, case.length)
+    for block in model.layers:
+        assert isinstance(block, Block)
+        block.attention.core = Exchanging(kind(Axis("alone"), order, block.attention.window), keep=None)
+
+
+class _InSlices(Method):
+    """Ring attention of all simulated ranks, one after another. self.order: the sequence positions of each rank's slice."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
+        out, lse = torch.empty_like(q), nothing(q).lse_BHL
+        for here, work in self._ranks(q, known):
+            q_here = q[:, :, here]
+            merged = nothing(q_here, known.sink_H)
+            for rows, there, about in work:
+                merge(merged, attend(q_here[:, :, rows], k[:, :, there], v[:, :, there], **about), rows)
+            out[:, :, here], lse[:, :, here] = merged.out_BHLC.to(q.dtype), merged.lse_BHL
+        return out, lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
+        (out, lse), total = kept, Gradients.zeros(q, k, v, known.bias)
+        for here, work in self._ranks(q, known):
+            for rows, there, about in work:
+                queries = here[rows]
+                block = grad[:, :, queries], q[:, :, queries], k[:, :, there], v[:, :, there]
+                found = attend_backward(*block, Partial(out[:, :, queries], lse[:, :, queries]), **about)
+                total.q_BHLC[:, :, queries] += found.q_BHLC
+                total.k_BKSC[:, :, there] += found.k_BKSC
+                total.v_BKSC[:, :, there] += found.v_BKSC
+                total.add(found, queries=None, keys=None)  # here adds only the gradient of the table of position biases
+        return total
+
+    def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
+        """Yield for each rank (positions of its queries, blocks). A block: (slice of its queries, positions of keys, other arguments)."""
+        tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
+        for rank, mine in enumerate(tokens):
+            work = []
+            for source in ((rank - step) % self.order.size for step in range(self.order.size)):
+                for rows, columns, triangle in self.order.blocks(rank, source):
+                    about = {"triangle": triangle, "queries": mine[rows], "keys": tokens[source][columns], "bias": known.bias}
+                    work.append((rows, tokens[source].place_L[columns], about))
+            yield mine.place_L, work
+
+
+class _ColossalInSlices(Method):
+    """Colossal-AI's ring attention of all simulated ranks: runs each rank's code in turn, and sums the gradients of keys and values."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
+        found = [rank.forward(self._mine(q, rank), self._mine(k, rank), self._mine(v, rank), known) for rank in self._ranks(k, v)]
+        outs, weights, *sinks = zip(*found, strict=True)
+        return (torch.cat(outs, dim=2), *weights, *(torch.cat(sink, dim=2) for sink in sinks))
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
+        found = []
+        for rank in self._ranks(v, k):
+            grad_, out, q_, k_, v_ = (self._mine(x, rank) for x in (grad, kept[0], q, k, v))
+            found.append(rank.backward(grad_, q_, k_, v_, (out, kept[1 + rank.axis.index]), known))
+        dk, dv = (torch.stack(parts).sum(0) for parts in zip(*((f.k_BKSC, f.v_BKSC) for f in found), strict=True))
+        tables = [f.table_UH for f in found if f.table_UH is not None]
+        return Gradients(torch.cat([f.q_BHLC for f in found], dim=2), dk, dv, torch.stack(tables).sum(0) if tables else None)
+
+    def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
+        return kept[-1]
+
+    def _ranks(self, *rounds: Tensor) -> list[_Rank]:
+        axes = [Axis("alone", tuple(range(self.order.size)), rank) for rank in range(self.order.size)]
+        return [_Rank(axis, self.order, self.window, list(rounds)) for axis in axes]
+
+    def _mine(self, x: Tensor, rank: _Rank) -> Tensor:
+        return x.chunk(self.order.size, dim=2)[rank.axis.index]
+
+
+@dataclass(frozen=True)
+class _Rank(ColossalRing):
+    """One simulated rank. rounds: for each trip of keys or values around the ring, the tensor of all ranks that it brings."""
+
+    rounds: list[Tensor] = field(default_factory=list)
+
+    def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        theirs = self.rounds.pop(0).chunk(self.axis.size, dim=2)
+        for step in range(self.axis.size):
+            source = (self.axis.index - step) % self.axis.size
+            yield source, theirs[source]
+
+    def _own(self, parts_NBKSC: Tensor) -> Tensor:
+        return torch.cat(parts_NBKSC.unbind(), dim=2)

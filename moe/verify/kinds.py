@@ -1,4 +1,4 @@
-"""The cases that `moe verify` compares: of each kind that `--kinds` names, and of a user's recipe (`--recipe`)."""
+"""Lists the cases of `moe verify`: those of each kind in `--kinds`, and those of a user's recipe (`--recipe`)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
     if "hybrid" in kinds and kinds != tuple(KINDS) and nproc < WORLD:
         needed = f"{WORLD}: all its layouts have {WORLD} processes"
         raise BadInput("--nproc", got=f"{nproc} with --kinds hybrid", needed=needed, fix=f"--nproc {WORLD}")
-    chosen = [KINDS[kind] for kind in KINDS if kind in kinds and (kind != "hybrid" or nproc >= WORLD)]  # choosing hybrid rows takes seconds
+    chosen = [KINDS[kind] for kind in KINDS if kind in kinds and (kind != "hybrid" or nproc >= WORLD)]
     return [case for listed in chosen for case in listed() if case.world <= nproc]
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (cases of the user's recipe at a small size, lines on refused layouts and settings left out). Raises BadInput for no case."""
+    """Return (cases of a small version of the recipe, lines of text on refused layouts and settings not tested). Raises BadInput."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
-    Own.code(first.run())  # import the recipe's plug-ins once, before ranks are forked
+    Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
     for world in (world for world in divisors(first.batch)[1:] if world <= nproc):

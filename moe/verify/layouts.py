@@ -1,4 +1,4 @@
-"""Runs ten steps of a layout by the trainer's own code on forked ranks, and gathers whole tensors by their names in checkpoints."""
+"""Runs ten steps of a case by the trainer's own code on forked ranks, and gathers whole tensors by their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.numbers import LayerNumbers, Numbers
 from moe.train.start.state import extra_owned
 from moe.verify.cases import OVERFLOWS, Case
-from moe.verify.in_parts import in_blocks, in_parts
-from moe.verify.in_slices import in_slices
+from moe.verify.in_parts import in_blocks, in_parts, in_slices
 from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result, ages, version_read
@@ -39,15 +38,14 @@ from parallel.numerics.precision import LossScale
 from parallel.optim.given import Given
 from parallel.process import process
 from parallel.process.fork import each_on_ranks
-from parallel.process.process import World
 from parallel.store.checkpoint import pieces
 
 _CPU = torch.device("cpu")
-Ran = tuple[Result, Tape | None] | str  # (result of a case, its tape: a record of the first steps); or the text of its ranks' errors
-Inside = Callable[[], AbstractContextManager[Any]]  # returns a context manager, in which every rank runs each case
-# limit on meshes x ranks: every mesh adds gloo threads, which wake 100 times a second until the process ends and slow all ranks
+Ran = tuple[Result, Tape | None] | str  # of a case: (result, record of its first steps if taped), or text: the errors of its ranks
+Inside = Callable[[], AbstractContextManager[Any]]  # makes the context manager in which every rank runs a case
+# largest number of (meshes x ranks) in one set of processes: each mesh starts gloo threads that slow all ranks until the process ends
 MESHES = 16
-LIMIT_S = 120.0  # time limit for one case on up to 4 ranks: ten tiny steps take 1 to 2 s, on a busy machine far more
+LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine
 
 
 def compute(
@@ -59,21 +57,20 @@ def compute(
     tape: Tape | None = None,
     delayed_as: Case | None = None,
 ) -> Result:
-    """Run ten steps of a case as rank `rank`. Return its Result; its tensors are zero outside this rank's part (see `owned`).
-
-    meshes: this rank's existing meshes, reused; new ones are added. tape: receives a record of the first steps. delayed_as: on one process,
-    take gradients at the older weights that the pipeline stages of that case (PipeDream, 2BW) would use.
+    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). meshes:
+    those of earlier cases, reused; tape: records the first steps; delayed_as: case with PipeDream or 2BW, whose older weights one process
+    uses for its gradients.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
     degrees, meshes = run.mesh_degrees(), {} if meshes is None else meshes
     if degrees not in meshes:
-        meshes[degrees] = process.connect(degrees, World(rank, case.world))
+        meshes[degrees] = process.connect(degrees, process.World(rank, case.world))
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=_CPU)
     if case.slices:
         in_slices(model, case)
-    if case.parts > 1:  # after in_slices, because in_parts copies each layer, with its sliced attention
+    if case.parts > 1:  # after in_slices, because it copies the layers
         in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
     if case.blocks > 1:
         in_blocks(model, case.blocks)
@@ -116,7 +113,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
 
 
 class _OlderWeights:
-    """Lets one process compute a step at the older weights that the pipeline stages of `delayed_as` (PipeDream, 2BW) use for it."""
+    """Lets one process compute gradients at the older weights that the pipeline stages of `delayed_as` use (PipeDream, 2BW)."""
 
     def __init__(self, model: nn.Module, delayed_as: Case) -> None:
         self.tensors: dict[str, Tensor] = dict(model.named_parameters()) | extra_state(model)
@@ -125,7 +122,7 @@ class _OlderWeights:
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Within this context, give the model the (older) weights at which `step` is computed. Enter it for steps 0, 1, 2 and so on."""
+        """Within this context, the model has the weights with which `step` is computed. To be entered for each step, in order."""
         if not self.ages:
             yield
             return
@@ -141,7 +138,7 @@ class _OlderWeights:
 
 
 def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
-    """Return {"now": False}. While a caller sets `now` to True, one parameter's gradient becomes infinite on the last rank."""
+    """Return a dict with the key "now". While its value is True, one parameter's gradient becomes infinite on the last rank."""
     on = {"now": False}
     if mesh.rank == mesh.axis("world").size - 1:
         spoilt = next(p for name, p in reversed(list(engine.module.named_parameters())) if ".experts." in name or ".ffn." in name)
@@ -157,7 +154,7 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 
 
 def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
-    """Run one step and drain the pipeline, then all others without draining. The first gradients are Adam's exp_avg / (1 - beta1)."""
+    """Run one step and drain the pipeline, then nine steps without draining. Gradients of step 0 are Adam's exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
     updates: list[Step] = []
     if tape is not None:
@@ -179,17 +176,15 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
 
 
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
-    """Add hooks to the optimizer that append a Step with gradients, moments and weights to `updates`, for its first TAPED updates."""
+    """Add hooks to the optimizer. At each of its first TAPED updates they append a Step to `updates`: gradients, moments, weights."""
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
-    made = [0]
 
     def before(*_: Any) -> None:
-        made[0] += 1
-        if made[0] <= TAPED:
+        if len(updates) < TAPED:
             updates.append(Step(gradients=owned(engine, mesh, "gradient", 1.0)))
 
     def after(*_: Any) -> None:
-        if made[0] <= TAPED:
+        if not updates[-1].weights:
             updates[-1].moments = owned(engine, mesh, "exp_avg", 1.0)
             updates[-1].weights = owned(engine, mesh, "weight", 1.0)
 
@@ -198,14 +193,14 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
 
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's part of all weights by name (see `owned`), including the routers' selection biases."""
+    """This rank's part of all weights and of the routers' selection biases, by name (see `owned`)."""
     biases = {name: bias_E.clone() for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
     return owned(engine, mesh, "weight", 1.0) | biases
 
 
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """Return parameter name -> tensor of the whole shape with this rank's part of `what` (gradient, weight or exp_avg) / scale, zeros
-    elsewhere. The sum over ranks is the whole tensor, because only one rank reports a part that several ranks have copies of.
+    """Return name -> whole tensor with this rank's part of the gradient, weight or exp_avg (`what`) divided by `scale`, and zeros
+    elsewhere. Of equal copies on several ranks only one rank reports, so the sum over ranks is the whole tensor.
     """
     found: dict[str, Tensor] = {}
     layouts = engine.layouts if what == "weight" else parts(engine.layouts)[0]  # frozen parameters have neither gradients nor moments
@@ -224,15 +219,14 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
 def run_world(
     chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
 ) -> Iterator[tuple[Case, Ran]]:
-    """Run all cases of one world size on forked ranks, and yield (case, result and tape) as soon as a case is done.
-
-    If ranks fail, the text of their errors is yielded for that case, and the remaining cases run on new ranks. taped: also record the first
-    steps. timeout_s: limit for a case of up to four ranks, twice that for eight; None: LIMIT_S. inside: see `Inside`.
+    """Run cases of `world` ranks. Yield (case, its result) when a case has ended. If its ranks fail, the result is the text of their
+    errors, and new ranks run the other cases. taped: also record the first steps. timeout_s: limit for a case of up to four ranks, twice
+    that for eight; None: LIMIT_S.
     """
     left, loaded = list(chosen), {ENGINES[PLAIN].load}
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
     while left:
-        left[0].engine.load()  # imported before ranks are forked, and only when first needed, because importing DeepSpeed takes seconds
+        left[0].engine.load()  # imported before ranks are forked, and only if a case needs it
         loaded.add(left[0].engine.load)
         ready, done = _few_meshes(takewhile(lambda case: case.engine.load in loaded, left)), 0
         try:
@@ -248,7 +242,7 @@ def run_world(
 
 
 def _few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """The longest prefix of `cases` with meshes x ranks <= MESHES; at least one case."""
+    """The first cases of `cases`, as many as have meshes x ranks <= MESHES together, but at least one."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:
@@ -260,7 +254,7 @@ def _few_meshes(cases: Iterable[Case]) -> list[Case]:
 
 
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    meshes: dict[Degrees, Mesh] = {}  # reused by later cases, because process groups are never closed
+    meshes: dict[Degrees, Mesh] = {}  # shared by all cases, because process groups are never closed
     for case in chosen:
         tape = Tape.of(case) if taped else None
         with inside():
@@ -269,7 +263,7 @@ def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterat
 
 
 def _gather(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
-    """(whole result, whole tape or None), from the parts of all ranks: sums their tensors, and merges their tapes."""
+    """Return (result, tape or None) of a case from what `_ranks` yielded on each rank: sums tensors over ranks, and merges tapes."""
     first = parts[0]["result"]
     for part in parts[1:]:
         for what in ("gradients", "weights"):

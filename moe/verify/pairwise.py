@@ -1,11 +1,10 @@
-"""Chooses a small set of rows in which every value of a factor meets every value of each other factor, unless the pair is refused.
+"""Chooses few rows, each with one value of every factor, so that every two values of different factors occur together in some row.
 
-    factors   a: 1 2    b: x y    c: p q r            all combinations are 12 rows; 6 rows have every pair:
+    factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
 
-Most faults of combinations need two values, few need three (Kuhn, Wallace, Gallo 2004), so all pairs find most of them. The rows are chosen
-greedily, one after another, as in AETG (Cohen, Dalal, Fredman, Patton 1997). A row begins with a pair that no row has. Each further factor
-takes the value that brings the most new pairs and is not refused. Nothing is random: the same factors and refusals give the same rows.
+Most faults of combinations need only two values (Kuhn, Wallace, Gallo 2004). Rows are chosen greedily as in AETG (Cohen, Dalal, Fredman,
+Patton 1997): a row begins with a pair that no earlier row has, then gets, one by one, the allowed value that adds the most new pairs.
 """
 
 from __future__ import annotations
@@ -17,32 +16,33 @@ from itertools import combinations
 
 from parallel.errors import BadInput
 
-Choice = dict[str, str]  # factor -> value, for all factors or for some
-Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors, each with a value, in the order of the factors
+Factors = Mapping[str, Sequence[str]]  # factor -> its values
+Choice = dict[str, str]  # a row, or a part of one: factor -> value
+Pair = tuple[tuple[str, str], tuple[str, str]]  # ((factor, value), (later factor, value))
 
 
 @dataclass(frozen=True)
 class Covering:
-    """A choice of rows. rows: each has a value of every factor; met: pair -> number of rows with it; refused: pair -> reason."""
+    """The chosen rows. met: pair -> number of rows that contain it; refused: pair that no row may contain -> reason."""
 
     rows: tuple[Choice, ...]
     met: dict[Pair, int]
     refused: dict[Pair, BadInput]
 
 
-def every_pair(factors: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
-    """Yield every pair ((factor, value), (other factor, value)), in the order of the factors."""
+def every_pair(factors: Factors) -> Iterator[Pair]:
+    """Yield every pair of values of two factors, in the order of the factors."""
     for one, other in combinations(factors, 2):
         yield from (((one, a), (other, b)) for a in factors[one] for b in factors[other])
 
 
-def pairs_of(row: Choice, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
-    """Return all pairs of the row's values."""
+def pairs_of(row: Choice, factors: Factors) -> list[Pair]:
+    """Return all pairs that the row contains."""
     return list(combinations([(factor, row[factor]) for factor in factors if factor in row], 2))
 
 
 def together(pairs: Sequence[Pair]) -> list[str]:
-    """Return lines of text, each for all pairs of two lists of values: `schedule zb_h1, zb_h2 x data fsdp, zero2` for four given pairs."""
+    """Return the pairs as lines of text. A line such as `schedule zb_h1, zb_h2 x data fsdp, zero2` stands for four pairs."""
     lines = []
     for factors in dict.fromkeys((one[0], other[0]) for one, other in pairs):
         partners: dict[str, list[str]] = {}
@@ -56,17 +56,11 @@ def together(pairs: Sequence[Pair]) -> list[str]:
 
 
 def cover(
-    factors: Mapping[str, Sequence[str]],
-    *,
-    complete: Callable[[Choice], Choice],
-    refuse: Callable[[Choice], BadInput | None],
-    first_of: Sequence[str] = (),
+    factors: Factors, *, complete: Callable[[Choice], Choice], refuse: Callable[[Choice], BadInput | None], first_of: Sequence[str] = ()
 ) -> Covering:
-    """Choose rows that contain every pair that is not refused.
-
-    complete: returns the simplest row with the given values. refuse: returns the reason why a row is refused, or None. A pair is refused if
-    the simplest row with it is. If several values bring equally many new pairs, the one used least is taken, but for factors of
-    `first_of` the first.
+    """Choose rows that contain every pair that is not refused. complete(values): the simplest row with these values; refuse(row): why the
+    row is refused, or None. A pair is refused if the simplest row with it is refused. Among values that add equally many new pairs, a
+    row gets the one that fewest rows have; for factors in `first_of`, the first.
     """
     reason_of: dict[tuple[str, ...], BadInput | None] = {}
 
@@ -86,7 +80,7 @@ def cover(
         return [pair for pair in pairs_of(row | dict([option]), factors) if option in pair]
 
     def extended(row: Choice) -> Choice:
-        """The row with one more value: the allowed one that adds the most new pairs. A factor's simplest value is always allowed."""
+        """The row with one more value: among all allowed values, the one that adds the most new pairs."""
         options = [(factor, value) for factor in factors if factor not in row for value in factors[factor]]
         gains = {option: sum(pair in left for pair in brought(row, option)) for option in options}
         options.sort(key=lambda option: (-gains[option], 0 if option[0] in first_of else used[option]))

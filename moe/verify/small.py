@@ -1,11 +1,8 @@
-"""Makes a user's recipe small for `moe verify`, with the user's own parts and plug-ins. Needs no torch.
+"""Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
 
-    the recipe's choices (router, experts, layers, optimizer, dispatcher)   kept
-    its sizes, text and degrees                                             from moe/verify/cases.py, and from each layout
-
-The reference is the plain twin if it implements everything that the recipe asks for: built-in parts, and AdamW. Otherwise it is one process
-of the trainer's own code, so that faults that every layout shares are not seen, and the tolerance is twice the measured deviation that
-other orders of the same sums cause.
+Router, experts, layers, optimizer and dispatcher are those of the recipe; sizes, text and degrees those of a case (moe/verify/cases.py). If
+the plain twin does not implement the recipe (`known`), layouts are compared with one process of the trainer's code, which does not find
+faults that all layouts share.
 """
 
 from __future__ import annotations
@@ -18,42 +15,42 @@ from moe.recipe.sections import Run
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 
-# keys that are sizes, which cases set; the user's recipe gives all other keys
+# keys of sizes, which are not taken from the user's recipe
 _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_size", "d_ff", "max_length", "moe_every", "moe_layers"}
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
-_WINDOW = 4  # sliding window, if layers have one; shorter than any case's sequence
-# parameters that begin at 0 equal their first update: lr g / (|g| + eps), which is as exact as g only if eps is larger than most |g|
+_WINDOW = 4  # largest sliding window; shorter than the sequences of all cases
+# for parameters that begin at 0 and are lr g / (|g| + eps) after step 0: with a small eps, an error of a tiny g could reverse their sign
 LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
 
 def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
-    """Return settings of the recipe at `path` (section -> key -> value) without sizes and degrees, which come from a case of `moe verify`.
-
-    ep: number of expert-parallel ranks; above 1 the dispatcher is included. Raises BadInput for an optimizer object of the user's program,
-    which ranks cannot import.
+    """Return the settings taken from the recipe at `path` (section -> key -> value), with its dispatcher if ep > 1. Raises BadInput for an
+    optimizer object of the user's program, which ranks cannot import.
     """
     run, _ = load(path)
     if run.optimizer.kind == "given":
         needed = "an optimizer by its name, so that ranks can import it"
-        raise BadInput("optimizer.kind", got="given", needed=needed, fix="write module:name: docs/use/plugins.md")
+        raise BadInput("optimizer.kind", got="given", needed=needed, fix="write optimizer.kind as module:name (docs/use/plugins.md)")
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     model = {key: value for key, value in m.model_dump().items() if key not in _SIZES_OF_MODEL}
     experts = {key: value for key, value in x.model_dump().items() if key not in _SIZES_OF_EXPERTS}
     model |= {"num_layers": 4} if m.kind == "encoder_decoder" else {}
     model["moe_every"] = 0 if not sparse else 1 if len(sparse) == m.num_layers else 2
     model["num_kv_heads"] = 2 if m.num_kv_heads not in (None, m.num_heads) else None
-    if m.sliding_window is not None:  # in one of the two layers, if the recipe has layers without a window
+    if m.sliding_window is not None:  # if only some layers have a window, one of the two small layers has
         some = m.sliding_layers is not None and len(m.sliding_layers) != m.num_layers
         layers = (min(layer % 2 for layer in m.sliding_layers or ()),) if some else None
         model |= {"sliding_window": min(m.sliding_window, _WINDOW), "sliding_layers": layers}
     experts |= {"shared_d_ff": 12} if x.shared_d_ff is not None else {}
     model["ahead"] = min(m.ahead, 2)
-    if m.rope.fraction < 1:  # 2 or 4 of a head's 6 channels are rotated
+    if m.rope.fraction < 1:  # rotary positions on 2 or 4 of a head's 6 channels
         model["rope"]["fraction"] = min(2, max(1, round(3 * m.rope.fraction))) / 3
     if m.latent.key_rank is not None:
-        model["latent"] = _latent(run)
+        # all sizes differ from each other and from a head's 6 channels; None: the recipe does not set it
+        query, value = m.latent.query_rank is not None, m.latent.value_size not in (None, m.latent_sizes.content)
+        model["latent"] = {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
     optimizer["clip_norm"] = None if run.optimizer.clip_norm is None else 0.5
     if m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine":
@@ -62,39 +59,27 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     values["train"] = {"compile": run.train.compile}
     if sparse:
         values["router"] = _router(run)
-        experts["num_experts"] = _num_experts(run)
+        at_least = 2 * method_of(run.router).experts_needed(run.router)
+        unit = lcm(4, run.router.expert_groups)
+        experts["num_experts"] = unit * max(1, -(-at_least // unit))
         if ep > 1:
             values["dispatch"] = {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)}
-            values["dispatch"] |= {"node_size": ep} if run.dispatch.node_size else {}  # hierarchical: all ranks are one node
+            values["dispatch"] |= {"node_size": ep} if run.dispatch.node_size else {}  # hierarchical: one node with all ranks
     return values
 
 
-def _latent(run: Run) -> dict[str, Any]:
-    """Small sizes of latent attention (key -> size), all different and unlike a head's 6 channels; None if the recipe sets none."""
-    given = run.model.latent
-    query, value = given.query_rank is not None, given.value_size not in (None, run.model.latent_sizes.content)
-    return {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
-
-
 def _router(run: Run) -> dict[str, Any]:
-    """Settings of the recipe's router, but capacity and balance count over a sequence: counts over a rank's tokens depend on the layout."""
+    """The recipe's router settings. Capacity and balance over a rank's tokens, which depend on the layout, are counted over a sequence."""
     spec = run.router
     changed = {"preset": spec.preset, "allow_noncausal": spec.allow_noncausal} | spec.own
     changed |= {"group": 1} if spec.group != "sequence" else {}
-    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table is for the recipe's vocabulary
+    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table has a row for each id of the recipe's vocabulary
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
     return changed | ({"min_capacity": 1} if spec.min_capacity > 1 else {})
 
 
-def _num_experts(run: Run) -> int:
-    spec = run.router
-    unit = lcm(4, spec.expert_groups)
-    needed = method_of(spec).experts_needed(spec)
-    return unit * max(1, -(-2 * needed // unit)) if needed * 2 > unit else unit
-
-
 def not_compared(run: Run) -> list[str]:
-    """Return lines of text, each about a setting of the recipe that the small recipe leaves out or replaces."""
+    """Return lines of text for the user: one for each setting of the recipe that the small version leaves out or replaces."""
     lines, by_definition = [], "which depends on the layout by definition; capacity is counted over a sequence instead"
     if run.router.group == "rank" and run.model.layers_with_experts():
         lines.append(f"not compared: router.group rank, {by_definition}")
@@ -107,6 +92,6 @@ def not_compared(run: Run) -> list[str]:
 
 
 def known(run: Run) -> bool:
-    """Whether the plain twin (moe/verify/twin.py) can compute the small recipe's numbers: AdamW, and no plug-ins that change them."""
+    """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW, and no plug-ins that change numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
     return run.optimizer.kind == "adamw" and not named

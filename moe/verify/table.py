@@ -1,7 +1,7 @@
-"""The rows of `moe verify --json FILE`, which is written while rows are made, so that an interrupted run of hours can be continued.
+"""Writes the rows of `moe verify` to the file of --json every few seconds, so that --go_on can continue an interrupted run of hours.
 
-With --go_on, rows of FILE that passed are kept, each with the commit that made it, and the others are run. Without a FILE all rows are run,
-so a script can always pass --go_on.
+--go_on keeps the rows of the file that passed, with the commit that each tested, and runs all other rows. If the file does not exist yet,
+it runs all rows, so that scripts can always pass --go_on.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 
 
 class Table:
-    """The rows of the cases `chosen`. file: JSON, written here. go_on: keep its passed rows; raises BadInput if it is no such table."""
+    """One row for each case in `chosen`. file: path of the JSON. go_on: keep its passed rows. Raises BadInput if it is no such table."""
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
         self.chosen, self.file, self.kept = list(chosen), file, 0
         self.tolerances: dict[str, Any] = {}
         self.commits: set[str] = set()
-        self._rows: dict[int, dict[str, Any]] = {}  # index of the case in `chosen` -> row
+        self._rows: dict[int, dict[str, Any]] = {}  # index in `chosen` -> the case's row
         self._written = time.monotonic()
         self.begun = go_on and (file is None or Path(file).exists())
         if self.begun:
             self._keep(_read(file))
 
     def _keep(self, before: dict[str, Any]) -> None:
-        """Take over passed rows of `before`, the file's table (a case listed twice takes two). Raises BadInput for rows of other cases."""
+        """Copy the passed rows of `before`, the table in the file. Raises BadInput if it has passed rows of cases that are not chosen."""
         there: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in before["rows"]:
             if row["passed"]:
@@ -45,12 +45,12 @@ class Table:
         if others := sum(map(len, there.values())):
             got = f"{self.file} with {others} passed rows that are not part of this run"
             needed = "the flags with which it was begun, because those rows would be lost"
-            raise BadInput("--go_on", got=got, needed=needed, fix="the same --kinds, --only and --nproc, or another --json FILE")
+            raise BadInput("--go_on", got=got, needed=needed, fix="give the same --kinds, --only and --nproc, or another --json FILE")
         self.kept, self.tolerances = len(self._rows), before["tolerances"]
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """Return a line of text: numbers of rows kept and left, and commits of kept rows other than `now`, the current one."""
+        """Return a line for the user: numbers of rows kept and left, and commits of the kept rows except the current one, `now`."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})
@@ -62,18 +62,18 @@ class Table:
         return [case for place, case in enumerate(self.chosen) if case.world == world and place not in self._rows]
 
     def add(self, case: Case, row: dict[str, Any]) -> None:
-        """Add the row of a case. Write the file if the last write was over EVERY_S seconds ago."""
+        """Add the row of a case, and write the file unless it was written in the last EVERY_S seconds."""
         self._rows[next(place for place, one in enumerate(self.chosen) if one == case and place not in self._rows)] = row
         if time.monotonic() - self._written > EVERY_S:
             self.write()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows so far, in the order of the cases."""
+        """The rows so far, in the order of `chosen`."""
         return [self._rows[place] for place in sorted(self._rows)]
 
     def write(self, **more: Any) -> None:
-        """Write all rows so far, `left`: the number of missing ones, and the entries `more` to the file, if there is one."""
+        """Write the file, if there is one: the rows so far, tolerances, the number of missing rows (`left`), and the entries `more`."""
         self._written, left = time.monotonic(), len(self.chosen) - len(self._rows)
         if self.file is not None:
             write_json(self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=left, **more)

@@ -1,12 +1,12 @@
-"""A record (tape) of the first steps of a run of `moe verify`, so that the first place where two runs differ can be named.
+"""Records the first steps of a run of `moe verify` on a Tape, so that moe/verify/where.py can find where two runs first differ.
 
-    forward      the output of each part of the model, by the index of its tokens in the step, on any rank and in any micro-batch
-    again        likewise, outputs that recompute produces a second time
-    reports      numbers of each MoE layer: losses, kept choices, choices of each expert
-    gradients    of every parameter, summed and before clipping; their norms; moments and weights after the update
+    forward      outputs of the model's modules, with the index of each output's token in the step's batch
+    again        the outputs that recompute produces a second time
+    reports      numbers of each MoE layer: losses, choices with a slot, choices of each expert
+    gradients    of every parameter, summed over ranks, before clipping; their norms; moments and weights after the update
 
-All tensors are whole and have the names of checkpoints, so that the tapes of one process and of any layout can be compared line by line
-(moe/verify/where.py). The hooks see modules only, and do not depend on the layout.
+All tensors are whole and have the names of checkpoints, so that tapes of different layouts can be compared. The hooks that record them
+depend on modules only, not on the layout.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from torch import Tensor, nn
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
 
-TAPED = 3  # number of recorded steps: step 1 is the first that starts with moments, step 2 the first after a skipped step
-AGAIN = " again"
+TAPED = 3  # number of recorded steps: step 1 is the first with Adam's moments, step 2 the first after a skipped step
+AGAIN = " again"  # ends the name of a module whose outputs come from recompute
 
 
 @dataclass
 class Step:
-    """Record of one step. reports: router's name -> losses and counts (`_report` of twin.py); gradients, moments (exp_avg), weights: by
-    parameter; norms: family of parameters, or "total" -> gradient norm.
-    """
+    """Record of one step. reports: router -> losses and counts (`_report` of twin.py); norms: family or "total" -> norm of gradients."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -43,21 +41,20 @@ class Step:
 
 @dataclass
 class Tape:
-    """Record of a run's first steps. forward: (step, name of a module) -> list of (token indices, outputs, their first channel)."""
+    """Record of a run's first steps. forward: (step, name of a module) -> list of (indices of tokens, their outputs, first channel)."""
 
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    length: int = LENGTH  # tokens of a sequence; for an encoder-decoder, of source and target together
+    length: int = LENGTH  # tokens of a sequence; in an encoder-decoder, of source plus target
     batch: int = BATCH  # sequences of a step
 
     @staticmethod
     def of(case: Case) -> Tape:
-        """Return an empty tape for the sizes of a case."""
+        """Return an empty tape for runs of this case."""
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record outputs `values` [..., width] of the tokens with indices `places_T`. first: index of the first of these channels. A second
-        record for the same tokens is stored as recomputed."""
+        """Record outputs [..., width] of the tokens with these indices. A second record of theirs is recompute. first: first channel."""
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])
@@ -68,7 +65,7 @@ class Tape:
         held.append((places_T, values.detach().reshape(len(places_T), -1).float().clone(), first))
 
     def whole(self, step: int, name: str) -> Tensor | None:
-        """Return the module's outputs [tokens of the batch, width], NaN for tokens without a record; None without any record."""
+        """Return the module's outputs [tokens of the batch, width], with NaN for tokens that were not recorded; None if none were."""
         parts = self.forward.get((step, name))
         if not parts:
             return None
@@ -85,7 +82,7 @@ def plain(tape: Tape) -> dict[str, Any]:
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
-    """Return one tape from all ranks' tapes (as `plain` returns them): joins their tokens, and sums their parts of parameters' tensors."""
+    """Merge the tapes of all ranks (as `plain` returns them) into one: joins outputs by token, and sums tensors of parameters."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values, first in part["forward"]:
@@ -99,15 +96,15 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 
 
 def listen(model: nn.Module, tape: Tape) -> None:
-    """Add hooks to the model that record its modules' outputs on the tape, except under torch.no_grad."""
+    """Add hooks to the model that record its modules' outputs on the tape, unless gradients are off."""
     assert isinstance(model, Transformer)
-    now = threading.local()  # replicas of DP run in threads
+    now = threading.local()  # for each thread, since replicas of kind dp are threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
-    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # how tensor parallelism slices layers' inputs
+    columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:
-        """The context of this rank's slice of the tokens between layers. Computed here, because the model's own slicing may be at fault."""
+        """The context of the tokens that this rank has between layers. Does not use the model's own slicing, which may be at fault."""
         if axis is None:
             return context
         each = len(context.position_T) // len(context.sequence_B) // axis.size
@@ -148,13 +145,13 @@ def listen(model: nn.Module, tape: Tape) -> None:
             after(block.moe.router, f"layers.{number}.router", _gates)
             after(block.moe, f"layers.{number}.moe", lambda out: out[0])
         after(block, f"layers.{number}", lambda out: out[0])
-    if held is None:  # a stage with only the head gets its context here instead of from a layer
+    if held is None:  # a stage with only the head has no layer whose hook would set now.context
         model.register_forward_pre_hook(entered(-1), with_kwargs=True)
     after(model.norm, "norm", lambda x: x)
 
 
 def _gates(routing: Any) -> Tensor:
-    """Gates [T, E] from a Routing: 0 for experts not chosen or without a slot for the token."""
+    """Gates [T, E] of a Routing. 0 for experts that a token did not choose or that have no slot for it."""
     return torch.zeros_like(routing.probs_TE).scatter(1, routing.expert_TK, routing.gate_TK.detach() * routing.kept_TK)
 
 
@@ -163,6 +160,6 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _seen(tape: Tape, name: str, now: threading.local) -> bool:
-    """Whether the module `name` already has a record for the current context's tokens, so that this pass is recompute."""
+    """Whether outputs of the module `name` for the current tokens are already recorded, so that this is recompute."""
     held = tape.forward.get((now.context.step, name), ())
     return any(torch.equal(now.context.position_T, places) for places, *_ in held)

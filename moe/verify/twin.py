@@ -1,12 +1,11 @@
-"""The plain twin, with which `moe verify` compares layouts: ten steps of whole batches in one loop, with its own model and its own update.
+"""Trains the plain twin, with which `moe verify` compares layouts: ten steps of whole batches, with its own model and its own update.
 
     moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
     moe/verify/plain/step.py    weight decay, clipping, AdamW, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
 
-It shares with the trainer only the recipe, the first values of the parameters and the hash of random numbers. It computes in float64, so
-that its own rounding uses up none of the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a gradient near 0 into
-lr d / eps, here 300 d.
-If a layout takes gradients at older weights (PipeDream, 2BW), so does the twin, and applies the update to the newest weights.
+It shares with the trainer only the recipe, the first values of parameters and the hash of random numbers. It computes in float64, because
+in fp32 its own rounding could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient into lr d /
+eps = 300 d. For PipeDream and 2BW it computes gradients at older weights, as the pipeline stages do, and updates the newest weights.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from parallel.pipeline.schedules.kind import Size
 from parallel.store.checkpoint import pieces
 
 STEPS = 10
-_EXPERT = ("w1", "w2", "w3")  # names of an expert's matrices
+_EXPERT = ("w1", "w2", "w3")  # matrices of an expert
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run. losses: of all steps; all other fields: of step 0, with gradients and updated weights by name in checkpoints."""
+    """Numbers of a run: the losses of all steps, and of step 0 balance loss, gradient norm, gradients and weights after the update."""
 
     losses: list[float]
     balance: float
@@ -52,7 +51,7 @@ class Result:
 
 
 def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
-    """Run `steps` steps of a case's model in plain code, in float64 unless `rounding` is given. tape: records the first steps."""
+    """Train the case's model with the twin for `steps` steps, in float64 unless `rounding` is given. tape: records the first steps."""
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
@@ -82,7 +81,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
 
 
 def first_values(run: Run) -> tuple[Weights, Weights]:
-    """Return (parameters, routers' selection biases) of a new model: name in checkpoints -> tensor, with separate names for each expert."""
+    """Return (parameters, selection biases of routers) of a new model, as name in checkpoints -> tensor. Each expert has its own names."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
@@ -95,9 +94,7 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
 def _gradients(
     run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None
 ) -> tuple[float, Weights, dict[str, Layer]]:
-    """Run a batch forward and backward. Return (loss, gradients of the weights `trained`, results of MoE layers by name). The loss is a
-    mean over predicted tokens; auxiliary losses are means over input tokens.
-    """
+    """Run a batch forward and backward. Return (mean loss, gradients of the weights in `trained`, MoE layer's name -> its results)."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
     predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
     places = torch.arange(sequences[:, :-1].numel())
@@ -118,17 +115,13 @@ def _gradients(
 
 
 def _adapters(names: list[str]) -> list[str]:
-    """The names of LoRA adapters among the names of a checkpoint."""
+    """Those of `names` that are LoRA adapters."""
     found = [name for name in names if name.endswith((".lora_a", ".lora_b"))]
     return found + [name for name in names if name.endswith(tuple(f".{w}_{half}" for w in _EXPERT for half in "ab"))]
 
 
 def _with_adapters(weights: Weights, lora: Lora) -> Weights:
-    """Weights with LoRA adapters (arXiv 2106.09685) merged in: name of W -> W + alpha / r B A. Weights without adapters are unchanged.
-
-    Dense matrices are [out, in], so B is [out, r] and A is [r, in]. Experts' matrices are [in, out], so theirs are w1_a [in, r] and
-    w1_b [r, out].
-    """
+    """Merge LoRA adapters (arXiv 2106.09685): W + alpha / r B A for dense W [out, in]; w + alpha / r w_a w_b for experts' w [in, out]."""
     found = {name: w for name, w in weights.items() if name not in _adapters(list(weights))}
     for name in weights:
         if name.endswith(".lora_a"):
@@ -143,20 +136,18 @@ def _with_adapters(weights: Weights, lora: Lora) -> Weights:
 
 
 def _report(layer: Layer) -> Tensor:
-    """float64 [5 + E]: balance, importance, load and z loss, number of choices with a slot, number of choices of each expert."""
+    """Numbers of an MoE layer, float64 [5 + E]: balance, importance, load and z loss, choices with a slot, choices of each expert."""
     means = [loss.item() for loss in (layer.balance, layer.importance, layer.load, layer.z)]
     return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
 
 
 def version_read(step: int, age: int) -> int:
-    """Return the number of updates after which the weights for this step's gradient are read. age: updates that a stage lags behind.
-    The pipeline drains after step 0, so step 1 reads the weights after one update.
-    """
-    return max(min(step, 1), step - age)
+    """Return how many updates the weights have had with which the gradient of `step` is computed. age: number of updates of the delay."""
+    return max(min(step, 1), step - age)  # step 1 has the weights after one update, because the pipeline drains after step 0
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return parameter -> number of updates that its weight lags behind when its gradient is taken; {} if the schedule has no lag."""
+    """Return name of a parameter -> number of updates by which the weights for its gradient are older than the newest. {} without delay."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

@@ -1,9 +1,9 @@
-"""The layout oracle: the same tiny model and batch on one process and in every legal layout, compared number by number.
+"""The layout oracle `moe verify`: trains the same tiny model on one process and in every legal layout, and compares their numbers.
 
     twin        moe/verify/twin.py: whole batches, its own model and update, written from the papers
     layouts     moe/verify/layouts.py: the trainer's own step on forked ranks, for each case of moe/verify/kinds.py
-    tolerance   moe/verify/expected.py: 1e-5 in fp32; in 16 bits the effect of reordering, and a bound to the twin
-    where       moe/verify/where.py: for a row that fails, the first layer or parameter that deviates
+    tolerance   moe/verify/expected.py: 1e-5 in fp32; in 16 bits the measured effect of rounding
+    where       moe/verify/where.py: the first layer or parameter that deviates in a layout that fails
 
 Compared numbers: loss, balance loss, every parameter's gradient, gradient norm, weights after one step, losses of ten steps.
 """
@@ -32,7 +32,7 @@ from parallel.errors import BadInput, counted, cut
 
 Say = Callable[[str], None]
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
-say_now: Say = partial(print, flush=True)  # print each row when it is done, also into a pipe
+say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
 
 
 def main(
@@ -46,13 +46,13 @@ def main(
     recipe: str | None = None,
     say: Say = say_now,
 ) -> int:
-    """Print a table with a row for each layout of up to `nproc` processes. Returns 1 if any fails.
+    """Run `moe verify`: print a table with a row for each layout of up to `nproc` processes. Returns 1 if a layout fails.
 
-    kinds: comma-separated names of moe/verify/kinds.py. only: text that the names of rows must have. recipe: a user's recipe, tested at a
-    small size instead of the project's models. timeout_s: seconds after which a layout of up to four ranks fails (None: 120); for eight
-    ranks, twice that. json: file that is written every few seconds. go_on: keep its rows that passed and run the others. say: prints.
+    kinds: comma-separated names of moe/verify/kinds.py. only: text that a row's layout, kind or precision contains. json: file of the
+    table. timeout_s: limit for a layout of up to four ranks (None: 120), for eight ranks doubled. go_on: keep rows of the file that
+    passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. say: prints a line.
     """
-    torch.set_num_threads(1)  # before ranks are forked: a forked process must not inherit a thread pool
+    torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     started = time.perf_counter()
     if recipe is None:
         found, notes = cases(nproc, kinds=tuple(kinds.split(","))), [_BY_DEFINITION]
@@ -66,7 +66,7 @@ def main(
     table = Table(chosen, json, go_on=go_on)
     worlds = sorted({c.world for c in chosen})
     expected: dict[Case, Expected] = {}
-    twins = dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))  # in the order in which rows need them
+    twins = dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))  # in the order of the rows
     made = computed_in_background(list(twins))
     failed: list[tuple[Case, dict[str, Any]]] = []
     if go_on:
@@ -95,14 +95,11 @@ def main(
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return a case's row of the table: the deviation of each of NUMBERS, `passed`, and in 16 bits `of_bound`: largest deviation / limit.
-
-    A row in 16 bits that fails is compared once more, with one process that takes all sums in the row's own order, because a nearly tied
-    token may be routed differently in that order only. The tolerance stays the same.
-    """
+    """Return the case's table row: name in NUMBERS -> deviation, `passed`, and in 16 bits `of_bound`: largest deviation / limit."""
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row or not rounds(case):
         return row
+    # a token that is nearly tied between experts may get another one only in the order in which this layout takes its sums
     again = _row(case, ran, expected.in_the_order_of(case))
     return again if again["passed"] else row
 
@@ -119,7 +116,7 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], say: Say) -> None:
-    """For each (case, row) that failed, print its ranks' errors, or run it again with a tape and print where it first deviates."""
+    """For each (case, table row) that failed, print its ranks' errors, or run it again on a tape and print where it first deviates."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin, where = twin_of(case), "its ranks failed"
@@ -146,7 +143,7 @@ def _where(case: Case, ran: Ran, standard: Standard, row: dict[str, Any]) -> str
 
 
 def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float) -> Iterator[str]:
-    """Yield lines of text below the table: how many rows passed in `seconds`, and the tolerances in lower precision."""
+    """Yield the lines of text below the table: how many rows passed, in how many seconds, and the tolerances in 16 bits."""
     passed = sum(row["passed"] for row in rows)
     chosen = f"{counted(len(rows), 'layout')} of up to {counted(nproc, 'process')}"
     yield f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s"
@@ -157,7 +154,7 @@ def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int
 
 
 def name_of(twin: Case) -> str:
-    """Return the name of a reference case in tables: its model, its precision and each field that is not the default."""
+    """Return a reference case's name for the table: model, precision, and all fields that differ from their defaults."""
     words = (
         (f"of {twin.layers} layers", twin.layers != Case.layers),
         (f"of {twin.experts} experts", twin.experts != Case.experts),

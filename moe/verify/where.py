@@ -1,16 +1,13 @@
-"""Finds where two runs first differ: the first line of their tapes (moe/verify/tape.py) that differs by more than rounding explains.
+"""Finds where a layout first deviates from its reference: the first tensor on their tapes that differs by more than rounding explains.
 
-    step 0   forward, from the embedding up; the numbers of each MoE layer; the loss
-             recomputed outputs; gradients, from the head down; norms of their families
-             moments and weights after the update, from the embedding up
-    step 1   the same, then step 2; then the first loss that differs
+A line is one tensor of a tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step these
+phases follow each other: outputs of modules from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients from head to
+embedding; gradient norms; moments and weights after the update. After TAPED steps come the losses of the others.
 
-So a deviation in a layer's output is named before its consequences. Each of these groups of lines is a phase. A line may deviate by twice
-the largest effect of rounding on any line of its phase or of an earlier one, because later phases inherit deviations. That is measured:
+A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. That is measured by runs of the reference:
 
-    fp32        the twin again, in fp32 and with every number changed at random by up to the unit roundoff of fp32 (as for the bound
-                of 16-bit rows, moe/verify/expected.py); at most the 1e-5 of a row, because a failed row exceeds rounding
-    bf16, fp16  one process in that precision, in the other orders of its sums that give a row its tolerance
+    fp32        with every number changed at random by up to the unit roundoff of fp32 (as in moe/verify/expected.py); at most 1e-5
+    bf16, fp16  in that precision with the sums in other orders (`reorderings`)
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ from moe.verify.twin import Result, reference
 
 ROUNDOFF = torch.finfo(torch.float32).eps / 2
 
-# names of a layer's modules in order of depth; the last, empty one is the layer itself
+# modules of a layer in the order in which the forward pass runs them; the last, empty name is the layer itself
 _INSIDE = "attention_norm attention cross_norm cross ffn_norm router experts output_bias residual shared coefficient shared_gate moe ffn "
 _DEPTHS = {name: number for number, name in enumerate(_INSIDE.split(" "))}
 
 
 class Line(NamedTuple):
-    """A recorded tensor to compare. name: of a module or a parameter. Its deviation is max |a - b| / max(max |value|, floor)."""
+    """One tensor of a tape, to be compared. name: its module or parameter. Divisors of relative deviations are at least `floor`."""
 
     step: int
     phase: str
@@ -55,9 +52,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, more than `allowed`. place: micro-batch, rank and number of tokens. then: for a gradient norm, the
-    first parameter that was updated wrongly.
-    """
+    """A line that deviates by `found`, more than `allowed`. place: which tokens; then: for a gradient norm, the first wrong update."""
 
     name: str
     phase: str
@@ -73,7 +68,7 @@ class Deviation:
 
 
 def depth(name: str) -> tuple[float, ...]:
-    """Return a sort key for modules and parameters: larger for one that the forward pass reaches later."""
+    """Return a sort key for names of modules and parameters, in the order in which the forward pass uses them."""
     found = re.match(r"layers\.(\d+)(?:\.(\w+))?", name)
     if found is None:
         return (-1,) if name.startswith("embedding") else (float("inf"), name.startswith("head"))
@@ -82,7 +77,7 @@ def depth(name: str) -> tuple[float, ...]:
 
 
 def lines(tape: Tape) -> Iterator[Line]:
-    """Yield all lines of a tape in the order in which a first deviation is searched."""
+    """Yield all lines of a tape, sorted as described above."""
     for number, step in enumerate(tape.steps):
         names = sorted((name for at, name in tape.forward if at == number), key=depth)
         for name in names:
@@ -103,7 +98,7 @@ def _forward(tape: Tape, step: int, name: str, phase: str) -> Iterator[Line]:
 
 
 def _update(number: int, step: Step) -> Iterator[Line]:
-    """Yield lines of step `number`: gradients from the head down, gradient norms, then moments and weights from the embedding up."""
+    """Yield lines of step `number`: gradients from head to embedding, gradient norms, moments and weights from embedding to head."""
     floor = 1e-3 * max((g.abs().max().item() for g in step.gradients.values()), default=0.0)
     for name in sorted(step.gradients, key=depth, reverse=True):
         yield Line(number, "gradient", name, step.gradients[name], floor)
@@ -117,7 +112,7 @@ def _update(number: int, step: Step) -> Iterator[Line]:
 
 
 def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
-    """The values of both lines, with 0 at tokens that are NaN in both, such as the encoder's tokens in a line of the decoder."""
+    """The values of both lines, with 0 for tokens that neither tape has (NaN), such as source tokens in a line of the decoder."""
     if got.value.shape != want.value.shape:
         return got.value, want.value
     neither = got.value.isnan() & want.value.isnan()
@@ -125,7 +120,7 @@ def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
 
 
 def _deviation(got: Line, want: Line) -> float:
-    if want.phase == "losses and load":  # compared number by number, because counts are larger than losses
+    if want.phase == "losses and load":  # relative to each single number, because counts are larger than losses
         if got.value.shape != want.value.shape or not bool(got.value.isfinite().all()):
             return float("inf")
         return ((got.value - want.value).abs() / want.value.abs().clamp(min=1e-3)).max().item()
@@ -133,23 +128,20 @@ def _deviation(got: Line, want: Line) -> float:
 
 
 class Standard:
-    """The reference of failed cases: its tape, and the allowed deviation of each line. Both are computed when first used."""
+    """The tape of a reference case, and the allowed deviations from it."""
 
     def __init__(self, expected: Expected) -> None:
         self.twin, self.expected = expected.twin, expected
 
     @cached_property
     def tape(self) -> Tape:
-        tape = Tape.of(self.twin)
         if rounds(self.twin):
-            compute(alone(self.twin), tape=tape, delayed_as=self.twin)
-        else:
-            reference(self.twin, tape=tape, steps=TAPED)
-        return tape
+            return self._of_process(alone(self.twin), "cpu")
+        return self._of_twin(None)
 
     @cached_property
     def allowed(self) -> dict[tuple[int, str], float]:
-        """(step, phase) -> largest allowed relative deviation of its lines: twice the effect of rounding, up to this phase."""
+        """(step, phase) -> largest allowed relative deviation of its lines: twice the effect of rounding in this and earlier phases."""
         first, *others = [{line.key: line for line in lines(tape)} for tape in self._rounded()]
         found: dict[tuple[int, str], float] = {}
         most = 0.0
@@ -159,30 +151,31 @@ class Standard:
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """Yield tapes of the reference: first the reference itself, then runs with random rounding or with other orders of sums."""
-        if rounds(self.twin):
-            one = alone(self.twin)
-            yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
-            return
+        """Yield tapes whose differences show the effect of rounding: of the reference, then with random rounding or sums reordered."""
         yield self.tape
-        for seed in range(DRAWS):
-            tape = Tape.of(self.twin)
-            reference(self.twin, rounding=Rounding(unit=ROUNDOFF, seed=seed), tape=tape, steps=TAPED)
-            yield tape
+        if rounds(self.twin):
+            yield from (self._of_process(case, kernels) for case, kernels in reorderings(self.twin))
+        else:
+            yield from (self._of_twin(Rounding(unit=ROUNDOFF, seed=seed)) for seed in range(DRAWS))
 
-    def _taped(self, case: Case, kernels: str) -> Tape:
+    def _of_process(self, case: Case, kernels: str) -> Tape:
         tape = Tape.of(case)
         compute(case, kernels=kernels, tape=tape, delayed_as=self.twin)
         return tape
 
+    def _of_twin(self, rounding: Rounding | None) -> Tape:
+        tape = Tape.of(self.twin)
+        reference(self.twin, rounding=rounding, tape=tape, steps=TAPED)
+        return tape
+
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
-        """Return the first line of a case's tape `got`, or else loss of its `result`, that deviates too far; None if none does."""
+        """Return the first line of the case's tape `got` that deviates too far, else the first such loss in its `result`, else None."""
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
         for want in lines(self.tape):
             first = {line.key: line for line in recomputed if want.phase == "loss" and line.step == want.step}
             pairs = [(want, held.get(want.key))]
-            # the twin recomputes nothing, so a recomputed output is compared with the case's own first one
+            # the twin recomputes nothing, so recomputed outputs are compared with the same case's outputs of the forward pass
             pairs += [(held[line.step, "forward", line.name], line) for line in first.values()]
             for right, line in pairs:
                 found = self._judged(right, line, case)
@@ -212,11 +205,11 @@ class Standard:
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """Text about a layer's output: first micro-batch that deviates, its data rank, number of deviating tokens; "" for other lines."""
+    """Text on which tokens of a module's output deviate: first micro-batch, its data-parallel rank, number; "" for other lines."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
     got, right = _known_values(line, want)
-    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # [T], True where a token deviates; NaN does
+    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # [T]: whether the token deviates, also by NaN
     length = case.run().model.read_length
     sequences = sorted({int(t) // length for t in off_T.nonzero()[:, 0]})
     each, size = case.batch // case.dp, max(1, case.batch // case.dp // case.microbatches)

@@ -1,19 +1,17 @@
-"""Graph of the operators of one forward pass, which the planner's searches cut over devices. Needs no torch.
+"""Graph of the operators of one forward pass, which the planner's searches shard over devices. Needs no torch.
 
     bld --norm--> bld --ffn.w1 "bld,df->blf"--> blf --activation--> blf --ffn.w2 "blf,fd->bld"--> bld
 
-Each operator has a rule in einsum notation. A letter is a factor: it has one role and one size in the whole graph (`dims`). A cut of a
-factor cuts every tensor of the operator that has its letter: a cut of `b` is data parallelism, a cut of `f` is Megatron's column-parallel,
-then row-parallel layer. The sum runs over factors that the output does not have: ranks with parts of such a factor hold partial sums.
-Tensors are matched by position: attention reads as `bskc` the tensor that the keys' product gives as `blkc`, because the positions of
-queries (l) and of keys (s) may be cut differently.
+Each operator has a rule in einsum notation, as in GShard (arXiv 2006.16668, section 3.2) and GSPMD (arXiv 2105.04663, section 3.5). A
+letter is a factor: one role and one size in the whole graph (`dims`). Sharding a factor shards every tensor of the operator that has its
+letter: `b` is data parallelism, `f` is Megatron's column-parallel and row-parallel layer. If the output lacks the factor, ranks have
+partial sums.
 
-    b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (heads of queries for each of keys)
-    c channels (of a head)  f hidden  e experts  u slots (an expert's places for tokens of one sequence)  m expert_hidden
-    n shared_hidden
+    b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (query heads for each key head)
+    c channels (of a head)  f hidden  e experts  u slots (an expert's capacity for one sequence)  m expert_hidden  n shared_hidden
 
-Capital letters are used for roles with several sizes, as in a model with layers of different numbers of experts.
-The notation is GShard's (arXiv 2006.16668, section 3.2) and GSPMD's (arXiv 2105.04663, section 3.5).
+An operator may read a tensor with other letters: attention reads as `bskc` the keys that a product gives as `blkc`, because positions of
+queries (l) and keys (s) may be sharded differently. Capital letters are for roles with several sizes, such as different numbers of experts.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Kind = Literal["product", "pointwise", "norm", "lookup", "attention", "dispatch"
 
 @dataclass(frozen=True)
 class Dim:
-    """A factor: its role, such as `hidden`, and its size in the whole model."""
+    """A factor: its role, such as `hidden`, and its size in the unsharded model."""
 
     name: str
     size: int
@@ -37,13 +35,12 @@ class Dim:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator. Its output has the operator's name.
+    """An operator of the graph. Its output has the same name.
 
-    rule: letters of each input, in the order of `inputs`, and of the output. flops: operations of the whole product in a forward pass; 0
-    if it is no product. whole: factors that cannot be cut. statistics: factors over which norms and the loss compute one or two numbers
-    for each position; if these are cut, ranks exchange only these numbers. layer: number of its block; -1: before the first block; the
-    number of layers: after the last.
-    """
+    rule: einsum rule: letters of each input, in the order of `inputs`, and of the output. flops: of the unsharded product in a forward
+    pass; 0 if the operator is not a product. whole: factors that cannot be sharded. statistics: factors over which a norm or the loss
+    computes one or two numbers a position; if they are sharded, ranks all-reduce only these numbers. layer: index of its block; -1: before
+    the first block; the number of blocks: after the last block."""
 
     name: str
     kind: Kind
@@ -61,22 +58,22 @@ class Operator:
 
     @cached_property
     def output(self) -> str:
-        """Return the letters of the output."""
+        """Return the letters of the output, as in the rule."""
         return self.rule.partition("->")[2]
 
     @cached_property
     def factors(self) -> str:
-        """Return all letters, each once, first the output's."""
+        """Return all letters of the rule, each once: those of the output, then the others."""
         return "".join(dict.fromkeys(self.output + "".join(self.terms)))
 
     @cached_property
     def summed(self) -> str:
-        """Return the letters that the output does not have."""
+        """Return the letters that the output lacks: the factors over which the operator sums."""
         return "".join(letter for letter in self.factors if letter not in self.output)
 
 
 class Edge(NamedTuple):
-    """Operator `reader` reads the output of operator `writer` as its input number `place`."""
+    """An edge between operators: `reader` reads the output of `writer` as its input number `place` (from 0)."""
 
     writer: str
     reader: str
@@ -86,10 +83,8 @@ class Edge(NamedTuple):
 @dataclass(frozen=True)
 class Graph:
     """The operators of a forward pass, in the order in which they run.
-
-    dims: letter -> role and size. inputs (tokens, targets), parameters: name -> letters. Several operators may read a parameter (tied
-    embeddings). itemsize: bytes of an element of activations.
-    """
+    dims: letter -> factor. inputs (tokens, targets), parameters: name of the tensor -> its letters. Several operators may read the same
+    parameter (tied embeddings). itemsize: bytes of an element of activations."""
 
     dims: Mapping[str, Dim]
     inputs: Mapping[str, str]
@@ -111,13 +106,12 @@ class Graph:
 
     @cached_property
     def named(self) -> dict[str, Operator]:
-        """Return name -> operator."""
+        """Return name of an operator -> operator."""
         return {op.name: op for op in self.operators}
 
     def letters(self, value: str) -> str:
-        """Return the letters of an input, a parameter or an operator's output."""
-        made = self.__dict__.get("named") or {op.name: op for op in self.operators}
-        return self.inputs.get(value) or self.parameters.get(value) or made[value].output
+        """Return the letters of the tensor `value`: an input, a parameter or an operator's output."""
+        return self.inputs.get(value) or self.parameters.get(value) or self.named[value].output
 
     def size(self, letters: str) -> int:
         """Return the number of elements of a tensor with these letters."""
@@ -125,12 +119,12 @@ class Graph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Return the edges between operators, in the readers' order."""
+        """Return all edges between operators, sorted by the reader's position in `operators`."""
         return tuple(Edge(name, op.name, i) for op in self.operators for i, name in enumerate(op.inputs) if name in self.named)
 
     @cached_property
     def readers(self) -> dict[str, tuple[Edge, ...]]:
-        """Return (name of an operator) -> edges to the operators that read its output."""
+        """Return name of an operator -> the edges to the operators that read its output."""
         return {op.name: tuple(edge for edge in self.edges if edge.writer == op.name) for op in self.operators}
 
     @cached_property
@@ -144,11 +138,11 @@ class Graph:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Return the operators' layer numbers, in order: usually -1, each block's, and one more than the last block's."""
+        """Return the different values of Operator.layer, ascending."""
         return tuple(sorted({op.layer for op in self.operators}))
 
     def part(self, layers: range) -> Graph:
-        """Return the graph of the operators of some layers. Outputs of other layers that they read become inputs."""
+        """Return the graph of the operators in these layers. Outputs of other layers that they read become inputs of the graph."""
         kept = tuple(op for op in self.operators if op.layer in layers)
         there, read = {op.name for op in kept}, {name for op in kept for name in op.inputs}
         given = {name: self.letters(name) for name in sorted(read - there) if name not in self.parameters}

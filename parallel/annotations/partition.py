@@ -1,19 +1,13 @@
-"""The program of all ranks: each rank's computation and communication, given the sharding of every tensor and the cuts of every operator.
+"""SPMD program of a graph: computation and communication of each rank, given the sharding of every tensor and every operator.
 
     forward     tensor --enter--> sharded as the operator reads it --compute--> result, perhaps partial sums --leave--> tensor
     backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
 
-"enter" and "leave" are communication: the steps from the sharding of the tensor between operators to that in the operator, or back.
-A factor is a letter of an operator's einsum rule: one dimension, in all tensors that have the letter (graph.py). A cut of a factor that
-the output lacks makes the result partial sums. A cut of a factor that an input lacks makes this input's gradient partial sums: the batch
-for a weight (data parallelism), hidden units for a network's input (Megatron-LM's f). resharding.py finds the steps: partial sums become an
-all-reduce, or a reduce-scatter if the tensor is cut anyway. A tensor that several operators read with the same sharding is communicated
-once, and their partial gradients are added before they are sent.
-
-    seconds    3 FLOPs of a rank / rate (1 forward, 2 backward)  +  for each step its latency and bytes / the axis's bandwidth
-    bytes      weights with their states  +  the most activations and gradients at any time in forward and backward pass
-
-Sources: GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
+"enter" and "leave" are the collectives (resharding.py) that change a tensor's sharding between operators into that in the operator, or
+back. A sharded factor (letter of the operator's rule) that the output lacks makes the result partial sums. A sharded factor that an input
+lacks makes this input's gradient partial sums: the batch for a weight (data parallelism), hidden units for Megatron-LM's f. A tensor that
+several operators read with the same sharding enters once. Sources: GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084),
+section 4.
 """
 
 from __future__ import annotations
@@ -27,16 +21,14 @@ from typing import Literal, NamedTuple
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, num_parts, reshard, sent_by
 
-Cuts = Mapping[str, Axes]  # for one operator: letter of a factor -> mesh axes that cut it, major first
-STATISTIC_BYTES = 8  # bytes of a norm's or a loss's statistics for one position: two numbers in fp32
+Cuts = Mapping[str, Axes]  # sharding of one operator: letter of a factor -> mesh axes that shard it, major first
+STATISTIC_BYTES = 8  # statistics of a norm or a loss for one position: two numbers in fp32
 
 
 class Conflict(NamedTuple):
-    """A decision between two shardings of a tensor, or two cuts of an operator, that exclude each other.
-
-    where: name of the tensor or operator. kept, instead: the chosen one and the rejected one. kept_bytes, instead_bytes: bytes that a rank
-    sends in a training step with each.
-    """
+    """A decision between two shardings of a tensor or an operator that exclude each other.
+    where: name of the tensor or operator. kept: the chosen sharding. instead: the rejected one. kept_bytes, instead_bytes: bytes that a
+    rank sends in a training step with the chosen and with the rejected sharding."""
 
     where: str
     kept: str
@@ -50,9 +42,8 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """How ranks share an operator. cuts: of its factors. needs: sharding in which it reads each input. made: sharding of its result.
-    gives: sharding of each input's gradient; None: the input has no gradient.
-    """
+    """Sharding of one operator. cuts: of its factors. needs: for each input, the sharding in which the operator reads it. made: sharding of
+    its result. gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient."""
 
     operator: Operator
     cuts: Cuts
@@ -61,11 +52,9 @@ class Work:
     gives: tuple[Sharding | None, ...]
 
 
-class Move(NamedTuple):
-    """A step of communication. why: "enter" or "leave" (top of this file), or a "statistic" of a cut dimension, as a norm's mean square.
-
-    tensor: the one that changes its sharding; for a statistic, the operator.
-    """
+class Communication(NamedTuple):
+    """One step of communication in a program. why: "enter" or "leave" (top of this file), or the all-reduce of a "statistic", for example
+    a norm's mean square. tensor: name of the tensor whose sharding changes; for a statistic, name of the operator."""
 
     direction: Literal["forward", "backward"]
     tensor: str
@@ -78,10 +67,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a machine. flops: operations a second of a rank. bandwidth: bytes a second that a rank sends, by axis or for all axes.
-
-    latency_s: seconds that each collective takes in addition to its bytes.
-    """
+    """Rates of a machine. flops: floating-point operations a second of a rank. bandwidth: bytes a second that a rank sends: one number, or
+    mesh axis -> number. latency_s: seconds of each collective in addition to the time of its bytes."""
 
     flops: float = 1e14
     bandwidth: Mapping[str, float] | float = 1e11
@@ -96,9 +83,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Program:
-    """The program of all ranks. mesh: axis -> size. shardings: of every tensor between operators. work: of every operator, in order.
-    conflicts: decisions by which the shardings were found.
-    """
+    """SPMD program of a graph. mesh: axis -> size. shardings: name of each tensor -> its sharding between operators. work: sharding of each
+    operator, in order. conflicts: decisions by which the shardings were found."""
 
     graph: Graph
     mesh: Sizes
@@ -107,27 +93,27 @@ class Program:
     conflicts: tuple[Conflict, ...] = field(default=())
 
     @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """Return all steps of communication in order: forward, then backward. Slices are included, though they send nothing."""
+    def communication(self) -> tuple[Communication, ...]:
+        """Return all steps of communication in order, forward and backward. Includes slices, which send nothing."""
         return (*self._forward(), *self._backward())
 
     @property
-    def collectives(self) -> tuple[Move, ...]:
-        """Return the steps of communication that send bytes: all `moves` but slices."""
-        return tuple(move for move in self.moves if move.step.sent)
+    def collectives(self) -> tuple[Communication, ...]:
+        """Return the steps of communication that send bytes, so all but slices."""
+        return tuple(one for one in self.communication if one.step.sent)
 
     @property
     def sent(self) -> float:
         """Return the bytes that a rank sends in a training step."""
-        return float(sum(move.step.sent for move in self.moves))
+        return float(sum(one.step.sent for one in self.communication))
 
     def seconds(self, machine: Machine) -> float:
-        """Return the seconds of a training step without any overlap."""
+        """Return the seconds of a training step without overlap of computation and communication."""
         computed = sum(flops(work, self.mesh) for work in self.work) / machine.flops
-        return computed + sum(machine.seconds(move.step) for move in self.moves)
+        return computed + sum(machine.seconds(one.step) for one in self.communication)
 
     def bytes(self, *, of_weight: float = 16) -> float:
-        """Return a rank's peak memory in bytes. of_weight: bytes of a weight's element with its gradient and optimizer states."""
+        """Return a rank's peak memory in bytes. of_weight: bytes of one element of a weight, with its gradient and optimizer states."""
         graph = self.graph
         held = {name: size(graph, name, self.shardings[name], self.mesh) for name in self.shardings}
         weights = of_weight * sum(held[name] for name in graph.parameters)
@@ -136,25 +122,27 @@ class Program:
     def _steps(self, held: Sharding, wanted: Sharding, tensor: str) -> tuple[Step, ...]:
         return reshard(held, wanted, shape(self.graph, tensor), self.mesh, itemsize=self.graph.itemsize)
 
-    def _forward(self) -> Iterator[Move]:
+    def _forward(self) -> Iterator[Communication]:
         entered: set[tuple[str, Sharding]] = set()
         for work in self.work:
             op = work.operator
             for name, need in zip(op.inputs, work.needs, strict=True):
                 if (name, need) not in entered:
                     entered.add((name, need))
-                    yield from (Move("forward", name, "enter", step) for step in self._steps(self.shardings[name], need, name))
-            yield from (Move("forward", op.name, "statistic", step) for step in statistics(self.graph, work, self.mesh))
-            yield from (Move("forward", op.name, "leave", step) for step in self._steps(work.made, self.shardings[op.name], op.name))
+                    yield from (Communication("forward", name, "enter", step) for step in self._steps(self.shardings[name], need, name))
+            yield from (Communication("forward", op.name, "statistic", step) for step in statistics(self.graph, work, self.mesh))
+            leave = self._steps(work.made, self.shardings[op.name], op.name)
+            yield from (Communication("forward", op.name, "leave", step) for step in leave)
 
-    def _backward(self) -> Iterator[Move]:
+    def _backward(self) -> Iterator[Communication]:
         gives: dict[str, dict[Sharding, None]] = {}
         for work in reversed(self.work):
             op, whole = work.operator, Sharding(work.made.dims)
             yield from self._summed(op.name, gives)
-            yield from (Move("backward", op.name, "leave", step) for step in self._steps(self.shardings[op.name], whole, op.name))
-            if set(op.statistics) <= set(op.output):  # a norm; after a loss, all ranks have the statistic's gradient
-                yield from (Move("backward", op.name, "statistic", step) for step in statistics(self.graph, work, self.mesh))
+            leave = self._steps(self.shardings[op.name], whole, op.name)
+            yield from (Communication("backward", op.name, "leave", step) for step in leave)
+            if set(op.statistics) <= set(op.output):  # a norm; for a loss, all ranks already have the statistic's gradient
+                yield from (Communication("backward", op.name, "statistic", step) for step in statistics(self.graph, work, self.mesh))
             for name, given in zip(op.inputs, work.gives, strict=True):
                 if given is not None:
                     gives.setdefault(name, {})[given] = None
@@ -163,9 +151,9 @@ class Program:
             if name not in made:
                 yield from self._summed(name, gives)
 
-    def _summed(self, tensor: str, gives: Mapping[str, Iterable[Sharding]]) -> Iterator[Move]:
+    def _summed(self, tensor: str, gives: Mapping[str, Iterable[Sharding]]) -> Iterator[Communication]:
         for given in gives.get(tensor, ()):
-            yield from (Move("backward", tensor, "enter", step) for step in self._steps(given, self.shardings[tensor], tensor))
+            yield from (Communication("backward", tensor, "enter", step) for step in self._steps(given, self.shardings[tensor], tensor))
 
 
 def shape(graph: Graph, tensor: str) -> tuple[int, ...]:
@@ -173,7 +161,7 @@ def shape(graph: Graph, tensor: str) -> tuple[int, ...]:
 
 
 def size(graph: Graph, tensor: str, sharding: Sharding, mesh: Sizes) -> int:
-    """Return the number of the tensor's elements on a rank."""
+    """Return the number of elements of a rank's shard of the tensor."""
     return prod(sharding.local(shape(graph, tensor), mesh))
 
 
@@ -183,23 +171,23 @@ def tensors(graph: Graph) -> tuple[str, ...]:
 
 
 def indices(graph: Graph) -> frozenset[str]:
-    """Return the inputs that are indices of rows or classes, and so have no gradient."""
-    places = {"lookup": 0, "loss": 1}
-    return frozenset(op.inputs[places[op.kind]] for op in graph.operators if op.kind in places) & frozenset(graph.inputs)
+    """Return the names of the graph's inputs that are integers (tokens of a lookup, targets of a loss), and so have no gradient."""
+    position = {"lookup": 0, "loss": 1}
+    return frozenset(op.inputs[position[op.kind]] for op in graph.operators if op.kind in position) & frozenset(graph.inputs)
 
 
 def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
-    """Return, for each dim of a tensor with these letters, the axes that cut it inside an operator with these cuts."""
+    """Return for each dim of a tensor with these letters the mesh axes that shard it inside an operator with these cuts."""
     return tuple(cuts.get(letter, ()) for letter in letters)
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the axes along which a tensor with these letters is partial sums: those that cut factors neither in it nor in `but`."""
+    """Return the mesh axes over which a tensor has partial sums: those that shard factors which are neither in `letters` nor in `but`."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 
 def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
-    """Return the Work of an operator with these cuts. constant: names of tensors without gradients."""
+    """Return the sharding of an operator with these cuts. constant: names of tensors that have no gradient."""
     return Work(
         op,
         cuts,
@@ -213,27 +201,25 @@ def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
 
 
 def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
-    """Yield the all-reduces of an operator's statistics, one for each axis that cuts a factor which they cover."""
+    """Yield the all-reduces of an operator's statistics: one for each mesh axis that shards one of the factors `Operator.statistics`."""
     op, cuts = work.operator, work.cuts
-    places = prod(graph.dims[f].size // num_parts(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
+    positions = prod(graph.dims[f].size // num_parts(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
     for axis in (axis for f in op.statistics for axis in cuts.get(f, ())):
-        yield Step("all_reduce", axis, None, None, sent_by("all_reduce", mesh[axis], places * STATISTIC_BYTES))
+        yield Step("all_reduce", axis, None, None, sent_by("all_reduce", mesh[axis], positions * STATISTIC_BYTES))
 
 
 def flops(work: Work, mesh: Sizes) -> float:
-    """Return a rank's floating-point operations, forward and backward. The gradients of a product are two products."""
+    """Return a rank's floating-point operations of an operator, forward and backward: the gradients of a product are two products."""
     return 3 * work.operator.flops / num_parts(tuple(axis for axes in work.cuts.values() for axis in axes), mesh)
 
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
-    """Return the largest sum of all live tensors in a forward and backward pass. held: name -> size of each tensor except parameters.
-
-    An activation lives until the backward pass of the first operator that reads it, or of its own operator if that is later. Its gradient
-    lives from the backward pass of the last reader to its own operator's.
-    """
+    """Return the peak total size of activations and their gradients in both passes. held: name -> size of each tensor but parameters.
+    An activation is freed after the backward pass of its own operator; an input, after that of its first reader. A gradient exists from the
+    backward pass of the last reader until that of its own operator."""
     change, steps = [0.0] * (2 * len(graph.operators) + 2), 2 * len(graph.operators)
 
-    def lives(first: int, last: int, amount: float) -> None:
+    def add(first: int, last: int, amount: float) -> None:
         change[first] += amount
         change[last + 1] -= amount
 
@@ -245,9 +231,9 @@ def peak(graph: Graph, held: Mapping[str, float]) -> float:
     for name, amount in held.items():
         made, read = number.get(name, 0), readers.get(name, [number.get(name, 0)])
         back = steps - 1 - (made if name in number else min(read))
-        lives(made, back, amount)
+        add(made, back, amount)
         if name in number:
-            lives(steps - 1 - max(read), back, amount)
+            add(steps - 1 - max(read), back, amount)
     most = now = 0.0
     for amount in change:
         now += amount

@@ -1,17 +1,16 @@
-"""Sharding of a tensor over a mesh, and the cheapest steps from one sharding to another.
+"""Sharding of a tensor over a mesh, and the cheapest collectives that change one sharding into another (Dijkstra's algorithm).
 
-    Sharding((("rows",), ()))            dim 0 over rows, dim 1 whole; the axes of a dim from the major one to the minor one
-    Sharding(((), ()), ("columns",))     whole, but each rank along columns has a partial sum
+    Sharding((("rows",), ()))            dim 0 is sharded over the mesh axis `rows`, dim 1 is whole
+    Sharding(((), ()), ("columns",))     both dims are whole, and each rank along `columns` has a partial sum
 
-    step             effect on a mesh axis                            bytes that a rank sends; n ranks, S bytes held before the step
-    slice            cuts a dim by it                                 0
-    all_gather       removes it from a dim                            (n - 1) S
-    all_to_all       moves it from one dim to another                 (n - 1) / n S
-    reduce_scatter   adds partial sums, and cuts a dim by it          (n - 1) / n S
+    step             effect for one mesh axis                         bytes that a rank sends; n ranks, S bytes held before the step
+    slice            shards a dim over it, without communication      0
+    all_gather       makes a dim whole                                (n - 1) S
+    all_to_all       shards another dim over it                       (n - 1) / n S
+    reduce_scatter   adds partial sums, and shards a dim over it      (n - 1) / n S
     all_reduce       adds partial sums                                2 (n - 1) / n S
 
-Each step handles one axis. Only the minor (last) axis of a dim can be added or removed, because the parts of others are not contiguous. A
-tensor has few shardings, so Dijkstra's algorithm finds the steps with the fewest bytes; of equal ones, the fewest steps. Sources: GSPMD
+Only the last (minor) axis of a dim can be added or removed, because the shards of other axes are not contiguous. Sources: GSPMD
 (arXiv 2105.04663), sections 3.5 and 4.5; bytes are counted for ring collectives (Thakur et al. 2005).
 """
 
@@ -30,23 +29,23 @@ from parallel.errors import BadInput, did_you_mean
 Axes = tuple[str, ...]
 Sizes = Mapping[str, int]  # axis of a mesh -> size, in order: the last axis varies fastest from rank to rank
 Kind = Literal["slice", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
-_OF_HELD = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}
+_TIMES_SENT = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}  # factors in the table above
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding of a tensor. dims: for each dim the axes that cut it, major first. partial: axes along which ranks have partial sums."""
+    """Sharding of a tensor. dims: for each dim the mesh axes that shard it, major first. partial: axes whose ranks have partial sums."""
 
     dims: tuple[Axes, ...]
     partial: Axes = ()
 
     @property
     def axes(self) -> frozenset[str]:
-        """Return all axes that the sharding uses."""
+        """Return all mesh axes that shard a dim or are partial."""
         return frozenset(axis for axes in self.dims for axis in axes) | frozenset(self.partial)
 
     def local(self, shape: tuple[int, ...], mesh: Sizes) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a tensor with this shape."""
+        """Return the shape of a rank's shard. shape: of the whole tensor."""
         return tuple(size // num_parts(axes, mesh) for size, axes in zip(shape, self.dims, strict=True))
 
     def __str__(self) -> str:
@@ -56,10 +55,8 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Step:
-    """One collective or slice over one axis. sent: bytes that a rank sends.
-
-    source: dim that the axis cuts only before the step; None if there is none. target: dim that it cuts only after the step, or None.
-    """
+    """One collective or slice over one mesh axis. sent: bytes that a rank sends.
+    source: dim that the step makes whole, or None. target: dim that the step shards over the axis, or None."""
 
     kind: Kind
     axis: str
@@ -73,12 +70,12 @@ class Step:
 
 
 def num_parts(axes: Axes, mesh: Sizes) -> int:
-    """Return the number of parts into which the axes cut a dim."""
+    """Return the number of shards of a dim that is sharded over these axes."""
     return prod(mesh[axis] for axis in axes)
 
 
 def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
-    """Raise BadInput for an axis that the mesh does not have, and for a mesh with sizes that are no positive integers."""
+    """Raise BadInput, which names `what`, if the mesh lacks one of the axes, or if a size in the mesh is not a positive integer."""
     for axis, size in mesh.items():
         if not isinstance(size, int) or size < 1:
             raise BadInput(f"mesh axis {axis}", got=size, needed="a whole number of ranks from 1", fix=f"set {axis} to 1, or leave it out")
@@ -91,21 +88,19 @@ def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
 
 
 def sent_by(kind: Kind, ranks: int, held: float) -> float:
-    """Return the bytes that a rank sends in a step over an axis of `ranks` ranks. held: bytes that it holds before."""
-    return held * (ranks - 1) * _OF_HELD[kind] / (1 if kind == "all_gather" else ranks)
+    """Return the bytes that a rank sends in a step over an axis of `ranks` ranks. held: bytes of its tensor before the step."""
+    return held * (ranks - 1) * _TIMES_SENT[kind] / (1 if kind == "all_gather" else ranks)
 
 
 def reshard(held: Sharding, wanted: Sharding, shape: tuple[int, ...], mesh: Sizes, *, itemsize: int = 4) -> tuple[Step, ...]:
-    """Return the steps with the fewest bytes by which a tensor of `shape` goes from one sharding to another.
-
-    An axis that is partial in `wanted` must be partial in `held` too, because no step makes partial sums. itemsize: bytes of an element.
-    """
-    assert set(wanted.partial) <= set(held.partial), f"{wanted} has shares that {held} has not"
+    """Return the steps from the sharding `held` to `wanted` that send the fewest bytes; of equal solutions, the one with the fewest steps.
+    An axis that is partial in `wanted` must be partial in `held` too, because no step makes partial sums. itemsize: bytes of an element."""
+    assert set(wanted.partial) <= set(held.partial), f"{wanted} is partial over axes over which {held} is not"
     return _cheapest(held, wanted, shape, tuple(mesh.items()), itemsize)
 
 
 def sent(steps: tuple[Step, ...]) -> float:
-    """Return the bytes that a rank sends in all steps."""
+    """Return the bytes that a rank sends in all of these steps."""
     return sum(step.sent for step in steps)
 
 
@@ -129,11 +124,11 @@ def _cheapest(
         for step, after in _moves(now, shape, sizes, keep, itemsize):
             if after not in done:
                 heapq.heappush(ahead, (cost + step.sent, length + 1, next(numbers), after, (*steps, step)))
-    raise AssertionError(f"no way from {held} to {wanted}")
+    raise AssertionError(f"no steps from {held} to {wanted}")
 
 
 def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[str], itemsize: int) -> Iterator[tuple[Step, Sharding]]:
-    """Yield each possible next step from a sharding, with the sharding after it. keep: axes that may cut a dim after it."""
+    """Yield (step, sharding after it) for each possible step from the sharding `now`. keep: axes over which a slice may shard a dim."""
     bytes_held = prod(now.local(shape, mesh)) * itemsize
 
     def step(kind: Kind, axis: str, source: int | None, target: int | None) -> tuple[Step, Sharding]:

@@ -1,9 +1,7 @@
 """DDP: every rank holds the whole dense model; gradients are summed over dp and sp during the backward pass.
 
-torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums (with 2.5D tensor parallelism also over
-depth). Its average is replaced by a sum in fp32. It ignores parameters that are summed over other axes (experts: edp); flat sums of
-their gradients follow the last backward pass. Gradients have the parameters' (master) dtype and accumulate in it over micro-batches.
-Source: PyTorch Distributed (arXiv 2006.15704).
+torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. Its average is replaced by a sum in fp32. It
+ignores parameters that are summed over other axes (experts: edp); flat sums of their gradients follow the last backward pass.
 """
 
 import math
@@ -27,10 +25,8 @@ from parallel.mesh.mesh import Axis, Mesh
 
 class DDP(Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
-
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
-    DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`.
-    """
+    DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`."""
 
     def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
@@ -39,7 +35,7 @@ class DDP(Stepped):
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.model = forward or model
         self.flying: deque[StartedSum] = deque()  # sums started during a pipeline's actions, oldest first
-        self.started: set[str] = set()  # parameters with a started sum in this batch
+        self.started: set[str] = set()  # parameters whose gradient sum has started in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
         if dp.size > 1 and not staged and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
@@ -81,7 +77,7 @@ class DDP(Stepped):
 
 
 def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
-    """Return the axis over which the gradients of most dense elements are summed."""
+    """Return the axis over which the gradients of most of the dense parameters' elements are summed."""
     axes: dict[tuple[int, ...], Axis] = {}
     elements: Counter[tuple[int, ...]] = Counter()
     for layout in (layout for layout in layouts.values() if layout.family == "dense"):
@@ -93,35 +89,32 @@ def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
 
 @dataclass
 class _Sums:
-    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> its name. still: True to send nothing."""
+    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> name. sends: False to leave out the sums."""
 
     axis: Axis
     names: dict[int, str]
-    still: bool = False
+    sends: bool = True
 
 
 def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter], sums: _Sums) -> None:
-    """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing.
-
-    torch rebuilds them after the first backward pass of a process. In a ring all-reduce, the order of a sum depends on the position in
-    the buffer. So the first step of a resumed run would otherwise round differently from the same step of a run without interruption.
-    """
+    """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing. Otherwise it rebuilds them after a process's
+    first step, and the first step of a resumed run would sum in another order than the same step of an uninterrupted run."""
 
     class Touch(nn.Module):
         def forward(self) -> Tensor:
             return torch.stack([p.flatten()[:1].sum().float() * 0.0 for p in parameters]).sum()
 
-    module, model.module, sums.still = model.module, Touch(), True
+    module, model.module, sums.sends = model.module, Touch(), False
     try:
         model().backward()
     finally:
-        model.module, sums.still = module, False
+        model.module, sums.sends = module, True
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Start to sum one bucket of gradients in fp32; return a future of the sum. This is DDP's communication hook; the default averages."""
     buffer = bucket.buffer()
-    if sums.still:
+    if not sums.sends:
         ready: torch.futures.Future[Tensor] = torch.futures.Future()
         ready.set_result(buffer)
         return ready

@@ -32,11 +32,8 @@ _DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # const
 
 
 def load_deepspeed() -> Any:
-    """Import DeepSpeed without its output, return the module, and let torch do all communication.
-
-    Its CPU backend would compile a shared-memory op on first use (80 to 120 s). Training does not need it, and its kernels crash on
-    processors without AVX2, so it is marked as unavailable.
-    """
+    """Import DeepSpeed without its output, return the module, and let torch do all communication. DeepSpeed's shared-memory op is marked as
+    unavailable: training does not need it, its compilation takes 80 to 120 s, and it crashes on processors without AVX2."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
@@ -52,10 +49,8 @@ def load_deepspeed() -> Any:
 
 
 def compile_async_io(say: Callable[[str], None]) -> None:
-    """Compile async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if that fails.
-
-    Every rank must call it before an engine starts. `say` gets a message before the compilation.
-    """
+    """Compile async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if that fails. Every
+    rank must call it before an engine starts. `say` gets a message before the compilation."""
     load_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -83,10 +78,8 @@ def compile_async_io(say: Callable[[str], None]) -> None:
 
 @contextmanager
 def each_op_as_one_file(folder: Path) -> Iterator[None]:
-    """Make torch compile an op's files as one file that includes them all, without the debug information that DeepSpeed asks for.
-
-    The twelve files of async_io then take 47 CPU seconds, nearly all for torch's headers, which each file would read separately.
-    """
+    """Return a context in which torch compiles an op's files as one file, without debug information. The twelve files of async_io then take
+    47 CPU seconds, because torch's headers are read only once."""
     from torch.utils import cpp_extension
 
     extension: Any = cpp_extension
@@ -115,11 +108,8 @@ def as_one_file(sources: Sequence[str]) -> str:
 
 
 def _use_compiled(folder: Path) -> None:
-    """Make DeepSpeed use the compiled extensions in a folder, which belongs to one set of versions.
-
-    Otherwise it checks each time whether to compile them, which needs a compiler and memory, and compiles them for every environment of
-    the same versions.
-    """
+    """Load the compiled extensions of a folder into DeepSpeed. Otherwise it would check each time whether to compile them, which needs a
+    compiler and memory, and would compile them again in every environment of the same versions."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -183,7 +173,8 @@ def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
 
 
 def with_mark(model: nn.Module) -> nn.Module:
-    """Return a module of the model and an empty layer of DeepSpeed's MoE class, which makes the engine look for groups of experts."""
+    """Return a module around the model and an empty layer of DeepSpeed's MoE class. Because of this layer, DeepSpeed's engine uses the
+    process groups of experts."""
     from deepspeed.moe.layer import MoE
 
     class Mark(MoE):  # type: ignore[misc]

@@ -4,9 +4,7 @@
     shards --n threads: forward--> outputs --gather--> one output on the first device
     backward: autograd of the broadcast sums the replicas' gradients on the first device
 
-Every micro-batch sends all weights and all gradients, (n - 1) P each, through one device, which also holds the only optimizer. The
-threads share one interpreter. So it sends 2 (n - 1) P a micro-batch; each DDP rank sends 2 (n - 1) / n P a step. Losses are shares of
-the global mean, so gradients are summed, never averaged. Source: torch.nn.DataParallel.
+So one device sends 2 (n - 1) P elements a micro-batch; each DDP rank sends 2 (n - 1) / n P a step. The threads share one interpreter.
 """
 
 from __future__ import annotations
@@ -19,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Together = Callable[[Any, Tensor], Tensor]  # (name of a sum, this replica's tensor) -> sum over all replicas in this forward pass
-Scatter = Callable[[tuple[Any, ...], Sequence[torch.device], Sequence[Together]], list[tuple[Any, ...]]]
+SumReplicas = Callable[[Any, Tensor], Tensor]  # (name of a sum, this replica's tensor) -> sum over all replicas in this forward pass
+Scatter = Callable[[tuple[Any, ...], Sequence[torch.device], Sequence[SumReplicas]], list[tuple[Any, ...]]]
 Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 
 
 class Replicas(nn.Module):
     """Replicas of `model`, which run its forward pass in training.
-
-    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is the `Together` function of replica i. `gather(args, outputs,
-    device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far.
-    """
+    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is replica i's SumReplicas. `gather(args, outputs,
+    device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far."""
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
         super().__init__()
@@ -45,7 +41,7 @@ class Replicas(nn.Module):
 
 
 def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.Module:
-    """Return a copy of the module on `device`. Gradients flow through it to the original weights. `sent`: counts the bytes of both ways."""
+    """Return a copy of the module on `device`. Its gradients flow to the original weights. sent: counts bytes of weights and gradients."""
     made: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -96,7 +92,7 @@ class _Meeting:
         self.parts: dict[Any, list[Tensor | None]] = {}
         self.lock = threading.Lock()
 
-    def of(self, index: int) -> Together:
+    def of(self, index: int) -> SumReplicas:
         known: dict[Any, Tensor] = {}
 
         def together(name: Any, mine: Tensor) -> Tensor:

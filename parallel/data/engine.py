@@ -28,13 +28,13 @@ StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the pa
 
 
 class Rule(ABC):
-    """The settings of an optimizer, from which `build` makes torch's. `decays(name, parameter)`: whether the parameter has weight decay."""
+    """An optimizer's settings. `build` makes torch's optimizer from them. `decays(name, parameter)`: whether there is weight decay."""
 
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the states that checkpoints store for parameter `name`: state -> None, or the dim over which the state is a mean."""
+        """Return the optimizer states that checkpoints store for parameter `name`: state -> the dim over which it is a mean, or None."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod
@@ -67,15 +67,14 @@ class Engine(Protocol):
     """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
     Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
-    micro-batch, may call `start_sums` after a stage's last micro-batch, and calls `reduce` at the end of the batch.
-    """
+    micro-batch, may call `start_sums` after a stage's last micro-batch, and calls `reduce` at the end of the batch."""
 
     module: nn.Module
     layouts: Layouts
     rule: Rule
 
     def forward(self, *args: Any, last: bool) -> Any:
-        """Run the model's forward pass in training. `last`: the batch's last micro-batch. Evaluation calls `module` directly."""
+        """Run the model's forward pass in training. last: this is the batch's last micro-batch. Evaluation calls `module` directly."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None: ...
 
@@ -108,13 +107,12 @@ class Engine(Protocol):
     def drop_gradients(self) -> None: ...
 
     def gradient(self, name: str) -> Tensor:
-        """Return the summed gradient of the parameter's shard that the layout gives this rank. Collective."""
+        """Return the summed gradient of this rank's shard of a parameter, by its layout. Collective."""
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Return "weight" -> master weight, and each optimizer state's name -> tensor, of the layout's shard of a parameter. Collective."""
+        """Return the master weight ("weight") and the optimizer states (by name) of this rank's shard of a parameter. Collective."""
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.
 
-        `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps.
-        """
+        `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps."""

@@ -5,9 +5,8 @@
     step       each rank its own elements: 16 P / N bytes in fp32, nothing is sent
 
 A unit is a module of the model. Each parameter is cut along one dim over the ranks that sum its gradient (dp and sp; for experts edp).
-Gathers are in the unit's dtype. Gradients are summed in fp32 or wider, after each micro-batch, so no rank keeps a whole one. Parameters
-of no unit, small ones that the model reads in fp32, stay whole on every rank, and their gradients are summed as in DDP. torch's
-fully_shard does the work; only this file uses it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
+Gathers are in the unit's dtype. Gradients are summed in fp32 or wider after each micro-batch. Small parameters outside of units stay
+whole on every rank. Only this file uses torch's fully_shard. Sources: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def shard(
     """Cut a model on the meta device, then allocate this rank's shards on `device` and set their first values.
 
     `units`: in the order in which they start to run; nested units follow the unit around them. `reshard`: free gathered parameters after
-    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered ahead. `fill`: sets first values.
-    """
+    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered ahead. `fill`: sets first values."""
     # torch warns about units that return a view, which must not be changed in place; this project never does that
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}
@@ -72,7 +70,7 @@ def shard(
             if axis.name not in meshes:
                 meshes[axis.name] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=(axis.name,))
             cut[unit.path] = _cut(model, unit, axis, meshes[axis.name], reshard=reshard)
-    if cut:  # a root unit without parameters, at which torch starts and ends each pass
+    if cut:  # makes the model a root unit without parameters, at which torch starts and ends each pass
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         _look_ahead([u for u in units if u.path in cut], cut, prefetch)
@@ -118,7 +116,7 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
 
 
 def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
-    """Make autograd add the gradients of a weight that is used several times in this dtype, even if it is gathered in 16 bits."""
+    """Make autograd add a weight's gradients from several uses in `dtype`, even if the weight is gathered in 16 bits."""
 
     def when_gathered(module: nn.Module, _: Any) -> None:
         for name in unit.parameters:
@@ -136,7 +134,7 @@ def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
     """Set which units each unit prefetches when it has been gathered. torch's default order fails if forward passes are recomputed."""
     for module in cut.values():
-        module.set_modules_to_backward_prefetch([module])  # itself, gathered already: no prefetch (for [] torch chooses)
+        module.set_modules_to_backward_prefetch([module])  # itself, so that nothing is prefetched; with [] torch chooses
     groups: list[list[Unit]] = []  # each: an outermost unit, then its nested units
     for unit in units:
         if groups and unit.path.startswith(f"{groups[-1][0].path}."):
@@ -264,5 +262,4 @@ class FSDP(Stepped):
         return Whole((self._cut_of(name),)).gathered(part) if name in self.cut else part
 
     def _cut_of(self, name: str) -> Cut:
-        """Return how FSDP has cut the shard that the layout gives this rank."""
         return _cut_of(self.cut[name], replace(data_axis(self.layouts[name], self.mesh), label=name))

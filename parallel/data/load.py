@@ -1,9 +1,6 @@
 """Loading states into an engine, a few MiB at a time, so that resuming needs no more memory than training.
 
-load(name, kind, box)        returns a box of this rank's shard of a parameter (kind "weight") or of one of its optimizer states
-fill(into, ...)              fills a tensor, one box after another: a whole tensor (DDP), or a shard along a dim (FSDP)
-fill_run(into, ...)          fills a flat tensor: consecutive elements, in row-major order, of a tensor (ZeRO's partitions)
-fill_stepped(parameter, ...) fills a parameter of a torch optimizer, and its optimizer states
+load(name, kind, box) returns a box of this rank's shard of a parameter (kind "weight") or of one of its optimizer states.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ def given(states: Mapping[str, Mapping[str, Tensor]]) -> Load:
 
 @torch.no_grad()
 def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = ()) -> None:
-    """Fill `into` from load(box), a few MiB at a time. `start`: index, in the tensor that `load` reads, of the first element; (): zeros."""
+    """Fill `into` from load(box), a few MiB at a time. start: index of the first element in the tensor that `load` reads; (): all zeros."""
     start = start or [0] * into.ndim
     for _, box in boxes(tuple(into.shape), 0, into.numel()):
         into[box].copy_(load(tuple(slice(at + part.start, at + part.stop) for at, part in zip(start, box, strict=True))))
@@ -37,7 +34,8 @@ def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = 
 
 @torch.no_grad()
 def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, ...], first: int) -> None:
-    """Fill a flat tensor with the elements first, first + 1, ... in row-major order of a tensor of `shape`, of which `load` reads boxes."""
+    """Fill a flat tensor with consecutive elements, in row-major order, of a tensor of `shape`. first: number of the first one. load(box)
+    reads a box of that tensor."""
     for at, box in boxes(shape, first, first + into.numel()):
         part = load(box).reshape(-1)
         into.narrow(0, at - first, part.numel()).copy_(part)
@@ -55,8 +53,7 @@ def fill_stepped(
     parameter: nn.Parameter, optimizer: Optimizer, load: Callable[[str, Box], Tensor], *, kept: StateDims, steps: int, start: Sequence[int]
 ) -> None:
     """Fill a parameter of a torch optimizer with load("weight", box), and its states `kept` with load(state, box). `start`: as in `fill`.
-    `steps`: the optimizer's step counter.
-    """
+    `steps`: the optimizer's step counter."""
     fill(parameter.data, partial(load, "weight"), start=start)
     if not parameter.requires_grad:
         return  # frozen: it has no optimizer states
@@ -81,8 +78,7 @@ def _shape(parameter: nn.Parameter, dim: int | None) -> list[int]:
 
 def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None = None) -> Iterator[tuple[int, Box]]:
     """Cut elements [first, end) of a tensor, in row-major order, into boxes of at most `at_once` elements (None: ELEMENTS_AT_ONCE).
-    Yield (number of the box's first element, box).
-    """
+    Yield (number of the box's first element, box)."""
     at_once = ELEMENTS_AT_ONCE if at_once is None else at_once
     if not shape and first < end:
         yield 0, ()
@@ -90,7 +86,7 @@ def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None =
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # strides: elements from one index of a dim to the next
     while first < end:
         room = min(at_once, end - first)
-        # the outermost dim of which at least one whole index fits into `room`
+        # the outermost dim along which a slice of size 1 has at most `room` elements
         dim = next(d for d, step in enumerate(steps) if first % step == 0 and step <= room)
         index = [first // step % size for step, size in zip(steps, shape, strict=True)]
         count = min(room // steps[dim], shape[dim] - index[dim])

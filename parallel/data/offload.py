@@ -3,11 +3,8 @@
     optimizer     master weights and moments; gradients are copied to the host, which makes the step    stages 1 to 3
     parameters    a rank's shard of the working weights; each is copied in while its module runs        stage 3
 
-    gradients --down--> host: Adam on 1/N --up--> weights         2 P / N elements each way a step
-    nvme: a group of states at a time      file --read--> buffer --step--> buffer --write--> file
-
-The host's step is torch's fused AdamW, so numbers equal a run without offload. DeepSpeed's async_io reads and writes the disk.
-Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
+The host's step is torch's fused AdamW, so numbers equal a run without offload. DeepSpeed's async_io reads and writes the disk, a group
+of states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is deleted with this object, and locked while its process lives. (Other containers may not see the process id.)"""
+    """A folder that is deleted with this object. It is locked while its process lives, because other containers cannot see the process."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)
@@ -70,7 +67,7 @@ class Offload:
         if not self.on_disk:
             return None
         prefix = f"moe-swap-{socket.gethostname()}-"
-        mine = re.compile(rf"{re.escape(prefix)}(\d+)-\w+")  # the whole name: another host's name may begin with this host's
+        mine = re.compile(rf"{re.escape(prefix)}(\d+)-\w+")  # matched in full, because another host's name may begin with this host's name
         for left in Path(self.path or ".").iterdir():
             named = mine.fullmatch(left.name)
             if named and not psutil.pid_exists(int(named[1])) and not SwapFolder.in_use(left):
@@ -88,6 +85,6 @@ class Offload:
         for section in found.values():
             if section["device"] == "nvme":
                 section["nvme_path"] = folder
-        if self.optimizer == "nvme":  # elements that a step reads at a time, each with weight, gradient, two moments
+        if self.optimizer == "nvme":  # number of elements whose states a step reads from the disk at a time
             found["sub_group_size"] = max(largest, GROUP_ELEMENTS)
         return found

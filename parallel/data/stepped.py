@@ -19,7 +19,7 @@ from parallel.watch.audit import Held, copies_of
 
 
 class Stepped(ABC):
-    """Base class of such engines; a subclass defines `reduce`. parameters: parameter name -> the tensor that the optimizer steps."""
+    """Base class of DDP and FSDP, whose subclasses define `reduce`. parameters: parameter name -> the tensor that the optimizer steps."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer
@@ -98,5 +98,5 @@ class Stepped(ABC):
                 fill_stepped(parameter, self.optimizer, partial(load, name), kept=kept, steps=steps, start=start)
 
     def start(self, name: str) -> Sequence[int]:
-        """Return the index at which the tensor that the optimizer steps starts in this rank's shard by the layout; (): all zeros."""
+        """Return the index, in this rank's shard by the layout, of the first element of the tensor that the optimizer steps; (): zeros."""
         return ()

@@ -2,13 +2,10 @@
 
     y = act(x W1) W2,  W1 [D, F], W2 [F, D]      y = sum_i act(x W1_i) W2_i       tile i: a chunk of the F hidden units
 
-    untiled   gather | W1 ------------- W2 -------------- | free           weight and gradient alive: 2 * out * in
-    q tiles   gather | W1_0 W2_0 | free, gather | W1_1 W2_1 | free, ...                               2 * out * in / q
-
 A tile is a separate module, so engines that gather, free, offload or shard weights by module (FSDP, ZeRO-3) do it tile by tile. Tiles
-run one after another, last tile first in the backward pass. Partial results, and the gradient of x, are summed in fp32 or wider.
-Checkpoints and first values do not see tiles: `layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout
-says. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
+run one after another, last tile first in the backward pass. Checkpoints and first values do not see tiles:
+`layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout says.
+Costs: docs/parallel/tiling.md. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from parallel.mesh.layout import Tile
 from parallel.numerics.precision import sum_dtype
 
 Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer: tensor parallelism puts collectives there
-Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T for each; can send x once for all
+Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T of each module
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
@@ -72,7 +69,7 @@ def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, 
 
 
 class _Branch(torch.autograd.Function):
-    """Return (x for one tile, `wide` for the tiles after it). The gradient of `wide`: the sum of all these tiles' gradients of x."""
+    """Return (x for one tile, `wide` for the following tiles). The gradient of `wide` becomes the sum of these tiles' gradients of x."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,12 +84,11 @@ class _Branch(torch.autograd.Function):
 
 
 def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Module:
-    """Set the tile's parameters to chunks of the parameters of `whole`; return the tile. `cut`: parameter name -> which chunk."""
+    """Set the tile's parameters to chunks of the parameters of `whole`; return the tile. cut: parameter name -> its chunk, as a Tile."""
     for name, parameter in whole.named_parameters():
         module, _, last = name.rpartition(".")
-        setattr(
-            tile.get_submodule(module), last, nn.Parameter(cut(name).of(parameter.detach()).clone(memory_format=torch.contiguous_format))
-        )
+        chunk = cut(name).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
+        setattr(tile.get_submodule(module), last, nn.Parameter(chunk))
     return tile
 
 
@@ -107,7 +103,7 @@ def without_tiles(name: str) -> str:
 
 
 def tile_of(model: nn.Module, name: str, *, dim: int) -> tuple[Tile, tuple[int, ...]] | None:
-    """Return (the chunk that parameter `name` is, shape of the tensor that tiles cut along `dim`); None for a parameter outside tiles."""
+    """Return (the Tile that parameter `name` is, shape of the whole parameter, which tiles cut along `dim`); None outside tiles."""
     found = _last(name)
     if found is None:
         return None

@@ -22,7 +22,7 @@ from parallel.mesh.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """How a dim (negative: from the end) of `size` elements is cut over an axis: `each` elements a rank, fewer on the last ranks."""
+    """How dim `dim` (negative: from the end) of `size` elements is cut over an axis: `each` elements a rank, fewer on the last ranks."""
 
     dim: int
     each: int

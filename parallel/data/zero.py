@@ -4,14 +4,11 @@
     stage 2   also shards gradients: each is summed as soon as the backward pass has made it, and only its owner keeps it
     stage 3   also shards weights (parallel/data/zero3.py)
 
-A parameter is sharded over the ranks that sum its gradient (Layout.summed_over): dense parameters over dp and sp, experts over edp. If
-several groups of ranks hold copies and saw the same tokens, the first group's shards count in norms. DeepSpeed reduces, partitions,
-steps and gathers. This project does the rest: precision, loss scale, gradient norm and clipping by ownership (an engine that averages
-experts' norms over ranks is wrong), and checkpoints by global names. Source: ZeRO (arXiv 1910.02054).
+A parameter is sharded over the ranks that sum its gradient (Layout.summed_over). DeepSpeed reduces, partitions, steps and gathers.
+This project does precision, loss scale, gradient norm, clipping, and checkpoints by global names. Source: ZeRO (arXiv 1910.02054).
 
 16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then 16-bit copies replace the flat
-groups that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and
-ranks. A 16-bit copy equals a master weight cast at its use, so no number changes.
+groups that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -110,7 +107,7 @@ class Zero(DeepSpeed):
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()
         if mesh.axis("pp").size > 1:
-            for hook in self.zero._grad_acc_hooks:  # they would sum after each micro-batch; `reduce` sums once
+            for hook in self.zero._grad_acc_hooks:  # these hooks would sum after each micro-batch; `reduce` sums once
                 hook.remove()
 
     def _narrow(self, number: int, dtype: torch.dtype) -> None:
@@ -128,12 +125,12 @@ class Zero(DeepSpeed):
         for parameter in zero.bit16_groups[number]:
             parameter.grad_dtype = torch.float32
             fragment = parameter._hp_mapping
-            if fragment is not None:  # was a view of the old flat group, which would stay in memory as a whole
+            if fragment is not None:  # it must become a view of the new flat group, so that the old one is freed
                 at = fragment.lp_fragment_address
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
     def forward(self, *args: Any, last: bool) -> Any:
-        if self.offloads and not last and self.mesh.axis("pp").size == 1:  # with stages, gradients accumulate on the device
+        if self.offloads and not last and self.mesh.axis("pp").size == 1:  # with pipeline stages, gradients accumulate on the device
             self._add_accumulators()
         return super().forward(*args, last=last)
 
@@ -142,7 +139,7 @@ class Zero(DeepSpeed):
         if not self.shards_gradients or not last:
             return
         for number, parts in self.zero.averaged_gradients.items():
-            if parts:  # a gradient of a parameter that two ranks share is a view, which would keep the whole gradient in memory
+            if parts:  # the shard of a gradient can be a view, which would keep the whole gradient in memory
                 self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
 
     def _add_accumulators(self) -> None:
@@ -246,7 +243,7 @@ def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. `dtype`: as the model reads them. `owned`: whether this rank's shards count in norms."""
+    """Parameters that DeepSpeed flattens together. dtype: in which the model reads them. owned: this rank's shards count in norms."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str
@@ -258,10 +255,8 @@ def group_parameters(
     parameters: dict[str, nn.Parameter], layouts: Layouts, optimizer: AdamW, *, working: Working | None, mesh: Mesh, marked: bool
 ) -> list[Group]:
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
-
     `marked`: parameters that are not summed over DeepSpeed's data-parallel group get its marks, `allreduce` False and the axis's name.
-    Shapes are read from layouts, because a sharded parameter has lost its shape.
-    """
+    Shapes are read from layouts, because a sharded parameter has lost its shape."""
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
     for name, parameter in parameters.items():

@@ -5,9 +5,8 @@
     step                             each rank on its own shard; nothing is gathered
 
 Each parameter has the process group over which it is sharded (`ds_zero_partition_process_group`), from its layout: experts over edp,
-the others over dp and sp. DeepSpeed's MoE layers refuse this stage, but they are not used here: experts are ordinary parameters with
-another group. Weights are sharded module by module as they are made, so no rank ever holds the whole model. Sources: ZeRO
-(arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857).
+the others over dp and sp. Weights are sharded module by module as they are made, so no rank ever holds the whole model.
+Sources: ZeRO (arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from parallel.watch.audit import Held
 class ShardedInit:
     """Call it with a model on the meta device to replace the weights by this rank's shards on `device`, module by module. Sends nothing.
 
-    `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written.
-    """
+    `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written."""
 
     def __init__(self, layouts: Layouts, mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload) -> None:
         self.deepspeed = start_deepspeed()
@@ -83,7 +81,7 @@ class ShardedInit:
             config_dict_or_path=self.settings,
             mem_efficient_linear=False,
             mpu=self.mpu,
-        )  # without `dtype`, which is not respected on every processor: settings without 16 bits give fp32
+        )  # no `dtype`: on some processors DeepSpeed ignores it; settings without 16 bits give fp32
         assert init.dtype == torch.float32, f"{init.dtype} would round weights on a disk"
         if init.param_swapper is not None:
             _read_each_once(init.param_swapper)
@@ -94,7 +92,7 @@ _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
     "stage3_max_reuse_distance": 0,  # no weight stays gathered until its next use, however soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
-    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered together, unless one layer is larger: each module prefetches a bucket
+    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # most gathered elements, if no single layer has more
 }
 
 
@@ -138,9 +136,7 @@ class Zero3(DeepSpeed):
 
     @contextmanager
     def _swapped_in(self, number: int, *, write: bool) -> Iterator[None]:
-        """Return a context in which the optimizer states of group `number` are in memory, if they are on a disk. `write`: write them back
-        at its end.
-        """
+        """Return a context that reads the optimizer states of group `number` from a disk, if they are there. write: write them back."""
         zero = self.zero
         swapped = zero._swappable_optimizer_subgroup(number)
         if swapped:
@@ -184,8 +180,7 @@ class Zero3(DeepSpeed):
 
     def tensors(self) -> Iterator[Held]:
         """Yield this rank's partitions of master weights with their optimizer states, and of working weights, without those on a disk. No
-        other rank has copies.
-        """
+        other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):
@@ -207,7 +202,7 @@ class Zero3(DeepSpeed):
         zero.grad_partitions_flat_buffer.mul_(factor)
         if self.offload.optimizer == "none":
             return
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer's gradients on the host
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # gradients that the host's optimizer reads
             if not zero._swappable_optimizer_subgroup(number):
                 master.grad.mul_(factor)
         if zero.swap_optimizer:  # the step scales gradients on a disk when it reads them
@@ -273,7 +268,7 @@ class Zero3(DeepSpeed):
 
 
 def _read_each_once(swapper: Any) -> None:
-    """Remove duplicates from DeepSpeed's prefetches, which have a weight twice that is used twice: the second read would fail."""
+    """Remove duplicates from DeepSpeed's prefetches. A weight that is used twice is listed twice, and its second read would fail."""
     read = swapper.swap_in
 
     def swap_in(params: list[nn.Parameter], **options: Any) -> None:

@@ -4,13 +4,9 @@
     Fisher information of W  ~  G (x) A             [O I, O I]  ~  [O, O] and [I, I]
     direction                =  (G + s I)^-1 M (A + t I)^-1         M: W's gradient, or its mean over steps
 
-Martens and Grosse (arXiv 1503.05671, section 6.3) divide the damping between the two: t = pi sqrt(lambda), s = sqrt(lambda) / pi,
-pi^2 = (tr A / I) / (tr G / O). Here lambda is relative: `damping` times the mean eigenvalue of G (x) A, which is (tr A / I) (tr G / O).
-Then t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O. So the scale of a factor does not matter, and it is stored with a mean
-eigenvalue of 1: the loss's divisor, the loss scale of fp16 and the number of tokens all cancel. All matrices are fp32.
-
-An expert's rows are the tokens routed to it. Their number only scales its G, so it cancels too. "0 without rows" below: a matrix is zero
-until its linear has received a token.
+Damping is relative: t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O, which is Martens and Grosse's choice (arXiv 1503.05671,
+section 6.3) for lambda = damping (tr A / I) (tr G / O). So the scale of a factor cancels, and each is stored with a mean eigenvalue of 1.
+All matrices are fp32. A factor is zero until its linear has received a token.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from parallel.numerics.supposed import supposed
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. counts: number of rows of each expert, in order; the result is [E, W, W]."""
+    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. With counts (rows of each expert): [E, W, W]."""
     wide_RW = rows_RW.float()
     if counts is None:
         return (wide_RW.t() @ wide_RW).unsqueeze(0)
@@ -39,50 +35,44 @@ def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Ten
 
 
 def mean_eigenvalue(factor_EWW: Tensor) -> Tensor:
-    """Return the mean eigenvalue of each matrix, [E, 1, 1]; 0 without rows."""
+    """Return the mean eigenvalue of each matrix, [E, 1, 1]."""
     return factor_EWW.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
 
 
 def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
-    """Return the new running factor: the exponential mean of all factors so far, each scaled to mean eigenvalue 1.
-
-    sums_EWW: sums of r r^T over the new rows, which are the new factor. The first factor has full weight. Without new rows (an expert
-    without tokens) the old factor stays. ema: weight of the old factor.
-    """
+    """Return the updated running factor: ema * running + (1 - ema) * new, where `new` is sums_EWW scaled to a mean eigenvalue of 1.
+    sums_EWW: sums of r r^T over the new rows. The first factor has weight 1. An expert without new rows keeps its running factor."""
     scale_E11 = mean_eigenvalue(sums_EWW)
-    came, had = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
-    new_EWW = sums_EWW / torch.where(came, scale_E11, 1.0)
-    weight_E11 = torch.where(came, torch.where(had, 1 - ema, 1.0), 0.0)
+    has_rows, has_running = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
+    new_EWW = sums_EWW / torch.where(has_rows, scale_E11, 1.0)
+    weight_E11 = torch.where(has_rows, torch.where(has_running, 1 - ema, 1.0), 0.0)
     return torch.lerp(running_EWW, new_EWW, weight_E11)
 
 
 def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
-    """Return (F + sqrt(damping) I)^-1 by Cholesky, for factors F of mean eigenvalue 1; 0 without rows.
-
-    At least fp32's rounding error for a matrix of this width is added, even if `damping` is smaller. If the matrix is still not positive
-    definite, the addition is multiplied by ten until it is. This ends, because no eigenvalue is larger than the width.
-    """
+    """Return (F + sqrt(damping) I)^-1 by Cholesky, for factors F with a mean eigenvalue of 1; zero for a factor that is zero.
+    sqrt(damping) is raised to at least fp32's rounding error for this width, and times ten until the sum is positive definite."""
     width = factor_EWW.shape[-1]
     least = width * torch.finfo(torch.float32).eps
     eye_WW = torch.eye(width, device=factor_EWW.device)
-    seen_E11 = mean_eigenvalue(factor_EWW) > 0
+    nonzero_E11 = mean_eigenvalue(factor_EWW) > 0
     added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), max(damping**0.5, least))
     for _ in range(2 + math.ceil(math.log10(width / least))):
         lower_EWW, failed_E = _cholesky(factor_EWW + added_E11 * eye_WW)
         if not failed_E.any():
             break
         added_E11 = torch.where(failed_E[:, None, None] > 0, 10 * added_E11, added_E11)
-    return torch.cholesky_inverse(lower_EWW) * seen_E11
+    return torch.cholesky_inverse(lower_EWW) * nonzero_E11
 
 
 def _cholesky(matrix_EWW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower triangles, and for each matrix 0 or, if it is not positive definite, a positive number. A rehearsal assumes 0."""
+    """Return (lower triangles, status [E]: 0 for success, positive if a matrix is not positive definite). A rehearsal assumes success."""
     lower_EWW, failed_E = torch.linalg.cholesky_ex(matrix_EWW)
     return lower_EWW, supposed(failed_E, lambda: torch.zeros(len(failed_E)))
 
 
 def direction(gradient: Tensor, a_inverse_EII: Tensor, g_inverse_EOO: Tensor) -> Tensor:
-    """Return G^-1 M A^-1 in fp32, for a gradient M [O, I], or A^-1 M G^-1 for a stack of transposed matrices M [E, I, O]."""
+    """Return K-FAC's direction in fp32: G^-1 M A^-1 for a gradient M [O, I]; A^-1 M G^-1 for a stack of gradients M [E, I, O]."""
     if gradient.ndim == 2:
         return g_inverse_EOO[0] @ gradient.float() @ a_inverse_EII[0]
     return a_inverse_EII @ gradient.float() @ g_inverse_EOO

@@ -1,12 +1,11 @@
-"""Optimizer that takes K-FAC's direction with the length of AdamW's step.
+"""Optimizer with K-FAC's direction and the length of AdamW's step: grafting (Agarwal et al., arXiv 2002.11803).
 
     M   mean of the gradients (AdamW's first moment)          S = M^ / (sqrt(V^) + eps)      AdamW's step, with bias corrections
-    D = G^-1 M A^-1
-    W  <-  W - lr (S's norm / D's norm) D - lr decay W        each matrix, each expert, with its own norms
+    D = G^-1 M A^-1                                           K-FAC's direction
+    W  <-  W - lr (|S| / |D|) D - lr decay W                  for each matrix, with Frobenius norms; each expert is a matrix
 
-Grafting (Agarwal et al., arXiv 2002.11803) combines the direction of one method with the length of another. So AdamW's learning rates and
-schedules can be used, and K-FAC's bound on the step (KL clip) is not needed. The optimizer states are AdamW's two moments, in the same
-checkpoints. Parameters outside K-FAC, and linears that have no inverses yet, take AdamW's step.
+So AdamW's learning rates and schedules can be used, and the optimizer states are AdamW's two moments. Parameters outside of K-FAC, and
+linears that have no inverses yet, take AdamW's step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Group = dict[str, Any]
 
 
 class Grafted(AdamWExcept):
-    """AdamW in which the linears of `kfac` take the grafted step."""
+    """AdamW, except that the weights of K-FAC's linears take the grafted step."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -46,12 +45,12 @@ class Grafted(AdamWExcept):
         mean.lerp_(grad, 1 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         adam = mean.float() / (1 - beta1**steps) / ((square.float() / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
-        moved = grafted(direction(mean, *self.kfac.inverses(linear)), adam)
-        decay_and_subtract(weight, moved.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
+        update = grafted(direction(mean, *self.kfac.inverses(linear)), adam)
+        decay_and_subtract(weight, update.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
         return True
 
     def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """Return AdamW's states of the weight, created as AdamW would create them."""
+        """Return AdamW's states of the weight (step, exp_avg, exp_avg_sq), created with zeros at the first call."""
         state: dict[str, Tensor] = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -61,16 +60,14 @@ class Grafted(AdamWExcept):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Scale each matrix of `direction` to the norm of the same matrix of `length`. Where the direction is zero, return `length`."""
+    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. A zero matrix becomes that of `length`."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 
 
 class KfacEngine:
-    """An engine with a `Grafted` optimizer. It also records forward passes, and finishes K-FAC's work before each update.
-
-    All other methods and attributes are those of `engine`.
-    """
+    """Wrapper of an engine that has a `Grafted` optimizer: it also records forward passes, and finishes K-FAC's work before each update.
+    Other methods and attributes are forwarded to `engine`."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac
@@ -87,7 +84,7 @@ class KfacEngine:
         self.engine.step(lr)
 
     def drop_gradients(self) -> None:
-        self.kfac.forget()
+        self.kfac.discard_step()
         self.engine.drop_gradients()
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:

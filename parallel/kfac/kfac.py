@@ -4,16 +4,11 @@ A refresh computes all factors and inverses anew. It begins every n steps (`refr
 
     step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T     a: input rows of a linear
                                     backward   G of micro-batch i may start: sum of g g^T     g: gradients of its output rows
-    the end of step t + d // 2      sums over the ranks that hold copies, then the running mean
+    the end of step t + d // 2      all-reduce over the ranks that hold copies, then the running mean
     from then to the end of t + d   an inversion of each A and G, on one of the ranks that hold it
     the end of step t + d           the inverses go to the other ranks, and all new inverses replace the old ones
 
-The inverses are stale in between; the direction (parallel/kfac/factors.py) is computed in every step. Work that is due at the end of a
-step and found no bubble is done there. Numbers never depend on when the work was done, and one process with the same n and d gives the same
-numbers as any pipeline. Sums and the exchange of inverses are collective, so they always run at the end of their step.
-
-The Fisher information is the empirical one, from the gradients that the step computes anyway, as in the paper's code. Rows are kept in
-memory until the work on them is done. In fp16, a step with a gradient that is not finite is discarded, and the next step takes its place.
+Results do not depend on the time at which a unit runs. The Fisher information is the empirical one, from the gradients of the step.
 """
 
 from __future__ import annotations
@@ -39,9 +34,8 @@ from parallel.mesh.layout import Layout
 class Settings:
     """Settings of K-FAC.
 
-    damping: number added to all eigenvalues of G (x) A, relative to their mean. ema: weight of the old factor at a refresh.
-    refresh_every: number of updates between refreshes. delay: number of updates from a refresh to the use of its inverses.
-    """
+    damping: number added to all eigenvalues of G (x) A, relative to their mean. ema: weight of the old factor in the running mean.
+    refresh_every: updates from one refresh to the next. delay: updates from the start of a refresh until its inverses are used."""
 
     damping: float
     ema: float
@@ -51,10 +45,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer, with a weight [O, I], or a stack of them, [E, I, O].
-
-    name: name of the weight. inputs: name of the linear whose input rows give factor A. Linears that read the same rows share it.
-    """
+    """A linear layer with a weight [O, I], or a stack of experts' linears with a weight [E, I, O].
+    name: name of the weight. inputs: name of the linear whose factor A is used; linears that read the same input rows share one A."""
 
     name: str
     weight: nn.Parameter
@@ -62,27 +54,21 @@ class Linear:
     inputs: str
 
     @property
-    def num_matrices(self) -> int:
-        return len(self.weight) if self.weight.ndim == 3 else 1
-
-    @property
     def sizes(self) -> dict[str, int]:
-        """Return the widths of the factors "A" and "G"."""
+        """Return {"A": input width, "G": output width}, the widths of the two factors."""
         inputs, outputs = self.weight.shape[-2:] if self.weight.ndim == 3 else reversed(self.weight.shape)
         return {"A": inputs, "G": outputs}
 
     def layout_of(self, factor: str) -> Layout:
-        """Return the layout of a factor: sharded over ranks as the stacked weights of the experts are, otherwise whole on every rank."""
+        """Return the layout of factor "A" or "G": sharded over ranks like the experts for a stack, otherwise whole on all ranks."""
         width = self.sizes[factor]
         stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
 
 
 class KfacUnit(NamedTuple):
-    """Unit of work for one factor ("A" or "G") of the linear `name`.
-
-    kind: "curvature" or "inversion". microbatch: number of the linear's forward pass in the step; -1 for an inversion.
-    """
+    """One unit of K-FAC's work: kind "curvature" or "inversion", for factor "A" or "G" of the linear `name`.
+    microbatch: index of the linear's forward pass in the step; -1 for an inversion."""
 
     kind: str
     factor: str
@@ -96,13 +82,9 @@ class KfacUnit(NamedTuple):
 
 @dataclass
 class Factor:
-    """One Kronecker factor of one linear: a matrix [W, W] for each of the linear's E matrices (W: width of its input or output).
-
-    The matrices of an expert that has never received a token are zero.
-
-    running: running mean, scaled to a mean eigenvalue of 1. inverse: the inverse in use. sums: sums of r r^T over the current step's rows
-    r; None: no rows yet. next: the inverse that will replace `inverse`; None: not computed yet.
-    """
+    """One Kronecker factor of one linear, as tensors [E, W, W] (W: input or output width). Zero for an expert without any token so far.
+    running: running mean, scaled to a mean eigenvalue of 1. inverse: its damped inverse, as used in updates now. sums: sum of r r^T over
+    the rows r of the current step; None: no rows yet. next: new inverse, not used yet; None: not computed yet."""
 
     layout: Layout
     running: Tensor
@@ -117,13 +99,12 @@ class Factor:
 @dataclass
 class Kfac:
     """K-FAC for all linears of a rank. The caller runs forward passes within `recording`, and calls `finish` before each update, or
-    `forget` if there is no update.
+    `discard_step` if there is no update.
 
-    linears: by name. total: (tensors by name, their layouts by name) -> None; sums them in place over the ranks that hold copies, which
-    the layouts name. place: layout -> (this rank's index among the ranks that hold copies, their number).
-    at_once: True: work is done as soon as possible; False: it waits for `run`, `do_next` or the end of the step.
-    updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor.
-    """
+    linears: name -> linear. total: (name -> tensor, name -> layout) -> None: all-reduces the tensors in place over the ranks with copies.
+    place: layout -> (this rank's index among the ranks with copies, number of these ranks).
+    at_once: True: units run as soon as they are ready; False: they wait for `run`, `do_next` or the end of the step.
+    updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
     linears: dict[str, Linear]
     settings: Settings
@@ -134,52 +115,53 @@ class Kfac:
     factors: dict[tuple[str, str], Factor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # times by (kind, factor, linear); None: not measured
-        self._open = False
-        self._passes: Counter[str] = Counter()  # forward passes of each linear in this step
-        self._unsummed = False  # True if a step was recorded and not yet summed over ranks
-        self._unshared = False  # True if new inverses are only on the ranks that made them
-        self._rows: dict[KfacUnit, tuple[Tensor, Sequence[int] | None]] = {}  # (rows [R, W], rows of each expert) of curvature to do
-        self._queue: deque[KfacUnit] = deque()
+        self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # (kind, factor, linear) -> times; None: not measured
+        self._open = False  # True within `recording`, in a step that begins a refresh
+        self._passes: Counter[str] = Counter()  # name of a linear -> number of its forward passes in this step
+        self._sums_due = False  # True if a step was recorded but its sums are not yet all-reduced
+        self._inverses_due = False  # True if new inverses are only on the ranks that computed them
+        self._rows: dict[KfacUnit, tuple[Tensor, Sequence[int] | None]] = {}  # unit -> its (rows [R, W], number of rows of each expert)
+        self._queue: deque[KfacUnit] = deque()  # units that can run
         for linear in self.linears.values():
             for factor, name in (("A", linear.inputs), ("G", linear.name)):
                 if (factor, name) not in self.factors:
                     width = linear.sizes[factor]
-                    zeros = torch.zeros(linear.num_matrices, width, width, device=linear.weight.device)
+                    stack = len(linear.weight) if linear.weight.ndim == 3 else 1
+                    zeros = torch.zeros(stack, width, width, device=linear.weight.device)
                     self.factors[factor, name] = Factor(linear.layout_of(factor), zeros, zeros.clone())
         self.inverts = self._own_inversions()
 
     def _own_inversions(self) -> frozenset[tuple[str, str]]:
-        """Return the factors that this rank inverts. The ranks that hold the same factors take turns, the largest factors first."""
-        alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
+        """Return the factors that this rank inverts. Ranks with copies of the same factors share them round-robin, the largest first."""
+        groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
         for key, factor in self.factors.items():
-            alike[factor.layout.summed_over(), factor.layout.holders].append(key)
+            groups[factor.layout.summed_over(), factor.layout.holders].append(key)
         mine: list[tuple[str, str]] = []
-        for keys in alike.values():
+        for keys in groups.values():
             place, count = self.place(self.factors[keys[0]].layout)
             mine += sorted(keys, key=lambda key: (-self.factors[key].running.shape[-1], key))[place::count]
         return frozenset(mine)
 
-    # --- recording ----------------------------------------------------------------------------------------------------
+    # --- recording of forward and backward passes ---------------------------------------------------------------------
 
     @property
     def records(self) -> bool:
-        """Return True if a refresh begins in the current step, so that its rows are recorded."""
+        """Return True if a refresh begins in the current step, so that the step's rows are recorded."""
         return self.updates % self.settings.refresh_every == 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context for one forward pass in training. Forward passes that are recomputed in the backward pass run outside of it."""
+        """Return a context for one forward pass in training. Recomputed forward passes run outside of it and are not recorded."""
         self._open = self.records
-        self._unsummed |= self.records
+        self._sums_due |= self.records
         try:
             yield
         finally:
             self._open = False
 
     def watch(self, name: str, x: Tensor, y: Tensor, counts: Sequence[int] | None = None) -> None:
-        """Record the input x and the output y of the linear `name`, both [..., width], one row a token. counts: for a stack, the number
-        of rows of each expert, in expert order."""
+        """Record the input x and the output y of the linear `name`, both [..., width], one row a token. counts: for a stack of experts,
+        the number of rows of each expert, in order."""
         if not (self._open and y.requires_grad):
             return
         microbatch = self._passes[name]
@@ -195,32 +177,32 @@ class Kfac:
         if self.at_once:
             self.run(unit)
 
-    # --- units of work: done as they become ready, or deferred to times when the rank waits ---------------------------
+    # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """Let work wait for `run`, `do_next` or the end of the step from now on. timed: measure each unit until `times` is called."""
+        """From now on, let units wait for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
-        """End the measurement, and return (kind, factor, name of the linear) -> median seconds of its units since `defer`."""
+        """End the measurement. Return (kind, factor, name of the linear) -> median seconds of these units since `defer`."""
         assert self._seconds is not None
         found, self._seconds = {key: median(times) for key, times in self._seconds.items()}, None
         return found
 
     @property
     def waiting(self) -> tuple[KfacUnit, ...]:
-        """Return the units of work that can be done now, in the order in which they became ready."""
+        """Return the units that can run now, in the order in which they became ready."""
         return tuple(self._queue)
 
     def do_next(self) -> bool:
-        """Do one unit of work. Returns False if there is none."""
+        """Run the unit that became ready first. Return False if no unit is ready."""
         if self._queue:
             self.run(self._queue[0])
             return True
         return False
 
     def run(self, unit: KfacUnit) -> None:
-        """Take a unit of work from the queue and do it."""
+        """Take this unit from the queue and run it."""
         self._queue.remove(unit)
         if self._seconds is None:
             self.do(unit)
@@ -232,7 +214,7 @@ class Kfac:
 
     @torch.no_grad()
     def do(self, unit: KfacUnit) -> None:
-        """Do a unit of work, without taking it from the queue."""
+        """Compute a unit: add a micro-batch's products to the factor's sums, or invert the running factor. Leaves the queue unchanged."""
         factor = self.factors[unit.factor, unit.name]
         if unit.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)
@@ -240,62 +222,62 @@ class Kfac:
         products = summed_products(*self._rows.pop(unit))
         factor.sums = products if factor.sums is None else factor.sums.add_(products)
 
-    # --- work due at the ends of steps ------------------------------------------------------------------------------------------------
+    # --- work at the end of a step ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Do all work that is due. Call it before each update. Collective."""
+        """Do the work that is due at the end of this step. Must be called before each update. Collective."""
         s = self.settings
-        age = self.updates % s.refresh_every
-        if age == s.delay // 2:
-            self._sum()
-        if age == s.delay:
-            self._share()
+        steps = self.updates % s.refresh_every  # since the refresh began
+        if steps == s.delay // 2:
+            self._reduce_sums()
+        if steps == s.delay:
+            self._share_inverses()
             for factor in self.factors.values():
                 factor.inverse, factor.next = factor.inverse if factor.next is None else factor.next, None
         self.updates += 1
         self._passes.clear()
 
-    def forget(self) -> None:
-        """Discard what the current step recorded. Call it if the step makes no update."""
+    def discard_step(self) -> None:
+        """Discard the rows and sums that the current step recorded. Must be called if the step makes no update."""
         self._passes.clear()
         if self.records:
-            self._unsummed = False
+            self._sums_due = False
             self._rows.clear()
             self._queue.clear()
             for factor in self.factors.values():
                 factor.sums = None
 
     def settle(self) -> None:
-        """Between steps: do all work that exists, even if it is due later. Collective."""
-        self._sum()
-        self._share()
+        """Do all pending work now, even if it is due later, so that the state can be saved between steps. Collective."""
+        self._reduce_sums()
+        self._share_inverses()
 
-    def _work_off(self) -> None:
+    def _run_all(self) -> None:
         while self.do_next():
             pass
 
     @torch.no_grad()
-    def _sum(self) -> None:
-        """If a recorded step is not summed yet, finish its curvature, sum it over copies, update running means, queue inversions."""
-        if not self._unsummed:
+    def _reduce_sums(self) -> None:
+        """Once after each recorded step: run its curvature units, all-reduce sums, update running factors, queue this rank's inversions."""
+        if not self._sums_due:
             return
-        self._unsummed = False
-        self._work_off()
+        self._sums_due = False
+        self._run_all()
         sums = {key: torch.zeros_like(factor.running) if factor.sums is None else factor.sums for key, factor in self.factors.items()}
         self._total(sums)
         for key, factor in self.factors.items():
             factor.running, factor.sums = averaged(factor.running, sums[key], ema=self.settings.ema), None
             if key in self.inverts:
                 self._queue.append(KfacUnit("inversion", *key))
-        self._unshared = True
+        self._inverses_due = True
 
     @torch.no_grad()
-    def _share(self) -> None:
-        """Finish all waiting work, then send each new inverse to all ranks that hold the factor, by a sum to which the others add zeros."""
-        self._work_off()
-        if not self._unshared:
+    def _share_inverses(self) -> None:
+        """Run all waiting units, then send each new inverse to all ranks with copies, by an all-reduce in which the others have zeros."""
+        self._run_all()
+        if not self._inverses_due:
             return
-        self._unshared = False
+        self._inverses_due = False
         for factor in self.factors.values():
             factor.next = torch.zeros_like(factor.running) if factor.next is None else factor.next
         self._total({key: factor.next for key, factor in self.factors.items() if factor.next is not None})
@@ -305,47 +287,46 @@ class Kfac:
         layouts = {name: self.factors[key].layout for name, key in named.items()}
         self.total({name: tensors[key] for name, key in named.items()}, layouts)
 
-    # --- for the update -----------------------------------------------------------------------------------------------
+    # --- inverses for the optimizer's update --------------------------------------------------------------------------
 
     def inverses(self, linear: Linear) -> tuple[Tensor, Tensor]:
-        """Return A^-1 [E, I, I] and G^-1 [E, O, O] in use; zeros for an expert that has never received a token."""
+        """Return (A^-1 [E, I, I], G^-1 [E, O, O]) of a linear; zeros for an expert without any token so far."""
         return self.factors["A", linear.inputs].inverse, self.factors["G", linear.name].inverse
 
     @property
     def has_inverses(self) -> bool:
-        """Return True if the first refresh is complete. Valid after `finish`."""
+        """Return True if the first refresh is complete, so that the inverses can be used. Valid after `finish`."""
         return self.updates > self.settings.delay
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- saving and loading of checkpoints ----------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
-        """Yield (kind, linear, layout, this rank's part) of all tensors that resuming needs, in addition to `updates`. Collective.
-
-        kind: factor and suffix, such as "A", "A_inverse" or "G_next".
-        """
+        """Yield (kind, name of the linear, layout, this rank's shard) for each tensor of a checkpoint. Collective.
+        kind: the factor with a suffix: "A" (running), "A_inverse" or "A_next"; the same for G."""
         self.settle()
         for (factor, name), held in self.factors.items():
             for kind, tensor in held.tensors().items():
                 yield factor + kind, name, held.layout, tensor
 
     def load(self, stored: Callable[[str, str, Layout], Tensor | None], *, updates: int) -> bool:
-        """Resume after `updates` updates. stored: (kind, linear, layout) of `state` -> tensor, or None. Returns False if any is missing."""
-        self.updates, whole = updates, True
+        """Load the tensors of a checkpoint that was made after `updates` updates. Return False if any tensor is missing.
+        stored: (kind, name of the linear, layout), as from `state` -> this rank's shard; None if the checkpoint lacks it."""
+        self.updates, complete = updates, True
         pending = 0 < updates % self.settings.refresh_every <= self.settings.delay
         for (factor, name), held in self.factors.items():
-            found = {kind: stored(factor + kind, name, held.layout) for kind in ("", "_inverse", *(("_next",) if pending else ()))}
-            whole = whole and all(tensor is not None for tensor in found.values())
-            running, inverse, coming = (found.get(kind) for kind in ("", "_inverse", "_next"))
-            both = running is not None and inverse is not None
-            held.running, held.inverse = (
-                t.to(held.running) if both and t is not None else torch.zeros_like(held.running) for t in (running, inverse)
+            running, inverse, coming = (
+                stored(factor + kind, name, held.layout) if kind != "_next" or pending else None for kind in ("", "_inverse", "_next")
             )
+            complete = complete and running is not None and inverse is not None and (coming is not None or not pending)
+            if running is None or inverse is None:
+                running, inverse = torch.zeros_like(held.running), torch.zeros_like(held.running)
+            held.running, held.inverse = running.to(held.running), inverse.to(held.running)
             held.next = None if coming is None else coming.to(held.running)
-        return whole
+        return complete
 
 
 def _now(device: torch.device) -> float:
-    """Return the current time in seconds, after the device has executed its queue."""
+    """Return the current time in seconds, after waiting until the device has executed all queued kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

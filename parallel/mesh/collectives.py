@@ -11,8 +11,7 @@
     shift            shift in the other direction
 
 On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 or wider; all other
-sums are in the tensor's dtype. Each axis has a communicator (parallel/mesh/traffic.py). For each axis and collective, it counts calls,
-bytes given to the collective, and bytes that leave this rank. Bytes follow from sizes, not from measurements.
+sums are in the tensor's dtype. parallel/mesh/traffic.py counts calls and bytes.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def device_of(axis: Axis) -> str:
-    """Return the type of device from which the axis's process group sends small tensors: "cuda" if it is NCCL's, else "cpu"."""
+    """Return the type of device on which the axis's process group needs tensors: "cuda" for NCCL, else "cpu"."""
     return "cuda" if axis.size > 1 and dist.get_backend(axis.group) == "nccl" else "cpu"
-
-
-# --- collectives without autograd ------------------------------------------------------------------------------------
 
 
 def sum_over(tensor: Tensor, axis: Axis) -> Tensor:
@@ -153,7 +149,7 @@ def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
-    return out.movedim(0, dim).contiguous()  # otherwise each product that reads it would copy it
+    return out.movedim(0, dim).contiguous()  # otherwise each matrix product with this tensor would copy it
 
 
 def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -175,8 +171,7 @@ class Messages:
         """Start the messages. `send`: contiguous tensors, each with its destination's index on the axis. `receive`: tensors to be filled,
         each with its source's index. `name`: under which the communicator counts the sent messages.
 
-        Messages between two ranks keep their order. Every sender and receiver must call this.
-        """
+        Messages between two ranks keep their order. Every sender and receiver must call this."""
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
         for tensor in self.sent:
             axis.count(name, tensor)
@@ -210,17 +205,13 @@ def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Mes
 
 
 def ring_round(tensors: Sequence[Tensor], axis: Axis) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield (rank's index on the axis, its tensors) for this rank, then for the rank before it on the ring, and so on. The next tensors
-    arrive while the caller uses those yielded.
-    """
+    """Yield (rank's index on the axis, its tensors) for this rank, then for the rank before it on the ring, and so on. While the caller
+    uses one rank's tensors, the next rank's arrive."""
     held = list(tensors)
     for step in range(axis.size):
         coming = start_shift(held, axis) if step + 1 < axis.size else None
         yield (axis.index - step) % axis.size, held
         held = held if coming is None else coming.wait()
-
-
-# --- differentiable collectives ---------------------------------------------------------------------------------------
 
 
 def paired(tensor: Tensor, axis: Axis, forward: Callable[..., Tensor], backward: Callable[..., Tensor], **options: Any) -> Tensor:
@@ -284,10 +275,7 @@ def _shifted_back(grad: Tensor, axis: Axis, *, steps: int) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis forward, identity backward: every rank has the same sum and the same gradient.
-
-    Example: `y = all_reduce(partial_y, mesh.axis("tp"))`.
-    """
+    """Sum over the axis forward, identity backward. Example: `y = all_reduce(partial_y, mesh.axis("tp"))`."""
     return tensor if axis.size == 1 else paired(tensor, axis, _new_sum, _same)
 
 
@@ -320,24 +308,18 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
     """Send rows [sum(send), ...] to the ranks of the axis in order, return rows [sum(receive), ...]. Backward sends gradients back.
 
     `send[i]` rows go to the axis's i-th rank, `receive[i]` rows come from it; zero is allowed. Both sides must agree, so exchange
-    counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`.
-    """
+    counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`."""
     return rows if axis.size == 1 else paired(rows, axis, _exchange, _exchange_back, send=send, receive=receive)
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
-    """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward.
-
-    Shapes must be equal on all ranks. A multiple of the axis size returns the tensor itself.
-    """
+    """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward. Shapes must be equal
+    on all ranks."""
     return tensor if steps % axis.size == 0 else paired(tensor, axis, _shifted, _shifted_back, steps=steps)
 
 
 class StartedRows:
-    """A started all_to_all, first of rows and, in the backward pass, of their gradients. Computation between start and finish overlaps.
-
-    `buffer`: the tensor that is being received, not to be read before `finish_all_to_all`.
-    """
+    """A started all_to_all of rows or, in the backward pass, of their gradients. buffer: the tensor that is being received."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive
@@ -380,17 +362,15 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
-    """Start an `all_to_all`. Backward, this waits for the rows' gradients.
-
-    All ranks must start and finish the same exchanges in the same order. Backward runs in reverse order.
-    """
+    """Start an `all_to_all`. Backward, this waits for the rows' gradients. All ranks must start and finish the same exchanges in the same
+    order."""
     started = StartedRows(axis, send, receive)
     started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
     return started
 
 
 def finish_all_to_all(started: StartedRows) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients. Call it once for each start."""
+    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients."""
     buffer, started.buffer = started.buffer, None  # a buffer kept here would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)

@@ -4,8 +4,8 @@
              \\______ each rank writes its own line to the group's store and reads the others' ______/
     equal: continue        different: every rank raises, naming ranks, collective and layer        missing: the same, after timeout_s
 
-Without debug mode, ranks wait for ever if one calls a different collective, and gloo gives wrong numbers without an error if splits
-differ. Debug mode costs some round trips to the store for each collective, so it is off by default, and then none of this code runs.
+Without debug mode, ranks wait for ever if one calls a different collective, and gloo gives wrong numbers if splits differ. Debug mode
+costs some round trips to the store for each collective, so it is off by default, and then none of this code runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -32,10 +33,8 @@ class Disagreement(Ended):
 @dataclass(frozen=True)
 class Call:
     """A collective that a rank is about to run.
-
     `send`, `receive`: rows to and from each rank of the axis, if these can differ; else None. `number`: how many collectives the ranks of
-    the axis have run together, this one included; 0: not numbered yet.
-    """
+    the axis have run together, this one included; 0: not numbered yet."""
 
     name: str
     axis: str
@@ -52,10 +51,8 @@ class Call:
 
 
 class Agreement:
-    """Compares the collectives of one mesh's ranks through the process group's store.
-
-    Every rank must create its Agreements in the same order: the store counts them, and the number identifies an Agreement on all ranks.
-    """
+    """Compares the collectives of one mesh's ranks through the process group's store. Every rank must create its Agreements in the same
+    order, because their number identifies them on all ranks."""
 
     def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
@@ -63,7 +60,7 @@ class Agreement:
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
     def check(self, ranks: tuple[int, ...], call: Call) -> None:
-        """Return when all of these ranks are about to run this collective. Raise Disagreement if one runs another or does not come."""
+        """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank runs another, or does not come."""
         self._numbers[ranks] += 1
         mine = replace(call, number=self._numbers[ranks])
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
@@ -77,7 +74,7 @@ class Agreement:
         problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
-        if mine.number > 2:  # ranks that are here have read all lines of number - 1, so none reads lines of number - 2 any more
+        if mine.number > 2:  # all ranks have finished number - 2, so its lines are no longer read
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 
@@ -105,19 +102,22 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
     for rank, call in zip(ranks[1:], calls[1:], strict=True):
         if _same_for_all(call) != _same_for_all(first):
             return f"collective {first.number} differs: rank {ranks[0]} is at {first.text()}, but rank {rank} at {call.text()}"
-    if first.send is None:
-        return None
-    for i, sender in enumerate(calls):
-        for j, receiver in enumerate(calls):
-            assert sender.send is not None and receiver.receive is not None
-            if sender.send[j] != receiver.receive[i]:
-                return (
-                    f"collective {first.number} differs, {first.name} over {first.axis}{f' in {first.label}' if first.label else ''}: "
-                    f"rank {ranks[i]} sends {sender.send[j]} rows to rank {ranks[j]}, which expects {receiver.receive[i]}"
-                )
+    for sender, receiver, sent, expected in other_splits(dict(zip(ranks, calls, strict=True)), ranks):
+        head = f"collective {first.number} differs, {first.name} over {first.axis}{f' in {first.label}' if first.label else ''}"
+        return f"{head}: rank {sender} sends {sent} rows to rank {receiver}, which expects {expected}"
     return None
 
 
+def other_splits(calls: Mapping[int, Call], ranks: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (sender, receiver, rows that the sender sends, rows that the receiver expects) of each pair of ranks that disagrees. calls:
+    rank -> its call; not all ranks of the group need to have one."""
+    for i, sender in enumerate(ranks):
+        for j, receiver in enumerate(ranks):
+            sent, expected = calls[sender].send if sender in calls else None, calls[receiver].receive if receiver in calls else None
+            if sent is not None and expected is not None and sent[j] != expected[i]:
+                yield sender, receiver, sent[j], expected[i]
+
+
 def _same_for_all(call: Call) -> tuple[Any, ...]:
-    """Return the fields that must be equal on all ranks; only the width of a row, not the shape, if ranks may send different rows."""
+    """Return the fields that must be equal on all ranks. If ranks may send different numbers of rows, only a row's shape is compared."""
     return call.name, call.axis, call.label, call.dtype, call.shape if call.send is None else call.shape[1:], call.send is None

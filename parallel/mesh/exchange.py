@@ -4,10 +4,8 @@
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
     rank 1: 1 row  for rank 0, 4 for rank 1        rank 1 gets 2 + 4 rows
 
-Counts go first, because ranks cannot know how many rows will arrive. With inconsistent splits, gloo gives wrong numbers and no error.
-A rank without rows still takes part, or the others would wait forever.
-
-Rows can also be in slots, some of them empty: `spread` puts rows into slots, `collect` takes them out again.
+Counts go first, because ranks cannot know how many rows will arrive. A rank without rows still takes part, or the others would wait
+for ever. Rows can also be in slots, some of them empty: `spread` puts rows into slots, `collect` takes them out again.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ def consecutive_indices(counts_N: Tensor, start_N: Tensor) -> Tensor:
 def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
     """Return indices, int64, that sort received rows by (bin, source rank). counts_RB[r, b]: rows received from rank r for bin b.
 
-    Received rows are sorted by (source, bin). They have no gaps, or with `stride` the rows of rank r start at row r * stride.
-    """
+    Received rows are sorted by (source, bin). They have no gaps, or with `stride` the rows of rank r start at row r * stride."""
     if stride is None:
         flat = counts_RB.flatten()
         start_RB = (flat.cumsum(0) - flat).view_as(counts_RB)

@@ -1,10 +1,5 @@
 """Sums of gradients over the ranks that saw other tokens, in flat buckets of whole gradients, in fp32 or wider.
 
-    sum_gradients(grads, layouts, mesh)     over each layout's summed_over()             after a backward pass
-    sum_over_holders(...)                   over the stages that hold the parameter      for a parameter on several stages
-    start_sums(grads, layouts, mesh)        starts sum_gradients                         overlaps with other stages
-    start_sum(grads, axis)  ...  .finish()  one bucket                                   overlaps with computation
-
 Layouts define the ranks (parallel/mesh/layout.py). Sums, never means: each loss is a share of the global mean (parallel/data/engine.py).
 """
 
@@ -24,10 +19,7 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small
 
 
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
-    """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names.
-
-    Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`.
-    """
+    """Sum gradients (name -> gradient) in place over each layout's summed_over(). Collective: all ranks must pass the same names."""
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 
@@ -38,21 +30,14 @@ def start_sums(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> lis
 
 def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
     """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. Collective: these
-    stages must pass the same parameters in the same order.
-    """
+    stages must pass the same parameters in the same order."""
     shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
-    _sum({name: grads[name] for name in shared}, lambda name: holders(layouts[name], mesh))
-
-
-def holders(layout: Layout, mesh: Mesh) -> Axis:
-    """Return the axis over the pipeline stages that hold a parameter; there must be several, of which one is this rank's."""
-    return on_stages(layout.holders, mesh)
+    _sum({name: grads[name] for name in shared}, lambda name: on_stages(layouts[name].holders, mesh))
 
 
 def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
-    """Return the axis over the pipeline stages `places`, of which one must be this rank's. Collective: all ranks of the mesh must ask for
-    the same stages in the same order.
-    """
+    """Return the axis over the pipeline stages `places`, one of which must be this rank's. Collective: all ranks must call this for the
+    same stages in the same order."""
     axis = mesh.part("pp", places, label="replicas")
     assert axis is not None, "asked by a rank that does not hold it"
     return axis
@@ -98,7 +83,7 @@ def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
 
 
 def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[StartedSum]:
-    """Yield one started sum for each bucket of gradients with equal axes (name -> axis: `axis_of`). It starts when it is yielded."""
+    """Start a sum for each bucket of gradients with the same axis, and yield it. axis_of: name -> axis of its sum."""
     names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
     for name in grads:

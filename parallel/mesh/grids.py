@@ -2,24 +2,11 @@
 
     1d, dtensor       one line: each rank has shards of heads, hidden units and vocabulary. `sliced` is 1d with sequence parallelism
     2d                q x q
-    2.5d              d x q x q
+    2.5d              d x q x q: d grids, each with all weights in blocks and its own shard of the sequences
     3d                q x q x q
     copied            no tensor is cut
 
-2.5D has d grids of q x q ranks. Each grid has all weights, in blocks, and its own shard of the sequences:
-
-    depth 0   [ x_00 x_01 ]  W_00 W_01        sequences over depth, then over rows: d q shards; channels over columns
-              [ x_10 x_11 ]  W_10 W_11        weights as in 2D, equal on every depth
-    depth 1   [ x_20 x_21 ]  W_00 W_01
-              [ x_30 x_31 ]  W_10 W_11
-
-Each grid multiplies separately, by SUMMA (parallel/tensor/linear_2d.py). The grids' tokens differ, so a block's gradient is summed over
-depth together with the data-parallel ranks, once a step, and engines that shard over those ranks (ZeRO, FSDP) shard over depth too. The
-block's layout says so: its copies over tp_depth saw other tokens. A rank has 1/(d q^2) of the activations and 1/q^2 of the weights. On
-p = d q^2 ranks, a larger d makes q smaller: a product sends less of x, (q - 1) / (d q^2) of it, and more of W. d = 1 is 2D; d = q has the
-shape of a cube. Source: Tesseract (arXiv 2105.14500).
-
-Arithmetic without torch, for recipes, planner and layers.
+Arithmetic without torch, for recipes, planner and layers. docs/parallel/tensor_grids.md compares them.
 """
 
 from __future__ import annotations
@@ -80,8 +67,7 @@ class Grid:
         """Yield (key of the recipe, its value, number of shards that must divide the value). `groups`: number of key-value heads. `hidden`:
         d_ff, or 0 without dense networks.
 
-        For key-value heads, the number of shards may also be a multiple of the value (not with DTensor): then each head has copies.
-        """
+        For key-value heads, the number of shards may also be a multiple of the value (not with DTensor): then each head has copies."""
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
         yield "model.d_ff", hidden, self.units
@@ -107,8 +93,7 @@ def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
 
 def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int]) -> Grid:
     """Return the grid of tp ranks. Raise BadInput if this number of ranks has no such grid. `sides`: sides q above 1 that the model allows,
-    from which the error message suggests values of tp.
-    """
+    from which the error message suggests values of tp."""
     found = grid(kind, tp, depth)
     if found is not None:
         return found
@@ -129,6 +114,5 @@ def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int
 
 
 def _root(n: int, power: int) -> int:
-    """Return the root of n if it is a whole number above 1, else 0."""
     side = round(n ** (1 / power))
     return side if side > 1 and side**power == n else 0

@@ -1,11 +1,8 @@
 """The layout of a parameter: which mesh axes cut which tensor dim, which ranks hold copies, over which ranks gradients are summed.
 
-Initialisation, gradient reduction, gradient norm, checkpoints and the memory model all read this one record. Ranks that hold the
-same elements are of two kinds:
-
-    copies()        ranks with the same elements                  one of them counts in the norm and is saved
-    summed_over()   copies that saw other tokens                  their gradients are summed
-    `alike`         copies that saw the same tokens               their gradients are equal already: a sum would count them twice
+    copies()        axes along which ranks hold the same elements     one rank's copy counts in the norm and is saved
+    summed_over()   of these, axes along which tokens differ          gradients are summed
+    `alike`         of these, axes along which tokens are equal       gradients are equal already: a sum would count them twice
 
     parameter                    view     split                            copies            alike    summed over
     dense                        DENSE    {}                               dp, sp, tp        tp       dp, sp
@@ -14,13 +11,10 @@ same elements are of two kinds:
     1D: few key-value heads      HEADS    {0: "tp_row_heads"}              dp, sp, tp_row_copies      dp, sp, tp_row_copies
     2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
-    2D: few key-value heads      HEADS    {0: "tp_col_heads", 1: "tp_row"} dp, sp, tp_col_copies      dp, sp, tp_col_copies
     3D: a first product's        GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
-    a tile                       a part of the rank's shard: the ranks that hold a shard hold all of its tiles, as separate parameters
 
-2D's products already sum gradients over the grid. 2.5D's products do so for each of the d grids, which have different tokens, so gradients
-are summed over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (arXiv 2205.05198); see parallel/mesh/mesh.py too.
+Products in 2D already sum gradients over the grid; 2.5D's grids have different tokens, so gradients are summed over depth too.
 """
 
 from __future__ import annotations
@@ -68,8 +62,7 @@ class Layout:
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
     index (`layers.3.experts.{}.w1`). placement: the global index of each entry of the stack, if they are not in order.
     holders: the pipeline stages that hold the parameter, if there are several (a tied embedding, Chimera's replicas).
-    alike: axes along which ranks see the same tokens, so that copies have equal gradients. Those that are no axes of `copies` are ignored.
-    """
+    alike: axes along which ranks see the same tokens, so that copies have equal gradients. Axes that are not in `copies` are ignored."""
 
     shape: tuple[int, ...]
     split: Mapping[int, str | tuple[str, ...]] = field(default_factory=dict)
@@ -141,12 +134,13 @@ class Layout:
         return self.shard_counts(mesh) and all(mesh.axis(a).index == 0 for a in self.summed_over())
 
     def shard_counts(self, mesh: Mesh) -> bool:
-        """Return whether this rank's shard counts in norms if an engine (ZeRO, FSDP) has cut the parameter over the axes `summed_over`."""
+        """Return whether the piece of this rank's shard that FSDP or ZeRO keeps here counts in norms. Ranks along `alike` hold equal
+        pieces, so only the first of these ranks counts."""
         alike = (a for a in self.copies() if a in self.alike)
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 
     def counts_on(self, stage: int) -> bool:
-        """Return whether `stage`, which must hold the parameter, is the first stage that does: only its copy counts in norms."""
+        """Return whether the copy on `stage`, which must hold the parameter, counts in norms: it does on the first of `holders`."""
         return not self.holders or self.holders[0] == stage
 
 
@@ -155,10 +149,8 @@ Layouts = dict[str, Layout]  # the layouts of parameters, by their names
 
 class Stored(NamedTuple):
     """A tensor of a checkpoint that contains a rank's shard of a parameter, or one entry of the shard if the parameter is a stack.
-
     `name`, `shape`: name and shape of the whole tensor. `region`: the slices of it that belong to the rank. `entry`: index of the entry
-    along dim 0 of the shard; None if the parameter is no stack.
-    """
+    along dim 0 of the shard; None if the parameter is no stack."""
 
     name: str
     shape: tuple[int, ...]
@@ -169,8 +161,7 @@ class Stored(NamedTuple):
 def stored(name: str, layout: Layout, mesh: Mesh, box: Box | None = None) -> Iterator[Stored]:
     """Yield the named tensors in which checkpoints store this rank's shard of the parameter `name`: one, or one for each entry of a stack.
 
-    `box`: a part of the shard; only its tensors are yielded, and `region` and `entry` then refer to the box instead of the shard.
-    """
+    `box`: a part of the shard; only its tensors are yielded, and `region` and `entry` then refer to the box instead of the shard."""
     region = layout.region(mesh)
     box = box or tuple(slice(0, part.stop - part.start) for part in region)
     wanted = tuple(slice(of.start + part.start, of.start + part.stop) for of, part in zip(region, box, strict=True))

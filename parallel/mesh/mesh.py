@@ -4,18 +4,14 @@
     GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
                                      3D a cube; sp as rings of sp_ring ranks, and sp_heads neighbours that split heads
     HEADS    GRID with tp_row (or tp_col) cut into heads x copies, if that side has more ranks than key-value heads
-    EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts)
+    EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts: MoE parallel folding)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
 
-With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. An axis
-has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one column
-of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which the gradient of a dense weight is summed.
+An axis has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one
+column of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which dense gradients are summed.
 
-A rank computes its own groups from its own coordinates and helps to make only these. Nothing lists the whole world, so a hundred
-thousand ranks cost as much as eight. This file is arithmetic without torch; the caller of `Mesh.connect` makes process groups.
-
-Sources: GShard (arXiv 2006.16668) for experts inside data parallelism; MoE parallel folding (arXiv 2504.14960) for the
-expert view; Optimus (arXiv 2104.05343), Tesseract (arXiv 2105.14500) and 3D (arXiv 2105.14450) for the grid.
+A rank computes and makes only its own groups, and nothing lists the whole world, so a hundred thousand ranks cost as much as eight.
+Arithmetic without torch; the caller of `Mesh.connect` makes process groups. Sources: GShard (arXiv 2006.16668), folding (2504.14960).
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ FACTORS = {
     "ep": ("ep_outer", "ep_inner"),
     "tp_row": ("tp_row_heads", "tp_row_copies"),
     "tp_col": ("tp_col_heads", "tp_col_copies"),
-}  # axis -> the axes of other views that together form it
+}  # axis -> the axes into which another view divides it
 
 
 def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:
@@ -74,8 +70,7 @@ class Degrees:
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
     tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
     hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings connect the
-    sp / sp_heads groups of such neighbours.
-    """
+    sp / sp_heads groups of such neighbours."""
 
     dp: int = 1
     pp: int = 1
@@ -180,8 +175,7 @@ class Axis:
     """One mesh axis as one rank sees it: the axis's `ranks`, this rank's `index` among them, and the process group.
 
     `group` is None on an axis of size 1 and before `Mesh.connect`. Collectives over an axis of size 1 do nothing. `label`: the caller
-    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's, which counts collectives.
-    """
+    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's, which counts collectives."""
 
     name: str
     ranks: tuple[int, ...] = (0,)
@@ -204,8 +198,7 @@ class Axis:
 
         In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`,
         `receive[i]`: rows to and from the axis's i-th rank, if these can differ. The name "send" means a message between two ranks,
-        which is only counted.
-        """
+        which is only counted."""
         agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
         if agreement is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -220,12 +213,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes as one rank sees them, and the `world` axis over every rank. `communicator` counts the collectives of all axes.
-
-    To make a group is collective over its ranks, and torch names it by the number of groups in a process. So all ranks must make
-    equally many groups, in the same order. `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis,
-    make one more each. Example: `Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index` is 1.
-    """
+    """All axes as one rank sees them, and the `world` axis over every rank. Example: Mesh.of(Degrees(dp=2, tp=4), 5).axis("tp").index is 1.
+    All ranks must make equally many process groups in the same order, because torch names a group by its number in a process:
+    `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis, make one more each."""
 
     degrees: Degrees = Degrees()
     rank: int = 0
@@ -246,10 +236,8 @@ class Mesh:
         return Mesh(degrees, rank, axes, communicator=communicator)
 
     def axis(self, *names: str, label: str = "") -> Axis:
-        """Return an axis, or the joint axis of several axes of one view, named "dp*sp". Axes of size 1 are left out, also of the name.
-
-        The first call for a joint axis makes its group, unless an axis of the same ranks has one. Then it is collective over all ranks.
-        """
+        """Return an axis, or the joint axis of several axes of one view, named "dp*sp" (without axes of size 1). The first call for a joint
+        axis is collective over all ranks, because it may make a process group."""
         name = names[0] if len(names) == 1 else self._joined(names)
         return replace(self.axes[name], label=label) if label else self.axes[name]
 
@@ -276,11 +264,8 @@ class Mesh:
         return self.made[self.rank,]
 
     def connect(self, new_group: Callable[[tuple[int, ...]], Any], *, world: Any) -> Mesh:
-        """Return the mesh with a process group on every axis longer than 1. `world`: the existing group of all ranks.
-
-        Every rank calls `new_group` for its own groups, at most one for each axis, in the order of the axes. Axes with equal ranks share
-        a group.
-        """
+        """Return the mesh with a process group on every axis longer than 1; axes of equal ranks share a group. world: the existing group of
+        all ranks. Every rank calls `new_group` for its own groups, in the order of the axes."""
         all_ranks = self.axes["world"].ranks
         found = replace(self, axes={}, new_group=new_group, made={all_ranks: world}, more={})
         found.axes.update({name: replace(self.axes[name], group=found._group(self.axes[name].ranks)) for name in (*AXES, "world")})
@@ -288,17 +273,14 @@ class Mesh:
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
         """Return the part of the axis `name` that consists of the indices `places`, with its own group; None if this rank is not in it.
-
-        Every rank must ask for the same sub-axes in the same order. A second call with this label returns the result of the first.
-        """
+        Collective over all ranks at the first call with this label; later calls return the same part."""
         if (label, places) not in self.more:
             ranks = tuple(self.axes[name].ranks[place] for place in places)
             held = self.rank in ranks
             group = None
             if self.new_group is not None and len(ranks) > 1:
-                group = self.new_group(
-                    ranks if held else (self.rank,)
-                )  # ranks outside make a group of one, so that all ranks make equally many
+                # other ranks make a group of themselves, so that all ranks make equally many
+                group = self.new_group(ranks if held else (self.rank,))
             found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
             self.more[label, places] = found
         return self.more[label, places]

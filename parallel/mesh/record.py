@@ -3,8 +3,8 @@
     main thread      announce(all_reduce over dp, number 340, layers.3) ... enter(the backward pass) ...     a few microseconds each
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
-Each group of ranks has a lane: the number of collectives that this rank has announced in it, the last of them, and a hash chain of all.
-Ranks that run the same collectives have equal chains. So one more number in a sum that runs anyway shows whether any two ranks differ,
+For each group of ranks, a Lane has the number of collectives that this rank has announced, the last of them, and a hash chain of all.
+Ranks that ran the same collectives have equal chains. One more number in a sum that runs anyway shows whether any two ranks differ,
 even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
 
     token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # a lane keeps the last 512 collectives, to find the first in which ranks differ
-_MAYBE = os.path.join("torch", "autograd", "graph.py")  # Python's caller of the backward pass in C++, which computes or waits in DDP
-# files in which Python is while it waits for other ranks
+_MAYBE = os.path.join("torch", "autograd", "graph.py")  # on the stack during a backward pass, in which DDP may wait for other ranks
+# files with functions that wait for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
 )
@@ -44,8 +44,7 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: how many. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last 512, newest last.
-    """
+    number: how many. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last 512, newest last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -62,8 +61,7 @@ class Record:
 
     phase, step: current phase and step. at: time (time.monotonic) of the last announcement. patience: factor of the watchdog's time limit.
     messages: (sender, receiver) -> (number of messages that this rank has sent or waited for, label of the last one). awaited: (sender,
-    receiver) of the message that this rank waits for, if that was its last announcement. failed: the error that ended this rank.
-    """
+    receiver) of the message that this rank waits for, if that was its last announcement. failed: the error that ended this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -78,7 +76,7 @@ class Record:
         self._words: dict[Any, int] = {}
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-        """Enter another phase. `step` counts from 1. None: step or patience stays unchanged."""
+        """Enter another phase, with another step (from 1) and patience; None leaves it unchanged."""
         self.phase, self.awaited, self.at = phase, None, time.monotonic()
         self.step = self.step if step is None else step
         self.patience = self.patience if patience is None else patience
@@ -86,9 +84,8 @@ class Record:
     def announce(
         self, axis_name: str, ranks: tuple[int, ...], index: int, *, name: str, label: str, tensor: Tensor, send: Splits, receive: Splits
     ) -> None:
-        """Record a collective before it starts. `send`, `receive`: numbers of rows to and from each rank; if given, ranks may have
-        different numbers of rows, but each pair must agree on the rows between them.
-        """
+        """Record a collective before it starts. send, receive: numbers of rows to and from each rank, if ranks may differ in them; else
+        None. Each pair of ranks must agree on the rows between them."""
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]
@@ -154,13 +151,13 @@ def balanced(total: float) -> bool:
 
 
 def standing(main: int | None) -> tuple[str, str]:
-    """Return (innermost "file:line function" outside torch of the thread `main`, "yes", "no" or "maybe": whether any thread waits for
-    other ranks).
-    """
+    """Return (place, waits). place: innermost "file:line function" of the thread `main` outside of torch. waits: "yes", "no" or "maybe",
+    whether any thread of this process waits for other ranks."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     torch = sys.modules.get("torch")
-    waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"  # Python can wait for GPU kernels anywhere
+    # with CUDA, Python can wait anywhere for a kernel that waits for other ranks
+    waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"
     for top in frames.values():  # on a GPU, autograd has threads of its own
         name = top.f_code.co_filename
         if any(part in name for part in _WAITS):

@@ -27,10 +27,8 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 
 class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks, if each of the `bins` gets equally many rows.
-
     tokens: tokens of the rank, each for `choices` bins. rows: rows that the rank sends, without dropped ones. slots: number of slots,
-    filled or empty; None: slots are not limited. width: numbers in a row. row_bytes: bytes of a row.
-    """
+    filled or empty; None: slots are not limited. width: numbers in a row. row_bytes: bytes of a row."""
 
     tokens: float
     choices: int
@@ -44,10 +42,8 @@ class Load(NamedTuple):
 
 class Message(NamedTuple):
     """`calls` equal calls of one collective `name` over `axis`, named as in the communicator's counts.
-
     handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: distance between neighbours of `axis`,
-    counted on the axis of the whole exchange.
-    """
+    counted on the axis of the whole exchange."""
 
     axis: str
     name: str
@@ -68,7 +64,8 @@ class Message(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The messages of one layer's exchange. agreed: small ones before the rows, such as counts. forward, backward: rows and results."""
+    """The messages of one layer's exchange. agreed: small messages before the rows, such as counts. forward, backward: rows and results in
+    each pass."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]
@@ -86,11 +83,8 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Count:
-    """The number of calls of one collective on one axis, and bytes of all calls together.
-
-    `bytes`: given to the collective. `sent`: sent to other ranks; for all_reduce, all_gather and reduce_scatter as in a ring, which is
-    the minimum of all algorithms.
-    """
+    """The number of calls of one collective on one axis, and bytes of all calls together. bytes: given to the collective. sent: sent to
+    other ranks; for all_reduce, all_gather and reduce_scatter in a ring, the minimum of all algorithms."""
 
     calls: int = 0
     bytes: int = 0
@@ -98,11 +92,8 @@ class Count:
 
 
 class Communicator:
-    """Counts a mesh's collectives.
-
-    `agreement`: in debug mode, compares every collective between its ranks before it runs (parallel/mesh/debug_collectives.py).
-    `record`: this process's record, which the watchdog reads.
-    """
+    """Counts a mesh's collectives. agreement: in debug mode, compares every collective between its ranks before it runs. record: this
+    process's record, which the watchdog reads."""
 
     def __init__(self, agreement: Agreement | None = None, record: Record | None = None) -> None:
         self.agreement, self.record = agreement, record

@@ -6,9 +6,8 @@
     router, softmax, norm statistics,
     losses, reductions                     fp32, stated in the code
 
-fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale that grows while all gradients are
-finite and halves if one is not (Micikevicius et al., arXiv 1710.03740). All ranks agree on whether gradients are finite before the
-optimizer's step. A skipped step changes no weight, no optimizer state and no learning-rate schedule.
+fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale that grows while all gradients are finite, and
+halves if one is not; that step is skipped on all ranks (Micikevicius et al., arXiv 1710.03740).
 """
 
 from __future__ import annotations
@@ -43,15 +42,11 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 @dataclass
 class LossScale:
     """Factor of the loss in the backward pass; dynamic if `growth_interval` is above 0.
-
     Call `update(finite)` after each step. It halves the scale on overflow, never below `floor`, and doubles it after
-    `growth_interval` good steps in a row. `at_floor` is True after an overflow at the floor: then scaling cannot help.
-    """
+    `growth_interval` good steps in a row. `at_floor` is True after an overflow at the floor: then scaling cannot help."""
 
     value: float = 1.0
     growth_interval: int = 0
-    growth: float = 2.0
-    backoff: float = 0.5
     floor: float = 1.0
     good_steps: int = 0
     at_floor: bool = False
@@ -68,13 +63,13 @@ class LossScale:
             return
         if not finite:
             self.at_floor = self.value <= self.floor
-            self.value = max(self.floor, self.value * self.backoff)
+            self.value = max(self.floor, self.value / 2)
             self.good_steps = 0
             return
         self.at_floor = False
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
-            self.value *= self.growth
+            self.value *= 2
             self.good_steps = 0
 
     def state(self) -> dict[str, float]:

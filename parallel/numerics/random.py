@@ -44,4 +44,4 @@ def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tens
         bits = row_T[start : start + step].unsqueeze(1) + column_D
         _mix(bits, torch.empty_like(bits))
         out_TD[start : start + step] = bits
-    return out_TD.mul_(2.0**-32).add_(0.5)  # the high bits are the best mixed, and a float keeps those
+    return out_TD.mul_(2.0**-32).add_(0.5)  # a float keeps the high bits, which are mixed best

@@ -21,13 +21,10 @@ Value = TypeVar("Value")
 
 
 def recomputed(part: Callable[..., Value], *args: Any) -> Value:
-    """Return part(*args). The backward pass computes the activations again. If gradients are off, this is a plain call.
-
-    Example: `x_BLD, report = recomputed(block, x_BLD, context)`.
+    """Return part(*args). The backward pass computes the activations again. Example: `x_BLD, report = recomputed(block, x_BLD, context)`.
 
     Random numbers inside must be functions of the position (parallel/numerics/random.py), because torch's generator is not rewound. The
-    second pass runs to the part's end, so that all ranks call the same collectives in the same order.
-    """
+    second pass runs to the part's end, so that all ranks call the same collectives in the same order."""
     if not torch.is_grad_enabled():
         return part(*args)
 
@@ -40,10 +37,8 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
 
 
 class _Return(torch.autograd.Function):
-    """Return x, the part's result. The backward pass reads a saved tensor, which makes torch run the second forward pass at this point:
-
-    before engines gather weights for the part's backward pass, because engines free weights after each forward pass.
-    """
+    """Return x, the part's result. The backward pass reads a saved tensor, so that torch runs the second forward pass at this point: before
+    engines gather weights for the part's backward pass, because they free weights after each forward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

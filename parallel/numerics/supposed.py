@@ -1,8 +1,4 @@
-"""Gives values to some tensors of a rehearsal. Its tensors have shapes and devices, but no values (parallel/rehearse/).
-
-logits = supposed(logits, lambda: balanced(...))       training: unchanged      rehearsal: the logits get the given values
-if pretended(out): return                              in a rehearsal, skip drawing values that are never read
-"""
+"""Gives values to some tensors of a rehearsal, whose tensors have shapes and devices, but no values (parallel/rehearse/)."""
 
 from __future__ import annotations
 

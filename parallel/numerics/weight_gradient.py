@@ -4,10 +4,8 @@
                 W   dW = x^T dy      only the update waits for it        pending.compute()
 
 In I, a matrix product returns no weight gradient, but adds a function that computes it to `pending`. Until W, only x and dy of each
-product stay in memory, not the rest of the graph. W is a backward pass of a graph that contains only the weights. So autograd adds
-gradients to the weights as usual, in their gradient dtype, and first sums the gradients of tiles or chunks of one weight.
-
-Only large products defer. Small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
+product stay in memory, not the rest of the graph. W is a backward pass of a graph that contains only the weights, so autograd adds
+gradients to the weights as usual. Small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
 in I without a gradient and again in W, so code that reduces gradients in hooks must wait for the last W.
 """
 
@@ -34,8 +32,7 @@ class PendingGradients:
 
     def add(self, weights: tuple[Tensor, ...], compute: Gradients) -> None:
         """Defer compute(), which returns the gradients of `weights`. It should refer to inputs and output gradients only, not to ctx,
-        which would keep the graph in memory.
-        """
+        which would keep the graph in memory."""
         self._entries.append((weights, compute))
 
     def compute(self) -> None:
@@ -72,11 +69,8 @@ def pending_for(*weights: Tensor) -> PendingGradients | None:
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return `weights`, to be kept as an attribute of ctx; () if their gradients cannot be deferred.
-
-    An attribute lives as long as ctx. A saved tensor lives until the backward pass or, with recomputation, the end of the forward pass.
-    So a weight that was made for one pass must not be an attribute.
-    """
+    """Return `weights`, to be kept as an attribute of ctx; () if their gradients cannot be deferred. An attribute lives as long as ctx,
+    longer than a saved tensor, so a weight that was made for one pass must not be an attribute."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 
@@ -87,8 +81,7 @@ def _is_view(weight: Tensor) -> bool:
 def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
     """Return a weight's gradient compute(), or defer it and return None. An autograd.Function's backward returns this for the weight.
 
-    `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects.
-    """
+    `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects."""
     return gradients_or_later((weight,), lambda: (compute(),))[0]
 
 
@@ -113,9 +106,6 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         compute, ctx.compute = ctx.compute, None  # frees the saved tensors of each product in turn
         return None, *compute()
-
-
-# --- products --------------------------------------------------------------------------------------------------------------
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -153,10 +143,8 @@ class _Product(torch.autograd.Function):
 
 
 def splittable(model: nn.Module) -> None:
-    """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients.
-
-    torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way.
-    """
+    """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients. Only for
+    schedules with I and W, because small products are slower this way."""
     for module in model.modules():
         if hasattr(module, "recast"):
             module.recast = True  # type: ignore[assignment]

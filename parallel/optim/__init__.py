@@ -1,1 +1,1 @@
-"""Optimizers other than AdamW, one a file: a Rule (parallel/data/engine.py) with its facts, and a torch.optim.Optimizer."""
+"""Optimizers other than AdamW, one in each file. Each has a Rule (parallel/data/engine.py) that builds a torch.optim.Optimizer."""

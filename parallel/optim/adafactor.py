@@ -1,12 +1,10 @@
-"""Adafactor: keeps only the means over rows and columns of an n x m matrix's squared gradients: n + m numbers, where AdamW keeps 2 n m.
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5) without first moment: an n x m matrix has n + m optimizer states.
 
-    R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: over rows        b = 1 - t^-0.8
+    R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: the same over rows        b = 1 - t^-0.8
     V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U))
     W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) if `step` is relative, or lr if it is absolute
 
-A vector keeps all its squares. Each expert is a matrix of its own, with its own rms, so the result does not depend on the ranks that hold
-it. (Mesh TensorFlow takes the rms of all experts together.) There is no first moment, as in the training of Switch and GLaM. Source:
-Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5, with their constants; its learning rate is `optimizer.schedule: inverse_sqrt`.
+A vector keeps the mean of all its squares. Each expert is a matrix of its own.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.step import Group, PerWeight, decay_and_subtract
 
-ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"  # the optimizer states' names
-DECAY = 0.8  # in the means of squares, the newest square has the weight t^-DECAY in step t
-EPS = 1e-30  # added to squares, which may all be 0
-FLOOR = 1e-3  # smallest root mean square of the weights that relative steps are multiplied by
+ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"  # names of the optimizer states: R and C; V of a vector
+DECAY = 0.8  # in step t, the newest squares have weight t^-DECAY in the running means
+EPS = 1e-30  # added to squared gradients, so that V is never 0
+FLOOR = 1e-3  # lower bound of rms(W) in a relative step
 
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """Settings of Adafactor, as a Rule. step: relative to the root mean square (rms) of the weights, or absolute."""
+    """The Rule of Adafactor. step: relative to rms(W), or absolute. decays: (name, parameter) -> True if weight decay applies."""
 
     step: Literal["relative", "absolute"]
     weight_decay: float
@@ -52,7 +50,7 @@ class Adafactor(Rule):
             state["step"] = torch.zeros((), device=weight.device)
             state |= {kind: torch.zeros_like(mean, dtype=weight.dtype) for kind, mean in means.items()}
         state["step"] += 1
-        new = state["step"] ** -DECAY  # 1 in the first step
+        new = state["step"] ** -DECAY  # weight of the newest squares; 1 in the first step
         for kind, mean in means.items():
             state[kind].copy_(torch.lerp(state[kind].float(), mean, new))
         update = grad * _inverse_root({kind: state[kind].float() for kind in means})
@@ -63,7 +61,7 @@ class Adafactor(Rule):
 
 
 def _inverse_root(means: dict[str, Tensor]) -> Tensor:
-    """Return 1 / sqrt(V), from the means over rows and columns, or from the squares of a vector."""
+    """Return 1 / sqrt(V). means: ROW and COLUMN of matrices, or SQUARE of a vector."""
     if SQUARE in means:
         return means[SQUARE].rsqrt()
     rows, columns = means[ROW], means[COLUMN]
@@ -71,5 +69,5 @@ def _inverse_root(means: dict[str, Tensor]) -> Tensor:
 
 
 def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the root mean square of a vector or of each matrix; reduced dims have size 1."""
+    """Return the root mean square of x over these dims, which keep size 1."""
     return x.square().mean(dims, keepdim=True).sqrt()

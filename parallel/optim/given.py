@@ -1,15 +1,14 @@
-"""Optimizer from a user's function. Its properties are found by stepping small parameters with the model's names.
+"""Optimizer from a user's function. Tests on small parameters, with the model's parameter names, show what the optimizer supports.
 
     factory([{"params": [...], "names": [...], "weight_decay": 0.1, "lr": 0.001}, ...])  ->  a torch.optim.Optimizer
 
-    if both ways give equal parameters                                            the optimizer supports
-    three steps; or two steps, a new optimizer with the old states, one step      checkpoints
-    a stack of experts together; or each expert alone                             experts on any ranks
-    a whole matrix; or its upper and lower part alone                             parts of a matrix on different ranks (fsdp, tp, etp)
-    all parameters together; or each alone                                        other parameters on other ranks (pp, ep, ...)
+    if these two give equal parameters                                            the optimizer supports
+    three steps; two steps, then one by a new optimizer with the old states       checkpoints
+    steps of a stack of experts; steps of each expert alone                       experts on any ranks
+    steps of a matrix; steps of its upper and its lower part alone                shards of a matrix on different ranks (fsdp, tp, etp)
+    steps of all parameters; steps of each parameter alone                        different parameters on different ranks (pp, ep, ...)
 
-Optimizer states must have the shape of their parameter, because checkpoints cut and join them like the parameter for any layout. The
-learning rate is set before each step, as for all optimizers.
+Optimizer states must have the shape of their parameter, because checkpoints shard them like the parameter.
 """
 
 from __future__ import annotations
@@ -29,17 +28,15 @@ from parallel.errors import BadInput
 
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups], torch.optim.Optimizer]
-_SIZES = (2, 3, 5)  # shape of the small parameters; unequal, so that a state of another shape is noticed
+_SIZES = (2, 3, 5)  # shape of small parameters; different sizes, so that a transposed state is noticed
 _STEPS = 3
 
 
 @dataclass
 class Given(Rule):
     """The Rule of an optimizer that a user's function makes.
-
-    factory: the function. key: name of the recipe's key, for errors. lr: the recipe's learning rate. decays: (name, parameter) -> True
-    if weight decay applies.
-    """
+    factory: the function. key: the recipe's key that names the function, for error messages. lr: the recipe's learning rate. decays: (name,
+    parameter) -> True if weight decay applies."""
 
     factory: Factory
     key: str
@@ -56,7 +53,7 @@ class Given(Rule):
         return [group | {"names": [names[id(p)] for p in group["params"]], "lr": self.lr} for group in made]
 
     def build(self, groups: Groups, wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer. Raises BadInput if the function fails, or does not return an optimizer of exactly these parameters."""
+        """Call the user's function. Raises BadInput if it fails, or does not return an optimizer of exactly these parameters."""
         asked = {id(p) for group in groups for p in group["params"]}
         rates = [group["lr"] for group in groups]
         try:
@@ -75,14 +72,13 @@ class Given(Rule):
         return made
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the optimizer states of a parameter, as a Rule does. Raises BadInput if checkpoints cannot store or restore them."""
-        at = name, num_dims
-        if at not in self._kept:
-            self._kept[at] = self._tried(name, num_dims)
-        return self._kept[at]
+        """Return the names of a parameter's optimizer states (see Rule). Raises BadInput if checkpoints cannot save or load them."""
+        if (name, num_dims) not in self._kept:
+            self._kept[name, num_dims] = self._tried(name, num_dims)
+        return self._kept[name, num_dims]
 
     def cuts(self, name: str, num_dims: int) -> frozenset[int]:
-        """Return the dims along which the parameter may be cut: parts that are stepped alone get the same steps as the whole."""
+        """Return the dims along which the parameter may be sharded: the optimizer updates each shard alone as it would in the whole."""
         at = name, num_dims
         if at not in self._cuts:
             whole = _small(num_dims)
@@ -95,13 +91,13 @@ class Given(Rule):
         return self._cuts[at]
 
     def coupled(self, num_dims: Mapping[str, int]) -> bool:
-        """Return True if a parameter's steps depend on the other parameters. num_dims: name of a parameter -> number of its dims."""
+        """Return True if a parameter's updates depend on other parameters. num_dims: name of each parameter -> number of its dims."""
         small = {name: torch.cos(_small(dims) + number) for number, (name, dims) in enumerate(num_dims.items())}
         together = self._together(small)
         return not all(_equal(self._together({name: value})[name], together[name]) for name, value in small.items())
 
     def _together(self, small: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values of small parameters after a few steps of one optimizer for all of them. small: name -> initial value."""
+        """Return name -> value of parameters after a few steps of one optimizer. small: name -> initial value."""
         parameters = {name: nn.Parameter(value.clone()) for name, value in small.items()}
         optimizer = self.build(self.groups(parameters.items()))
         for step in range(_STEPS):
@@ -132,11 +128,9 @@ class Given(Rule):
     def _stepped(
         self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: StateDims | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
-        """Step a part of a small parameter a few times, and return (its values, the optimizer, the parameter).
-
-        whole: initial value of the parameter, of which dim `dim` is cut to `part`. again: if given, a new optimizer, into which these
-        states are loaded as from a checkpoint, does the last step.
-        """
+        """Return (final value, optimizer, parameter) after a few steps of a parameter with the initial value `whole`, or of a slice of it:
+        `part` along dim `dim`.
+        again: names of optimizer states; if given, the last step is made by a new optimizer with these states, as from a checkpoint."""
         at = (slice(None),) * dim + (part,)
         parameter = nn.Parameter(whole[at].clone())
         optimizer = self.build(self.groups([(name, parameter)]))

@@ -1,13 +1,10 @@
-"""Muon: the step of a matrix is its momentum, made orthogonal; all other parameters take AdamW's step.
+"""Muon: a matrix takes a step along its orthogonalized momentum; all other parameters take AdamW's step.
 
-    M  <-  mu M + G                                   U = G + mu M (Nesterov's form)
-    X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, some times        about the orthogonal matrix nearest to U
+    M  <-  mu M + G                                   U = G + mu M (Nesterov momentum)
+    X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, 5 times (Newton-Schulz)        X: nearly orthogonal
     W  <-  W - lr s X - lr decay W                    s: a factor that depends on the matrix's shape (`scale`)
 
-The Newton-Schulz iteration needs only products of matrices. a, b and c are Jordan's: singular values reach 0.7 to 1.2 in a few iterations,
-which is close enough to 1. Experts are stacked, each a matrix of its own. If several ranks hold copies or parts of a matrix (data
-parallelism, FSDP, tensor parallelism), one of them iterates and sends the result to the others (parallel/optim/shared.py). The momentum
-is distributed as the weight is, so checkpoints and audits treat both alike.
+Each expert is a matrix of its own. If several ranks hold copies or shards of a matrix, one rank iterates (parallel/optim/shared.py).
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 
@@ -35,11 +32,10 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 
 @dataclass(frozen=True)
 class Muon(Rule):
-    """Settings of Muon, as a Rule.
+    """The Rule of Muon.
 
-    matrix: (name, number of dims) -> orientation of the parameter's matrices, or None if it takes AdamW's step. lr_factor: learning rate
-    of the matrices, as a multiple of the other parameters'. betas, eps: of AdamW.
-    """
+    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: it takes AdamW's step. lr_factor: learning rate of
+    matrices / that of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     scale: Scale
@@ -51,7 +47,7 @@ class Muon(Rule):
     matrix: Callable[[str, int], Orientation | None]
 
     def flops(self, shape: tuple[int, int]) -> float:
-        """Return the floating-point operations of the iterations on one matrix."""
+        """Return the floating-point operations of all Newton-Schulz iterations on one matrix of this shape."""
         m, n = sorted(shape)
         return ITERATIONS * (4.0 * n * m**2 + 2.0 * m**3)
 
@@ -69,14 +65,14 @@ class Muon(Rule):
 
 
 class MuonOptimizer(AdamWExcept):
-    """AdamW in which parameter groups with an orientation under "matrix" take Muon's step. wholes: id of a weight -> its whole matrices."""
+    """AdamW; groups with a "matrix" orientation take Muon's step. wholes: id of a weight -> ranks with copies or shards."""
 
     def __init__(self, groups: list[Group], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
         self.rule, self.wholes = rule, wholes
 
     def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
-        return bool(group["matrix"])  # `step` updates all of them together
+        return bool(group["matrix"])  # `step` then updates all matrices together
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -92,8 +88,8 @@ class MuonOptimizer(AdamWExcept):
             weight, _ = held[number]
             assert weight.grad is not None
             momentum = updated_momentum(self.state[weight], weight, momentum=rule.momentum)
-            ahead: Tensor = weight.grad.float().add(momentum, alpha=rule.momentum)  # Nesterov's form
-            return ahead.reshape(stacks[number].count, *stacks[number].shape)
+            nesterov: Tensor = weight.grad.float().add(momentum, alpha=rule.momentum)
+            return nesterov.reshape(stacks[number].count, *stacks[number].shape)
 
         def work(number: int, matrices: Tensor) -> Tensor:
             weight, group = held[number]
@@ -108,7 +104,7 @@ class MuonOptimizer(AdamWExcept):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Return an approximation of U V^T, in fp32, for each matrix [..., rows, columns] = U S V^T (singular values S). Zero stays zero."""
+    """Return an approximation of U V^T in fp32 for each matrix [..., rows, columns] with the SVD U S V^T. A zero matrix stays zero."""
     x: Tensor = matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x  # so that x x^T is the smaller square
@@ -120,11 +116,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def scale(kind: Scale, shape: tuple[int, ...], orientation: Orientation) -> float:
-    """Return the factor s of an orthogonal step for a matrix of this shape [..., rows, columns].
-
-    rms: 0.2 sqrt(max(rows, columns)), which gives steps of AdamW's size (Liu et al., eq. 4), so that both can have one learning rate.
-    spectral: sqrt(max(1, out / in)), Jordan's, which needs a learning rate of its own.
-    """
+    """Return the factor s that multiplies an orthogonal step, for matrices of this shape [..., rows, columns].
+    rms: 0.2 sqrt(max(rows, columns)), so that steps have the size of AdamW's (Liu et al., eq. 4) and both use the same learning rate.
+    spectral: sqrt(max(1, out / in)), which is Jordan's and needs its own learning rate."""
     if kind == "rms":
         return 0.2 * math.sqrt(max(shape[-2:]))
     out_size, in_size = (shape[-2], shape[-1]) if orientation == "out_in" else (shape[-1], shape[-2])

@@ -1,9 +1,6 @@
-"""SGD with momentum: one optimizer state for each weight, half as many as AdamW's.
+"""SGD with momentum (Polyak 1964), like torch's SGD without dampening, but with decoupled weight decay as in AdamW.
 
-    M  <-  mu M + G        W  <-  W - lr M - lr decay W
-
-As torch's SGD without dampening, but with decoupled weight decay, so that a recipe's weight decay means the same for all optimizers.
-Source: Polyak 1964.
+M  <-  mu M + G        W  <-  W - lr M - lr decay W
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Whole
 from parallel.optim.step import Group, PerWeight, decay_and_subtract
 
-MOMENTUM = "momentum"  # the optimizer state's name
+MOMENTUM = "momentum"  # name of the optimizer state M
 
 
 @dataclass(frozen=True)
 class Sgd(Rule):
-    """Settings of SGD with momentum, as a Rule: it computes in fp32 for weights of any dtype."""
+    """The Rule of SGD with momentum, computed in fp32. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     weight_decay: float
@@ -41,7 +38,7 @@ class Sgd(Rule):
 
 
 def updated_momentum(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
-    """Update the momentum in a weight's `state` with its gradient, in the weight's dtype, and return it in fp32. momentum: mu above."""
+    """Add the weight's gradient to the momentum M in `state`, which is stored in the weight's dtype. Return M in fp32. momentum: mu."""
     assert weight.grad is not None
     if MOMENTUM not in state:
         state["step"] = torch.zeros((), device=weight.device)

@@ -1,4 +1,4 @@
-"""What the project's optimizers share: the update of each weight by itself, AdamW with exceptions, and the last operation of an update."""
+"""Base classes of the project's optimizers, and the last operation of an update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Group = dict[str, Any]  # a parameter group of torch.optim
 
 
 class PerWeight(torch.optim.Optimizer):
-    """Optimizer that updates each weight by itself. update: (weight with its gradient, its states, its group) -> None, in place."""
+    """Optimizer that updates each weight separately. update: (weight, its optimizer states, its parameter group) -> None, in place."""
 
     def __init__(self, groups: list[Group], update: Callable[[Tensor, dict[str, Tensor], Group], None]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -28,10 +28,10 @@ class PerWeight(torch.optim.Optimizer):
 
 
 class AdamWExcept(torch.optim.AdamW):
-    """torch's AdamW for all weights but those that `update_itself` updates."""
+    """torch's AdamW, except for weights that `update_itself` updates."""
 
     def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
-        """Update the weight and return True, or return False to let AdamW update it."""
+        """Update the weight and return True; or return False, so that AdamW updates it."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -50,5 +50,5 @@ class AdamWExcept(torch.optim.AdamW):
 
 
 def decay_and_subtract(weight: Tensor, step: Tensor, *, lr: float, decay: float) -> None:
-    """Set W to W - lr decay W - step, in place. The fp32 `step` is rounded to the weight's dtype."""
+    """Set `weight` to weight - lr * decay * weight - step, in place. `step` (fp32) is rounded to the weight's dtype."""
     weight.mul_(1 - lr * decay).sub_(step.to(weight.dtype))

@@ -1,12 +1,8 @@
-"""Checks a schedule, and puts its actions in one order in which each comes after the actions that it needs. Starts no processes.
+"""Checks a schedule: it must be complete and free of deadlock. Also sorts its actions topologically. Starts no processes.
 
-    number    0   1   2   3   4   5        rank after rank, each in its order
-    action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
-    order     0 3 4 5 1 2                  each rank in turn runs until it must wait, until all have ended
-
-Complete: every stage runs every micro-batch forward once and backward once (B, or I and W), on one rank, and every update happens.
-Free of deadlock: if each rank executes its actions in order, each as soon as the actions that it needs are done, all ranks reach their
-end. A rank that must wait is set aside until the missing action is done, so the time is proportional to the number of actions.
+number    0   1   2   3   4   5        index of an action; rank 0's actions first, then rank 1's
+action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
+order     0 3 4 5 1 2                  topological order: each rank in turn runs until it must wait
 """
 
 from __future__ import annotations
@@ -23,50 +19,45 @@ NONE = -1
 
 
 def check(schedule: Schedule) -> Schedule:
-    """Return the schedule unchanged. Raises BadInput, one line, if it is incomplete or has a deadlock."""
+    """Return the schedule unchanged. Raises BadInput if it is incomplete or if its ranks would deadlock."""
     _check_whole(schedule)
     _check_updates(schedule)
     action_graph(schedule)
     return schedule
 
 
-def ordered_nodes(schedule: Schedule, *, sums_block: bool = False) -> list[Node]:
-    """Return the schedule's nodes in one order, each after the nodes that it needs (arguments and errors: see `action_graph`)."""
-    graph = action_graph(schedule, sums_block=sums_block)
+def ordered_nodes(schedule: Schedule, *, all_reduce_blocks: bool = False) -> list[Node]:
+    """Return the schedule's nodes in topological order: each after the nodes that it needs. Raises BadInput for a deadlock.
+    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S."""
+    graph = action_graph(schedule, all_reduce_blocks=all_reduce_blocks)
     return [Node(graph.ranks[n], n - graph.first[graph.ranks[n]]) for n in graph.order]
 
 
-def action_graph(schedule: Schedule, *, sums_block: bool = False) -> ActionGraph:
-    """Return the schedule's ActionGraph, made once and stored with the schedule. Raises BadInput for a deadlock.
-
-    sums_block: if True, a rank continues after S only when every replica has reached that S.
-    """
-    kept: dict[bool, ActionGraph] = schedule.__dict__.setdefault("_graphs", {})  # in the instance, as functools.cached_property does
-    if sums_block not in kept:
-        kept[sums_block] = ActionGraph(schedule, sums_block=sums_block)
-    return kept[sums_block]
+def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> ActionGraph:
+    """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock.
+    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S."""
+    cached: dict[bool, ActionGraph] = schedule.__dict__.setdefault("_graphs", {})
+    if all_reduce_blocks not in cached:
+        cached[all_reduce_blocks] = ActionGraph(schedule, all_reduce_blocks)
+    return cached[all_reduce_blocks]
 
 
 class ActionGraph:
-    """A schedule's actions, numbered rank after rank, and the actions that each needs in addition to the previous action of its rank:
+    """Dependency graph of a schedule's actions, numbered from rank 0's first action to the last rank's last. Each action needs the previous
+    action of its rank, and in addition:
 
-    F: F of the previous stage. B and I: F of the same stage, and the input gradient of the next stage. W: I of the same stage.
-    S: all gradients of the batch for that stage on this rank. U: the same gradients, or S on all replicas if the stage has any.
-    F, B and I that read a version above 0 also need the update that made it. Needs that no rank executes are left out; `check` refuses
-    such a schedule.
+    F: F of the previous stage. B and I: F of the same stage, and the next stage's B or I. W: I of the same stage.
+    S: all gradients of the batch for its stage on its rank. U: the same gradients, or S on all replicas if the stage has replicas.
+    F, B and I that read a weight version above 0: the update that made this version.
 
-    The lists have an entry for each action; NONE: there is no such action or rank.
+    actions, ranks: each action, and the rank that executes it. order: the numbers in topological order.
+    first: number of each rank's first action; one more entry: the number of all actions.
+    source: for each action, the action whose result it receives; NONE: it receives nothing.
+    target: for each action, the rank to which its result is sent; NONE: it sends nothing.
+    more: action -> further actions that it needs. For example, U needs S on every replica.
+    pairs: first action of each pair. Its result is sent together with that of the second."""
 
-    order: the numbers, sorted so that each action comes after the actions that it needs.
-    first: number of each rank's first action; the last entry is the number of all actions.
-    ranks: rank that executes the action.
-    source: action that sends the message that the action receives.
-    target: rank that receives the action's result.
-    more: action -> further actions that it needs (U needs S on every replica; a pair needs the needs of both).
-    pairs: first action of each pair, whose result is sent together with the second's.
-    """
-
-    def __init__(self, schedule: Schedule, *, sums_block: bool) -> None:
+    def __init__(self, schedule: Schedule, all_reduce_blocks: bool) -> None:
         self.schedule = schedule
         self.actions: list[Action] = [action for order in schedule.orders for action in order]
         self.first = [0, *accumulate(map(len, schedule.orders))]
@@ -74,17 +65,17 @@ class ActionGraph:
         self.source, self.target = [NONE] * len(self.actions), [NONE] * len(self.actions)
         self.more: dict[int, list[int]] = {}
         self.pairs = {self.first[node.rank] + node.at for node in schedule.pairs}
-        self._connect(sums_block)
+        self._connect(all_reduce_blocks)
         self.order = self._in_order()
 
-    def _connect(self, sums_block: bool) -> None:
-        """Fill in source, target and more. Needs that come earlier in the same rank's order are left out: they are met anyway."""
+    def _connect(self, all_reduce_blocks: bool) -> None:
+        """Fill `source`, `target` and `more`. Leaves out needs that come earlier in the same rank's order, and needs that do not exist."""
         actions, ranks, homes, per_update = self.actions, self.ranks, self.schedule.homes, self.schedule.microbatches_per_update
         source, target, more = self.source, self.target, self.more
         width = 1 + max((action.microbatch for action in actions), default=0)
-        by_op: dict[Op, dict[int, int]] = {op: {} for op in COMPUTE}  # keys: stage * width + micro-batch
-        of_batch: dict[tuple[Op, int, int], list[int]] = defaultdict(list)  # S and U by stage and version
-        gradients: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # B and W by rank, stage and version of their update
+        by_op: dict[Op, dict[int, int]] = {op: {} for op in COMPUTE}  # op -> (stage * width + micro-batch -> number of the action)
+        of_batch: dict[tuple[Op, int, int], list[int]] = defaultdict(list)  # (S or U, stage, version) -> numbers of the actions
+        gradients: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # (rank, stage, version made from them) -> numbers of B and W
         for n, (op, stage, microbatch, version) in enumerate(actions):
             if op is Op.S or op is Op.U:
                 of_batch[op, stage, version].append(n)
@@ -119,16 +110,16 @@ class ActionGraph:
         for n in self.pairs:
             more[n] = [m for m in (*more.pop(n, ()), source[n + 1], *more.pop(n + 1, ())) if m not in (n, NONE)]
             source[n + 1] = NONE
-        for (op, _, _), sums in of_batch.items() if sums_block else ():
-            for n in sums if op is Op.S else ():
+        for (op, _, _), replicas in of_batch.items() if all_reduce_blocks else ():
+            for n in replicas if op is Op.S else ():
                 if n + 1 < self.first[ranks[n] + 1]:
-                    more.setdefault(n + 1, []).extend(sums)
+                    more.setdefault(n + 1, []).extend(replicas)
 
     def _in_order(self) -> list[int]:
         num_ranks, source, more, pairs = len(self.first) - 1, self.source, self.more, self.pairs
         at, done = self.first[:-1], bytearray(len(self.actions))
         waiting: dict[int, list[int]] = {}
-        turns = list(range(num_ranks))  # heap of ranks that can continue, each as round * num_ranks + rank
+        turns = list(range(num_ranks))  # heap of ranks that can continue; an entry is round * num_ranks + rank, so ranks take turns
         order: list[int] = []
         while turns:
             turn = heappop(turns)
@@ -165,7 +156,7 @@ class ActionGraph:
             self.schedule,
             f"a deadlock after {sum(done)} of {len(done)} actions: {'; '.join(lines)}",
             "orders in which each action comes after the actions that it needs",
-            "move what is waited for before the action that holds its rank up",
+            "move each missing action to an earlier place in its rank's order",
         )
 
 
@@ -174,16 +165,16 @@ def _check_whole(schedule: Schedule) -> None:
     for node, action in schedule.nodes():
         if not 0 <= action.stage < schedule.num_stages or node.rank not in schedule.homes[action.stage]:
             got = f"{action} on rank {node.rank}"
-            raise _wrong(schedule, got, "stages only on the ranks that hold them", "move it to its stage's rank")
+            raise _wrong(schedule, got, "stages only on the ranks that hold them", "move the action to a rank that holds its stage")
         if action.op in COMPUTE:
             if not 0 <= action.microbatch < schedule.microbatches:
-                raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber it or remove it")
+                raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber or remove the action")
             if action.version > schedule.num_updates:
-                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}", "correct it")
+                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}", "correct the version after @")
             count[action[:3]] += 1
     for named, n in count.items():
         if n > 1:
-            raise _wrong(schedule, f"{Action(*named)} {n} times", "each action once", "remove the others")
+            raise _wrong(schedule, f"{Action(*named)} {n} times", "each action once", "remove the repetitions")
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.microbatches):
             _check_one(schedule, stage, microbatch)
@@ -197,17 +188,18 @@ def _check_one(schedule: Schedule, stage: int, microbatch: int) -> None:
 
     if nodes.keys() not in ({Op.F, Op.B}, {Op.F, Op.I, Op.W}):
         got, needed = f"{named(nodes)} for stage {stage} and micro-batch {microbatch}", named((Op.F, Op.B))
-        raise _wrong(schedule, got, f"{needed}, or I and W instead of B", "complete it")
+        raise _wrong(schedule, got, f"{needed}, or I and W instead of B", "add or remove actions of this micro-batch")
     if len({node.rank for node in nodes.values()}) > 1:
         got, needed = f"{named(nodes)} on several ranks", "one rank for one micro-batch of a stage"
-        raise _wrong(schedule, got, needed, "move the backward to its forward")
+        raise _wrong(schedule, got, needed, "move the backward passes to the rank of the forward pass")
     if len({schedule.action(node).version for node in nodes.values()}) > 1:
         got = " ".join(str(schedule.action(n)) for n in nodes.values())
-        raise _wrong(schedule, got, "the backward on its forward's version", "give it that")
+        raise _wrong(schedule, got, "the backward on its forward's version", "write the same version after @ in both")
 
 
 def _check_updates(schedule: Schedule) -> None:
-    """Check for one update per stage, rank and batch; for stages with replicas also one sum, in the same order on all of its ranks."""
+    """Raise BadInput unless each rank updates each of its stages once in a batch. A stage with replicas also needs one all-reduce (S) a
+    batch, and two ranks must start the all-reduces that they share in the same order."""
     present = Counter((node.rank, a.op, a.stage, a.version) for node, a in schedule.nodes() if a.op not in COMPUTE)
     wanted = Counter(
         (rank, op, stage, version)
@@ -220,12 +212,12 @@ def _check_updates(schedule: Schedule) -> None:
         key = rank, op, stage, version = min((wanted - present) or (present - wanted))
         needed = "this action once" if wanted[key] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
         got = f"{present[key]} times {Action(op, stage, version=version)} on rank {rank}"
-        raise _wrong(schedule, got, needed, "one U a stage, rank and batch")
+        raise _wrong(schedule, got, needed, "write one U for each stage, rank and batch")
     for stage, ranks in enumerate(schedule.homes):
         for pair in combinations(ranks, 2):
             shared = [set(homes) >= set(pair) for homes in schedule.homes]
-            sums = [[a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in pair]
-            if sums[0] != sums[1]:
+            first, second = ([a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in pair)
+            if first != second:
                 got = f"sums in different orders on ranks {pair[0]} and {pair[1]}"
                 raise _wrong(schedule, got, "the same order on all ranks", f"reorder S of stage {stage}")
 

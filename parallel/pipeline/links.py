@@ -1,10 +1,10 @@
-"""Messages between the ranks of a pipeline: one channel for each ordered pair of ranks, in which messages keep their order.
+"""Point-to-point messages between pipeline ranks: one channel for each ordered pair of ranks, in which messages keep their order.
 
-    rank 0  --F0 F1 F2-->  rank 1        messages to higher ranks use one process group, messages to lower ranks another: two ranks
-    rank 0  <--B0 B1-----  rank 1        that send to each other never block one another
+    rank 0  --F0 F1 F2-->  rank 1        messages to higher ranks use one process group, messages to lower ranks another. So two
+    rank 0  <--B0 B1-----  rank 1        ranks that send to each other never block one another
 
-The receiver knows the order (Schedule.messages), so only tensors travel: no shapes, no tags. It posts the next receive of a channel
-early, so that the message arrives while it computes. A message that arrives before it is needed is stored.
+The receiver knows the order of messages from the schedule, so neither shapes nor tags are sent. It posts the next receive of a channel
+early, so that the message arrives during computation.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
 from parallel.pipeline.schedule import Message, Schedule
 
-Empty = Callable[[Message], Tensor]  # message -> a new tensor, without values, into which it is received
+Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message is received
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of a schedule, arranged for one rank.
+    """Messages of a schedule, as one rank needs them.
 
-    expected: source rank -> its messages to this rank, in order of arrival.
-    taken_at, sent_at: any message -> index of the action that uses it, in the receiver's order; that sends it, in the sender's order.
-    channels: ((source, target), first message) of each channel between any ranks, sorted.
-    """
+    expected: source rank -> the messages that it sends to this rank, in order of arrival.
+    taken_at: message -> index, in the receiver's order, of the action that receives it. sent_at: message -> index, in the sender's
+    order, of the action that sends it. Both have the messages between all ranks.
+    channels: ((source, target), first message) of every channel of the pipeline, sorted."""
 
     expected: dict[int, tuple[Message, ...]]
     taken_at: dict[Message, int]
@@ -49,7 +49,7 @@ class Traffic:
 
 
 class Links:
-    """Channels of one rank. `up` and `down`: the pipeline's axis twice, each with its own process group."""
+    """Sends and receives of one rank. `up`, `down`: the pipeline's axis with one process group for each direction."""
 
     def __init__(self, up: Axis, down: Axis) -> None:
         self.up, self.down = up, down
@@ -57,7 +57,7 @@ class Links:
         self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
 
     def begin(self, traffic: Traffic, empty: Empty) -> None:
-        """Prepare a run of a schedule: post the receive for the first message of every channel to this rank. empty: makes its tensor."""
+        """Start a run of a schedule: post a receive for the first message from each rank. empty: allocates a message's tensor."""
         self._connect(traffic, empty)
         self._empty, self._traffic = empty, traffic
         self._expected = {source: deque(messages) for source, messages in traffic.expected.items()}
@@ -67,7 +67,7 @@ class Links:
             self._post(source)
 
     def _connect(self, traffic: Traffic, empty: Empty) -> None:
-        """Connect each new channel by a message of one element, one by one: NCCL's first message blocks until both ranks join."""
+        """Send one element over each new channel, one channel after another, because NCCL's first message blocks both ranks."""
         for pair, message in traffic.channels:
             if pair not in self._connected:
                 self._connected.add(pair)
@@ -89,7 +89,7 @@ class Links:
         return self.up if message.source < message.target else self.down
 
     def take(self, message: Message) -> Tensor:
-        """Wait for a message to this rank and return its tensor."""
+        """Return the tensor of a message to this rank, waiting until it has arrived."""
         while message not in self._early:
             arrived, buffer, work = self._posted.pop(message.source)
             self._announce(arrived)
@@ -101,7 +101,7 @@ class Links:
         return self._early.pop(message)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start sending `tensor`. It is kept until it is known to have arrived."""
+        """Start to send `tensor`, and keep a reference to it until it has arrived."""
         axis = self._axis_of(message)
         replace(axis, label=str(message)).count("send", tensor)
         self._announce(message)
@@ -110,19 +110,19 @@ class Links:
         self.sent[message.target].append((self._traffic.taken_at[message], work, tensor))
 
     def _announce(self, message: Message) -> None:
-        """Record that the message is sent or awaited, for the watchdog, which compares both on each channel."""
+        """Record in the flight recorder that this rank sends the message or waits for it. The watchdog compares both ranks' records."""
         ranks, record = self.up.ranks, self.up.communicator.record
         if record is not None:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Release the tensors that this rank sent to the sender of `message`, which it had received before: waiting takes no time."""
+        """Release sent tensors that are known to have arrived: those that the sender of `message` received before it sent `message`."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()
 
     def end(self) -> None:
-        """Wait until every sent message has arrived."""
+        """Wait until all messages that this rank sent have arrived."""
         for sent in self.sent.values():
             while sent:
                 sent.popleft()[1].wait()

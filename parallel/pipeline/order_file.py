@@ -3,8 +3,8 @@
     0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is not written
     1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair of F and B, which runs as one block
 
-A rank holds the stages that its line names. Files without S and U get them added at the end of each line. Without versions, this is the
-compute-only format of torch.distributed.pipelining, so its files can be read. Its empty cells (waits) are ignored here.
+A rank holds the stages that its line names. If a file has no S and U, they are appended to each rank's order. So the compute-only files of
+torch.distributed.pipelining can be read too; their empty cells (waits) are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") -> None:
-    """Write the schedule to `path`, and create its folder if needed. Raises BadInput if the file cannot be written."""
+    """Write the schedule to `path`; create its folder if needed. Raises BadInput (for option `what`) if the file cannot be written."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         cells: list[str] = []
@@ -39,7 +39,7 @@ def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") ->
 
 
 def read_order(path: str | Path) -> Schedule:
-    """Read a schedule from a file and check it. Raises BadInput if it is no such file, is incomplete or has a deadlock."""
+    """Read a schedule from a CSV file and check it. Raises BadInput if the file is invalid, incomplete or has a deadlock."""
     try:
         lines = [cells for cells in csv.reader(io.StringIO(read_text(path, newline="").removeprefix("\ufeff"))) if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -61,7 +61,7 @@ def read_order(path: str | Path) -> Schedule:
             raise BadInput(f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix=fix)
     if not any(action.op is Op.F for order in orders for action in order):
         needed = "a line of actions for each rank, such as 0F0,0B0"
-        raise BadInput("schedule", got=f"{path} without a forward", needed=needed, fix="add them")
+        raise BadInput("schedule", got=f"{path} without a forward", needed=needed, fix="add actions to the file")
     return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
 
 

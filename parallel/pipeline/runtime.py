@@ -1,13 +1,9 @@
-"""Executes one rank's actions of any Schedule: the simulator draws the same schedule that runs here.
+"""Executes one rank's actions of a Schedule. Sends and receives overlap with computation.
 
-    for each action:  receive its inputs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
+for each action:  receive its inputs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
 
-The runtime handles orders and tensors. `Work` decides what a stage computes, how gradients are summed and what an update does.
-Sends and receives overlap with computation (parallel/pipeline/links.py). Between F and B, a micro-batch keeps its input and the graph edge
-at which its backward pass begins; its output is freed once it is sent.
-
-    runtime = Runtime(schedule, axis, Links(up, down))
-    runtime.run(work)               # one batch; collective over the ranks of `axis`
+runtime = Runtime(schedule, axis, Links(up, down))
+runtime.run(work)               # one batch; collective over the ranks of `axis`
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.errors import BadInput
 from parallel.mesh.collectives import max_over
-from parallel.mesh.gradients import StartedSum, holders, start_sum
+from parallel.mesh.gradients import StartedSum, on_stages, start_sum
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.weight_gradient import PendingGradients, defer_gradients
@@ -35,25 +31,25 @@ from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Sched
 
 
 class Work(Protocol):
-    """Computation of one rank's stages, which the caller implements. Micro-batches are numbered over the whole schedule."""
+    """Interface that the caller of the runtime implements: what a rank's stages compute in F, B and I, and what an update does."""
 
     dtype: torch.dtype
     device: torch.device
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
-        """Return the shape of the tensors that pass between stages; it is equal between all stages."""
+        """Return the shape of a micro-batch's activations between stages. It must be equal between all stages."""
         ...
 
     def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
-        """Run a stage on `x` (None on the first stage). Returns the next stage's input, or on the last stage the scalar loss."""
+        """Run a stage on its input `x` (None on the first stage). Return the next stage's input, or the scalar loss on the last stage."""
         ...
 
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        """Add gradients to the weights and to the input of `forward`. `gradient`: gradient of its output; None on the last stage."""
+        """Run autograd's backward pass from `output`, the graph edge of the result of `forward`. gradient: None on the last stage."""
         ...
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
-        """Return a context in which the stage's weights are those of this version."""
+        """Return a context in which the stage's parameters have the values of this weight version."""
         ...
 
     def update(self, stage: int, version: int) -> None: ...
@@ -61,7 +57,7 @@ class Work(Protocol):
 
 @dataclass
 class Recorder(Watcher):
-    """Watcher that records every action's times."""
+    """Watcher that appends every action, with its start and end, to `record`."""
 
     record: list[Span] = field(default_factory=list)
 
@@ -70,61 +66,56 @@ class Recorder(Watcher):
 
 
 class StageReplicas:
-    """Sums the gradients of this rank's parameters that other pipeline ranks hold too: Chimera's replicas of a stage, a tied embedding.
-
-    parameters, layouts: of this rank, by name; the `holders` of a layout are these ranks. of_stage: stage -> names of its parameters.
-    """
+    """All-reduces the gradients of parameters that several pipeline ranks hold: replicas of a stage (Chimera), or a tied embedding.
+    parameters, layouts: of this rank, by parameter name; `Layout.holders` lists ranks with a copy. of_stage: stage -> names."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]
     ) -> None:
         self.shared = {name: parameter for name, parameter in parameters.items() if layouts[name].holders}
         self.layouts, self.mesh, self.of_stage = layouts, mesh, of_stage
-        self.flying: list[StartedSum] = []
-        self.started: set[str] = set()
+        self.running: list[StartedSum] = []
+        self.started: set[str] = set()  # names whose all-reduce has started in this step
 
     def start(self, stage: int) -> None:
-        """Start the sum of a stage's gradients (action S). It runs while other actions compute."""
+        """Start the all-reduce of a stage's gradients (action S), which runs while other actions compute."""
         self._start(self.of_stage.get(stage, ()))
 
     def finish(self) -> None:
-        """Sum the gradients that no S summed, and wait for all sums."""
+        """Start the all-reduce of all gradients for which no S started one, then wait for all all-reduces."""
         self._start(name for name in self.shared if name not in self.started)
-        for one in self.flying:
+        for one in self.running:
             one.finish()
-        self.flying.clear()
+        self.running.clear()
         self.started.clear()
 
     def _start(self, names: Iterable[str]) -> None:
-        """Start one sum, over one flat tensor, for all names that the same ranks hold."""
+        """Start one all-reduce, of one flat tensor, for each group of parameters that the same ranks hold."""
         together: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             if name in self.shared:
                 together.setdefault(self.layouts[name].holders, []).append(name)
         for held in together.values():
-            axis = holders(self.layouts[held[0]], self.mesh)
-            self.flying.append(start_sum([self._gradient(name) for name in held], axis, first=held[0]))
+            axis = on_stages(self.layouts[held[0]].holders, self.mesh)
+            self.running.append(start_sum([self._gradient(name) for name in held], axis, first=held[0]))
             self.started.update(held)
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self.shared[name]
-        if parameter.grad is None:  # no token reached it on this rank, but every holder must take part in the sum
+        if parameter.grad is None:  # for example an expert without tokens; every rank that holds it must still join the all-reduce
             parameter.grad = torch.zeros_like(parameter)
-        local: Tensor = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad  # this rank's shard with FSDP
-        return local
+        shard: Tensor = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad  # FSDP: a DTensor
+        return shard
 
 
-class OverlappedSums(Watcher):
-    """Watcher that starts the data-parallel sum of a stage's gradients as soon as they are complete, while other actions still run.
+class OverlappedReduction(Watcher):
+    """Watcher that starts the data-parallel reduction of a stage's gradients as soon as they are complete, while other actions still run.
 
     rank 0 of interleaved, two chunks    ... 4B2 4B3 | 0B0 0B1 0B2 0B3 |
-                                                     ^ the sum of stage 4 starts here, the sum of stage 0 at the end
-
-    Parameters that several stages hold are first summed over these stages, so their sum starts after the last action. Only the order of
-    actions decides when a sum starts, so all ranks that take part start it at the same point.
+                                                     ^ the reduction of stage 4 starts here, that of stage 0 at the end
 
     names: stage -> names of the parameters that no other stage holds. start: called after each action with the names of the parameters
-    whose gradients are now complete (often none): it starts their sums, and stores the results of sums that have ended.
+    whose gradients are now complete (often none); starts their reduction, and stores the results of reductions that have ended.
     """
 
     def __init__(
@@ -137,7 +128,8 @@ class OverlappedSums(Watcher):
 
 
 class _Plan:
-    """One rank's actions with their messages, and the micro-batches of a schedule. `code`: a hash, equal on ranks with equal schedules."""
+    """A schedule prepared for one rank. steps: for each action of the rank, (action, messages to receive, messages to send).
+    code: hash of the schedule, which ranks compare."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
@@ -150,25 +142,23 @@ class _Plan:
 @dataclass
 class Runtime:
     """Runs one rank of a pipeline.
-
-    schedule: the schedule of one batch. axis: the pipeline's ranks. links: channels to the other ranks. replicas: sums the gradients of
-    parameters that several ranks hold.
-    """
+    schedule: the schedule of one batch. axis: the pipeline's ranks. links: sends and receives. replicas: all-reduces the gradients of
+    parameters that several pipeline ranks hold."""
 
     schedule: Schedule
     axis: Axis
     links: Links
     replicas: StageReplicas | None = None
-    _agreed: set[int] = field(default_factory=set)
-    _plans: dict[int, _Plan] = field(default_factory=dict)  # keys: id(schedule)
-    _forwards: dict[int, Schedule] = field(default_factory=dict)  # keys: number of micro-batches
+    _agreed: set[int] = field(default_factory=set)  # hashes of schedules and shapes that are known to be equal on all ranks
+    _plans: dict[int, _Plan] = field(default_factory=dict)  # id(schedule) -> its plan
+    _forwards: dict[int, Schedule] = field(default_factory=dict)  # number of micro-batches -> a schedule of forward passes only
 
     def run(self, work: Work, schedule: Schedule | None = None, *, watchers: Sequence[Watcher] = ()) -> None:
-        """Run forward and backward passes of a whole schedule (default: `self.schedule`). Collective over the pipeline's ranks."""
+        """Run all of this rank's actions of a schedule (default: `self.schedule`). Collective over the pipeline's ranks."""
         _Run(self, work, self._plan(schedule or self.schedule), watchers, train=True).run()
 
     def forward(self, work: Work, microbatches: int) -> None:
-        """Run only forward passes, without gradients, on the ranks that train the same micro-batches. Collective."""
+        """Run forward passes only, without autograd, for any number of micro-batches. Collective over the pipeline's ranks."""
         with torch.no_grad():
             if microbatches not in self._forwards:
                 self._forwards[microbatches] = forwards(self.schedule, microbatches)
@@ -184,9 +174,9 @@ class _Run:
     def __init__(self, runtime: Runtime, work: Work, plan: _Plan, watchers: Sequence[Watcher], *, train: bool) -> None:
         self.runtime, self.work, self.plan, self.watchers, self.train = runtime, work, plan, watchers, train
         self.last = plan.schedule.num_stages - 1
-        self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch) -> result, until the next stage uses it
-        self.kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # (stage, micro-batch) -> input of F, edge of its output
-        self.pending: dict[tuple[int, int], PendingGradients] = {}
+        self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch) -> result, until the next stage reads it
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # (stage, micro-batch) -> (input of F, edge of output)
+        self.pending: dict[tuple[int, int], PendingGradients] = {}  # (stage, micro-batch) -> weight gradients that W will compute
 
     def run(self) -> None:
         runtime, links = self.runtime, self.runtime.links
@@ -232,12 +222,12 @@ class _Run:
             x.requires_grad_()
         output = self.work.forward(stage, microbatch, x)
         if self.train:
-            self.kept[stage, microbatch] = x, get_gradient_edge(output)
+            self.saved[stage, microbatch] = x, get_gradient_edge(output)  # the edge, not the output, so that the output's memory is freed
         if stage < self.last:
             self.results[True, stage, microbatch] = output.detach().contiguous()
 
     def _backward(self, op: Op, stage: int, microbatch: int) -> None:
-        x, output = self.kept.pop((stage, microbatch))
+        x, output = self.saved.pop((stage, microbatch))
         gradient = self.results.pop((False, stage + 1, microbatch)) if stage < self.last else None
         if op is Op.I:
             with defer_gradients() as pending:
@@ -250,7 +240,7 @@ class _Run:
             self.results[False, stage, microbatch] = x.grad.contiguous()
 
     def _check_equal(self) -> None:
-        """Check, once for each schedule and shape, that all ranks run the same schedule. Raises BadInput on all ranks if not."""
+        """Raise BadInput on all ranks if any two ranks have different schedules, shapes or dtypes. Each combination is checked once."""
         shapes = tuple(self.work.shape(j) for j in self.plan.microbatches)
         code = hash_of((self.plan.code, shapes, str(self.work.dtype)))
         if code in self.runtime._agreed:
@@ -268,16 +258,14 @@ class _Run:
 
 
 def hash_of(value: object) -> int:
-    """Return a hash of a value's repr, which is equal in every process, unlike hash()."""
+    """Return a hash of a value's repr. It is equal in all processes, unlike Python's hash()."""
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest(), "little")
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Make a schedule of forward passes only. Micro-batch j runs on the ranks of micro-batch j modulo m of `schedule`, which has m.
-
-    Micro-batches form groups, one micro-batch for each rank. All ranks order by (group, stage, micro-batch), and an F needs only an F
-    that comes earlier in that order, so there is no deadlock.
-    """
+    """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule` (m micro-batches).
+    Each rank's order is by (group of num_ranks micro-batches, stage, micro-batch). F needs only F of the previous stage, which comes
+    earlier in this order, so there is no deadlock."""
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):
         for stage in range(schedule.num_stages):

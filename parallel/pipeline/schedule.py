@@ -1,11 +1,7 @@
-"""A pipeline schedule as a value: the actions of each rank, in order.
+"""A pipeline schedule as a value: the actions of each rank, in order. Which actions an action waits for: ActionGraph in check.py.
 
-    rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
-    rank 1   1F0 1B0 1F1 1B1 1U@1
-
-The order within a rank is the schedule's choice. The actions that an action waits for follow from one rule (ActionGraph in check.py). From
-it the simulator gives each action a time, and check.py refuses orders with a deadlock before any process starts. `receives` and `sends`
-are the messages between ranks that the rule needs.
+rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
+rank 1   1F0 1B0 1F1 1B1 1U@1
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ class Op(StrEnum):
     B = "B"  # whole backward pass: gradients of the input and of the weights
     I = "I"  # input gradient only, which the previous stage waits for  # noqa: E741
     W = "W"  # weight gradient only, which only the update waits for
-    S = "S"  # sum of a stage's gradients over the ranks that hold a replica of it
-    U = "U"  # update of a stage's weights
+    S = "S"  # all-reduce of a stage's gradients over the ranks that hold a replica of the stage
+    U = "U"  # optimizer update of a stage's weights
 
     __hash__ = str.__hash__  # written in C, so faster than Enum.__hash__: dictionaries of actions are read often
 
@@ -34,7 +30,7 @@ OF_A_BATCH = -1  # micro-batch number of S and U, which belong to a whole batch
 
 
 class Action(NamedTuple):
-    """One action of a rank. version: of the weights, which F, B, I and W read (0: initial weights) and which S and U make (from 1)."""
+    """One action of a rank. version: weight version that F, B, I or W reads (0: the initial weights), or that S and U make (from 1)."""
 
     op: Op
     stage: int
@@ -47,14 +43,14 @@ class Action(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A position in a schedule: the `at`-th action of `rank`."""
+    """A position in a schedule: action number `at` (from 0) of `rank`."""
 
     rank: int
     at: int
 
 
 class Message(NamedTuple):
-    """A message between ranks: the output of F, or the input gradient of B or I, of one micro-batch."""
+    """A point-to-point message from rank `source` to rank `target`: the output of F, or the input gradient that B or I computed."""
 
     op: Op
     stage: int
@@ -64,10 +60,7 @@ class Message(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An action with its start and end: in seconds of time.perf_counter if measured, in any unit if simulated.
-
-    A simulated S that overlaps with other actions has the times of its messages.
-    """
+    """An action with its start and end time: in seconds of time.perf_counter if measured, in any unit if simulated."""
 
     action: Action
     start: float
@@ -75,27 +68,25 @@ class Span(NamedTuple):
 
 
 class Watcher:
-    """Callbacks around a rank's actions in training, which do nothing here. Work in `begin` and `after` fills the waits for messages."""
+    """Base class of callbacks that the runtime calls around a rank's actions. Here they do nothing."""
 
     def begin(self) -> None:
-        """Called once, before the rank waits for the first action's messages."""
+        """Called once, before the rank waits for the messages of its first action."""
 
     def before(self, action: Action) -> None:
-        """Called before the rank waits for the action's messages."""
+        """Called before the rank waits for the messages that `action` receives."""
 
     def after(self, at: int, took: Span) -> None:
-        """Called after action number `at` of the rank and its sends, before the rank waits for the next action's messages."""
+        """Called when action number `at` of the rank has ended and its sends have started. took: the action with its measured times."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Orders of actions, one for each rank, and the ranks of each stage.
+    """The order of actions of each rank (`orders`), and the ranks that hold each stage (`homes`).
 
-    homes: for each stage the ranks that hold it: one rank, or several if it has replicas that train different micro-batches.
-    microbatches: number of micro-batches in the whole schedule; an update sums the gradients of `microbatches_per_update` of them.
-    pairs: nodes of each F that runs as one block with the next action, a B. The block starts when both can start, and sends both
-    results at its end.
-    """
+    homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
+    microbatches: number of micro-batches in all batches of the schedule. microbatches_per_update: number whose gradients one U applies.
+    pairs: nodes of F that run as one block with the next action, a B: a block waits for both inputs, and sends both results at its end."""
 
     name: str
     homes: tuple[tuple[int, ...], ...]
@@ -140,38 +131,39 @@ class Schedule:
         return {(a.op, a.stage, a.version, node.rank): node for node, a in self.nodes() if a.op not in COMPUTE}
 
     def find(self, op: Op, stage: int, microbatch: int) -> Node | None:
-        """Return the node of a micro-batch's F, B, I or W on a stage; None if no rank executes it."""
+        """Return the position of a micro-batch's F, B, I or W on a stage; None if no rank executes this action."""
         return self._compute.get((op, stage, microbatch))
 
     def backward(self, stage: int, microbatch: int) -> Node | None:
-        """Return the node that computes a stage's input gradient: its B or its I."""
+        """Return the position of the action that computes a stage's input gradient, which is its B or its I."""
         return self.find(Op.B, stage, microbatch) or self.find(Op.I, stage, microbatch)
 
     def input_maker(self, node: Node) -> Node | None:
-        """Return the node whose result F, B or I takes from another stage; None for the first F, the last B or I, and other actions."""
+        """Return the position of the action whose result this F, B or I reads: on the previous stage for F, on the next for B and I.
+        None for F of the first stage, B and I of the last stage, and for all W, S and U."""
         op, stage, microbatch, _ = self.action(node)
         if op is Op.F:
             return self.find(Op.F, stage - 1, microbatch)
         return self.backward(stage + 1, microbatch) if op in (Op.B, Op.I) else None
 
     def replicas(self, node: Node) -> tuple[Node, ...]:
-        """Return the S nodes of the same stage and batch as this S or U, one for each rank that holds the stage."""
+        """Return the positions of S on all ranks that hold the stage of this S or U, for the same batch."""
         _, stage, _, version = self.action(node)
         found = (self._of_batch.get((Op.S, stage, version, home)) for home in self.homes[stage])
         return tuple(n for n in found if n is not None)
 
     def sends(self, node: Node) -> tuple[Message, ...]:
-        """Return the messages sent when the action ends: its result, if another rank needs it; both results at the end of a pair."""
+        """Return the messages that are sent when this action ends. In a pair, the first action sends nothing, and the second sends both."""
         if node in self.pairs:
             return ()
         block = (Node(node.rank, node.at - 1), node)
         return tuple(message for n in (block if block[0] in self.pairs else block[1:]) for message in self._message(n))
 
     def receives(self, node: Node) -> tuple[Message, ...]:
-        """Return the messages that must arrive before the action starts."""
+        """Return the messages that must arrive before this action starts. The first action of a pair waits for those of both."""
         if Node(node.rank, node.at - 1) in self.pairs:
             return ()
-        block = (node, _after(node)) if node in self.pairs else (node,)
+        block = (node, Node(node.rank, node.at + 1)) if node in self.pairs else (node,)
         sources = map(self.input_maker, block)
         return tuple(message for source in sources if source is not None and source.rank != node.rank for message in self._message(source))
 
@@ -184,7 +176,7 @@ class Schedule:
         return () if reader is None or reader.rank == node.rank else (Message(op, stage, microbatch, node.rank, reader.rank),)
 
     def messages(self) -> dict[tuple[int, int], tuple[Message, ...]]:
-        """Return the messages of each pair of ranks (source, target), in the order in which the source sends them."""
+        """Return (source rank, target rank) -> the messages between these ranks, in the order in which they are sent."""
         found: dict[tuple[int, int], list[Message]] = defaultdict(list)
         for node, _ in self.nodes():
             for message in self.sends(node):
@@ -192,38 +184,32 @@ class Schedule:
         return {pair: tuple(messages) for pair, messages in found.items()}
 
     def repeated(self, batches: int) -> Schedule:
-        """Return the schedule with its orders `batches` times in a row; numbers of micro-batches and versions count on."""
+        """Return a schedule of `batches` batches: each rank's order is repeated, with consecutive micro-batch and version numbers."""
         if batches == 1:
             return self
-        orders = tuple(
-            tuple(_shifted(a, n * self.microbatches, n * self.num_updates) for n in range(batches) for a in order) for order in self.orders
-        )
+
+        def shifted(action: Action, n: int) -> Action:
+            op, stage, at, version = action
+            return Action(op, stage, at if at == OF_A_BATCH else at + n * self.microbatches, version + n * self.num_updates)
+
+        orders = tuple(tuple(shifted(a, n) for n in range(batches) for a in order) for order in self.orders)
         pairs = frozenset(Node(n.rank, n.at + k * len(self.orders[n.rank])) for n in self.pairs for k in range(batches))
         return replace(self, microbatches=batches * self.microbatches, orders=orders, pairs=pairs)
 
 
-def _after(node: Node) -> Node:
-    return Node(node.rank, node.at + 1)
-
-
-def _shifted(action: Action, microbatches: int, versions: int) -> Action:
-    op, stage, at, version = action
-    return Action(op, stage, at if at == OF_A_BATCH else at + microbatches, version + versions)
-
-
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Make the schedule of one batch from each rank's other actions: an update of each of the rank's stages is added at the end."""
+    """Return the schedule of one batch that drains at its end. orders: the actions of each rank without U, which this function appends."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 
 
 def updates(order: Sequence[Action]) -> list[Action]:
-    """Return a U for each stage of a rank, in the order in which the stages' gradients are complete."""
+    """Return a U for each stage in a rank's order, sorted by the time at which the stage's gradients are complete."""
     return [Action(Op.U, stage, version=1) for _, stage in sorted(stage_complete_at(order).items())]
 
 
 def stage_complete_at(order: Sequence[Action]) -> dict[int, int]:
-    """Return (index in a rank's order) -> (stage whose gradients of the batch are complete after that action)."""
+    """Return index of an action in a rank's order -> the stage whose last gradients of the batch this action (B or W) adds."""
     last = {action.stage: at for at, action in enumerate(order) if action.op in (Op.B, Op.W)}
     return {at: stage for stage, at in last.items()}
 
@@ -233,10 +219,10 @@ def one_stage_a_rank(ranks: int) -> list[tuple[int]]:
 
 
 def looped(ranks: int, chunks: int) -> list[tuple[int]]:
-    """Return the homes of stages placed in a loop: rank r holds stages r, r + ranks, r + 2 ranks, ..."""
+    """Return the rank of each stage in a looped placement: rank r holds stages r, r + ranks, r + 2 ranks, ..."""
     return [(stage % ranks,) for stage in range(ranks * chunks)]
 
 
 def folded(ranks: int) -> list[tuple[int]]:
-    """Return the homes of stages placed as a V: rank r holds stages r and 2 ranks - 1 - r."""
+    """Return the rank of each stage in a V-shaped placement: rank r holds stages r and 2 ranks - 1 - r."""
     return [(min(stage, 2 * ranks - 1 - stage),) for stage in range(2 * ranks)]

@@ -1,14 +1,13 @@
-"""Keeps old versions of a stage's weights, for schedules whose updates do not wait for the pipeline to drain (PipeDream, 2BW).
+"""Weight stashing: keeps old versions of a stage's weights, for schedules that update before the pipeline drains (PipeDream, 2BW).
 
-    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0B1 reads version 0, as 0F1 did, though 0U@1 made version 1
+    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0B1 reads version 0, like 0F1, although 0U@1 has made version 1
 
-An update keeps the old values if a later action still reads them, and changes a copy. Before an action, the parameters are set to the
-version that it reads. The order says which version each action reads, so no version is kept longer than needed.
-Source: weight stashing, PipeDream (arXiv 1806.03377, section 3.3).
+Source: PipeDream (arXiv 1806.03377, section 3.3).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,31 +19,28 @@ from parallel.pipeline.schedule import Action, Op
 
 class Versions:
     """Weight versions of one stage on this rank.
-
-    parameters: all tensors that updates change; their values are now version 0. order: this rank's actions, which read the versions.
-    kept: version -> its values, if it is not the newest and a later action reads it. to_come: version -> number of its later readers.
-    """
+    parameters: all tensors that updates change; at first they hold version 0. order: this rank's actions in a run. stashed: older version
+    that an action will still read -> its tensors. readers: version -> number of actions that will still read it."""
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
         self.parameters, self.newest = tuple(parameters), 0
-        self.kept: dict[int, list[Tensor]] = {}
-        readers = [a.version for a in order if a.stage == stage and a.op in (Op.F, Op.B, Op.I)]
-        self.to_come = {version: readers.count(version) for version in set(readers)}
+        self.stashed: dict[int, list[Tensor]] = {}
+        self.readers = Counter(a.version for a in order if a.stage == stage and a.op in (Op.F, Op.B, Op.I))
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
-        """Return a context for one F, B or I in which the parameters have the values of this version."""
+        """Return a context for one F, B or I, in which the parameters have the values of this version. Drops it after its last reader."""
         if version == self.newest:
             yield
         else:
-            newest = self._replace(self.kept[version])
+            newest = self._replace(self.stashed[version])
             try:
                 yield
             finally:
                 self._replace(newest)
-        self.to_come[version] -= 1
-        if not self.to_come[version]:
-            self.kept.pop(version, None)
+        self.readers[version] -= 1
+        if not self.readers[version]:
+            self.stashed.pop(version, None)
 
     def _replace(self, values: Sequence[Tensor]) -> list[Tensor]:
         before = [p.data for p in self.parameters]
@@ -53,16 +49,16 @@ class Versions:
         return before
 
     def update(self, version: int, step: Callable[[], None]) -> None:
-        """Make `version` by calling `step`, which changes the parameters in place. Autograd graphs of older versions keep their values."""
-        if self.to_come.get(self.newest):
-            self.kept[self.newest] = self._replace([p.data.clone() for p in self.parameters])
-        # Autograd refuses a backward pass if weights changed in place since the forward pass. In a backward pass, `reading` restores the
-        # old values, so this change is hidden from autograd's check.
+        """Make `version` by calling `step`, which changes the parameters in place. Stashes the old values if an action still reads them."""
+        if self.readers[self.newest]:
+            self.stashed[self.newest] = self._replace([p.data.clone() for p in self.parameters])
+        # Autograd raises an error in a backward pass if weights changed in place since the forward pass. `reading` restores the old values
+        # for the backward pass, so this change is hidden from autograd.
         with torch.autograd._unsafe_preserve_version_counter(self.parameters):
             step()
         self.newest = version
 
     @property
     def count(self) -> int:
-        """Return the number of versions in memory now."""
-        return 1 + len(self.kept)
+        """Return the number of weight versions in memory now."""
+        return 1 + len(self.stashed)

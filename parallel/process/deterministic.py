@@ -15,8 +15,6 @@ from typing import Any, cast
 
 import torch
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
@@ -24,7 +22,7 @@ def deterministic(asked: bool) -> Iterator[None]:
     if not asked:
         yield
         return
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # read when the first matrix product runs on CUDA
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix product runs on CUDA
     cudnn, fill = torch.backends.cudnn, cast(Any, torch.utils.deterministic)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     others = cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory

@@ -1,8 +1,5 @@
 """Runs a function on N gloo ranks on this machine, each a fork of this process: 0.2 s to start, one thread per rank.
 
-    run_on_ranks(function, 4)      calls function(rank) on 4 ranks, and returns their 4 results
-    each_on_ranks(function, 4)     function is a generator; yields lists of the 4 ranks' results while the ranks compute the next ones
-
 The caller must not have started threads of its own (set torch to one thread first): a forked process inherits locks, but not
 threads. A rank that raises, dies or hangs ends all ranks. Every rank's error is reported with its rank, and a deadlock with
 the Python stack of each rank that was still running.
@@ -37,8 +34,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     """Call function(rank, *args) on every rank, with torch.distributed initialised. Return the ranks' results in order.
 
     Results may be anything that torch.load(weights_only=True) reads: numbers, strings, lists, dicts, tensors. Raises
-    RuntimeError with every failed rank's traceback, or with the stacks of the ranks that did not end within timeout_s.
-    """
+    RuntimeError with every failed rank's traceback, or with the stacks of the ranks that did not end within timeout_s."""
 
     def once(rank: int, *args: Any) -> Iterator[Any]:
         yield function(rank, *args)
@@ -51,8 +47,7 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
     """Yield [result of each rank] whenever the generators function(rank, *args) of all ranks have yielded a result.
 
     All ranks must yield equally often, and wait for each other at each result. If ranks fail, earlier results are yielded first, and then
-    the error is raised. timeout_s: time limit of each result. The ranks end when the caller stops reading.
-    """
+    the error is raised. timeout_s: time limit of each result. The ranks end when the caller stops reading."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         context = multiprocessing.get_context("fork")
@@ -104,7 +99,8 @@ def _child(
 
 
 def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float) -> list[int] | None:
-    """Wait for all files `parts`. Return None if they exist, [] if a rank ended before, or the ranks still running at the time limit."""
+    """Wait for all files `parts`. Return None if they all exist; [] if a rank ended without its file; at the time limit, the ranks that
+    still run."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while True:
@@ -122,7 +118,6 @@ def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float)
 
 
 def _parts(folder: Path, number: int, world_size: int) -> list[Path]:
-    """Return the files of all ranks' results with this number."""
     return [folder / f"{number}.{rank}.result" for rank in range(world_size)]
 
 

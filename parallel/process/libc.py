@@ -1,8 +1,7 @@
 """Calls of the C library that Python does not have: end with the parent process, and what happens to freed memory. Does not import torch.
 
-Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, and Linux clears each page when
-it is first written: for a layer of 128 small experts, this takes a third of a training step on a CPU. Smaller tensors leave holes in the
-heap that no other process can use. If states are offloaded to a disk, these holes add up to the size of the model.
+Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, which Linux clears: a third of
+a training step on a CPU for a layer of 128 small experts. Smaller tensors leave holes in the heap that no other process can use.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LARGEST, _SMALL = 2**31 - 1, 2**16
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent, with id `parent`, dies; or now, if it is dead. Only on Linux."""
+    """Let the kernel kill this process when its parent dies. Kill it now if process id `parent` is dead already. Only on Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -33,8 +32,7 @@ def keep_freed_memory() -> bool:
 
 def give_freed_memory_back() -> bool:
     """Return memory to the system when it is freed (small): each tensor of 64 KiB or more gets pages of its own. Return False if the
-    allocator cannot be set.
-    """
+    allocator cannot be set."""
     return _set(_M_TRIM_THRESHOLD, _SMALL) and _set(_M_MMAP_THRESHOLD, _SMALL)
 
 

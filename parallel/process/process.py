@@ -59,10 +59,8 @@ class World:
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
-    """Return this process's rank and world. Raise BadInput for inconsistent variables.
-
-    A SLURM job step counts only if it has several tasks, because an interactive shell is one process.
-    """
+    """Return this process's rank and world. A SLURM job step of one task, such as a shell, is ignored. Raise BadInput for inconsistent
+    variables."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
     if "RANK" not in environment and not by_other:
@@ -88,8 +86,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none.
 
     `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
-    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect.
-    """
+    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect."""
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
@@ -124,10 +121,10 @@ def _not_connected(error: RuntimeError, world: World) -> Exception:
     """Return the exception, equal on all ranks, for ranks that reached the store but cannot connect to each other."""
     lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
     if world.device.type == "cpu":
-        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # drop gloo's source line and stack frames
+        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # gloo's first line, without its place in the source
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
             where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface that connects the ranks)"
-    said = cut("; ".join(lines)) or type(error).__name__  # all of NCCL's lines: the last have the reason
+    said = cut("; ".join(lines)) or type(error).__name__  # with NCCL the last lines have the reason
     here = f"rank {world.rank} on {socket.gethostname()}"
     own = ConnectionError(f"{here} reached the store but cannot connect to the other ranks{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
@@ -148,10 +145,8 @@ def wrong_interface(environment: Mapping[str, str]) -> str:
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface through which this process reaches a host; None if the system does not say.
-
-    gloo would use the address of this machine's name, which on many machines is a loopback address.
-    """
+    """Return the network interface through which this process reaches a host; None if the system does not say. gloo would take the
+    address of this machine's name, which on many machines is a loopback address."""
     try:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -161,7 +156,7 @@ def interface_to(host: str) -> str | None:
                 return _with_address(ipaddress.IPv6Address(mine.partition("%")[0]))
             for _, name in socket.if_nameindex():
                 asked = struct.pack("256s", name.encode())
-                with contextlib.suppress(OSError):  # skip an interface without an address
+                with contextlib.suppress(OSError):  # an interface without an IPv4 address
                     if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)[20:24]) == mine:
                         return name
     except OSError:
@@ -208,7 +203,7 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -
     wait = timedelta(seconds=timeout_s or _last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Make a process group. Only its members call this: with 100,000 ranks, no rank could help to make all groups."""
+        """Make a process group. Only its members call this, because making all groups on each of 100,000 ranks would take too long."""
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
         return made
 

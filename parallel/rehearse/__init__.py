@@ -1,1 +1,1 @@
-"""Rehearses a run on any number of ranks in one process: tensors without values, a process group without peers."""
+"""Rehearses one rank of a run of any size in a single process, with torch's fake tensors and fake process group."""

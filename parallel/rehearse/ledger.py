@@ -1,8 +1,7 @@
-"""Counts the bytes of all pretended tensors, and their purpose (parameters, gradients, ...) at the peak.
+"""Counts the bytes of all fake tensors, and splits the peak by purpose (parameters, gradients, ...).
 
-Each storage counts once, from the operator that makes it until it is freed or resized to nothing. The caller names its purpose only
-afterwards: parameters after the model is built, gradients and optimizer states after they exist. So all allocations are recorded, and the
-peak is computed from them at the end.
+A storage counts from the operator that makes it until it is freed. Its purpose is known only later (a gradient after the backward pass), so
+all allocations are recorded, and the peak is computed at the end.
 """
 
 from __future__ import annotations
@@ -16,27 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OTHER = "activations"  # purpose of all storages that have no other name: also buffers of collectives, scratch
+OTHER = "activations"  # purpose of all storages without another name; includes buffers of collectives and temporary tensors
 
 
 class Ledger:
-    """Bytes of tensors over time. device: tensors on other devices do not count. now: bytes now. most: most bytes since `begin`.
-
-    Storages are numbered in the order in which they are made. kinds: number of a storage -> its purpose.
-    """
+    """Bytes of tensors over time. device: tensors on other devices do not count. now: bytes now. most: peak bytes since `begin`.
+    Storages are numbered in the order in which they are made. kinds: number of a storage -> its purpose."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.now = self.most = 0
         self.kinds: dict[int, str] = {}
-        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes by which it grew or shrank)
+        self._events: list[tuple[int, int]] = []  # (number of a storage, bytes by which it grew; negative: shrank)
         self._numbers: dict[int, int] = {}  # address of a live storage -> its number
-        self._sizes: dict[int, int] = {}  # number of a live storage that counts -> its bytes
-        self._spoiled: set[int] = set()  # numbers of storages with unknown values
+        self._sizes: dict[int, int] = {}  # number of a live storage on `device` -> its bytes
+        self._unknown: set[int] = set()  # numbers of live storages with unknown values
         self._made = self._first = 0  # number of storages made; number of events before `begin`
 
-    def see(self, tensor: Any, *, counts: bool = True) -> None:
-        """Record an operator's result. counts: False if a real device would not allocate it, as inside a fused kernel."""
+    def record(self, tensor: Any, *, counts: bool = True) -> None:
+        """Record an operator's result. counts: False if a real device would not allocate it, for example inside a fused kernel."""
         storage = tensor.untyped_storage()
         where = storage._cdata
         if where not in self._numbers:
@@ -47,7 +44,7 @@ class Ledger:
             self._change(self._numbers[where], storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Record that a storage has changed its size."""
+        """Record that a storage was resized (UntypedStorage.resize_)."""
         number = self._numbers.get(storage._cdata)
         if number in self._sizes:
             self._change(number, storage.nbytes() - self._sizes[number])
@@ -60,40 +57,40 @@ class Ledger:
 
     def _gone(self, where: int, number: int) -> None:
         self._numbers.pop(where, None)
-        self._spoiled.discard(number)
+        self._unknown.discard(number)
         if number in self._sizes:
             self._change(number, -self._sizes.pop(number))
 
-    def spoil(self, tensor: Tensor) -> None:
-        """Mark the values in the tensor's storage as unknown, and so those of all its views."""
-        self._spoiled.add(self._numbers.get(tensor.untyped_storage()._cdata, -1))
+    def mark_unknown(self, tensor: Tensor) -> None:
+        """Mark the values in the tensor's storage as unknown, for this tensor and all of its views."""
+        self._unknown.add(self._numbers.get(tensor.untyped_storage()._cdata, -1))
 
-    def is_spoiled(self, tensor: Tensor) -> bool:
-        return bool(self._spoiled) and self._numbers.get(tensor.untyped_storage()._cdata) in self._spoiled
+    def is_unknown(self, tensor: Tensor) -> bool:
+        return bool(self._unknown) and self._numbers.get(tensor.untyped_storage()._cdata) in self._unknown
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Name the purpose of these tensors' storages. A storage that already has a name keeps it."""
+        """Set the purpose of these tensors' storages to `kind`. A storage that already has a purpose keeps it."""
         for tensor in tensors:
             number = self._numbers.get(tensor.untyped_storage()._cdata)
             if number is not None:
                 self.kinds.setdefault(number, kind)
 
     def mark(self) -> int:
-        """Return the number of storages made so far. `name_alive` takes it as a point in time."""
+        """Return the number of storages made so far, as a point in time for `name_alive`."""
         return self._made
 
     def name_alive(self, kind: str, *, since: int = 0, before: int | None = None) -> None:
-        """Name the purpose of all live storages that were made between two marks and have no name yet. before: None: until now."""
+        """Set the purpose of all live storages that were made between two marks and have none yet. before: None: until now."""
         for number in self._sizes:
             if since <= number < (self._made if before is None else before):
                 self.kinds.setdefault(number, kind)
 
     def begin(self) -> None:
-        """Start the measurement of the peak: `most` and `at_peak` ignore earlier peaks."""
+        """Start to measure the peak: `most` and `at_peak` ignore earlier peaks."""
         self.most, self._first = self.now, len(self._events)
 
     def at_peak(self) -> dict[str, int]:
-        """Return purpose -> bytes at the peak since `begin`."""
+        """Return purpose -> bytes at the time of the peak since `begin`."""
         totals = list(accumulate(more for _, more in self._events))
         last = max(range(self._first, len(totals)), key=totals.__getitem__, default=len(totals) - 1)
         found: Counter[str] = Counter()

@@ -1,13 +1,12 @@
-"""Pretended tensors: a shape, a dtype and a device without values. Values exist only for small tensors computed from known ones.
+"""torch's fake tensors, which have shape, dtype and device but no data, extended by known values of small tensors.
 
-    weight [4096, 16384] on cuda:0      a fake tensor of torch: no memory, any device; every operator checks shapes, dtypes and devices
-    tokens, counts, routing             fake tensors with known values, kept on the CPU: an operator whose inputs are all known is computed,
-                                        so that `.tolist()`, uneven splits and capacities are as in a real run
+    weight [4096, 16384] on cuda:0      a fake tensor: no memory, any device; every operator checks shapes, dtypes and devices
+    tokens, counts, routing             fake tensors with known values on the CPU: if all inputs of an operator are known, it is computed,
+                                        so that `.tolist()`, uneven splits and capacities are those of a real run
     a sum of losses                     a fake tensor with unknown values: reading it as a number gives 0
 
-Collectives send nothing. All ranks are assumed to be equal to this one: a sum is this rank's value times the number of ranks, a gather
-repeats this rank's value, and in an exchange each rank sends what this rank would send to itself. With balanced routing, a real run
-receives the same.
+Collectives send nothing. All ranks are assumed to have the values of this rank: an all-reduce multiplies by the number of ranks, an
+all-gather repeats the tensor, and an all-to-all receives from each rank what this rank would send to itself.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.rehearse.ledger import Ledger
 
-MADE_ELEMENTS = 512  # float tensors of zeros() or empty() have known values up to this size: counters and biases, but not weights
+MADE_ELEMENTS = 512  # float tensors from zeros() or empty() have known values up to this size: counters and biases, but not weights
 KNOWN_ELEMENTS = 2**24  # tensors computed from known values have known values up to this size
 
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators whose result's number or shape needs values
-_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # files that call autograd's C++, which makes tensors by itself
-_BETWEEN = (  # files between an operator and its caller
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators whose result, or its shape, needs values
+_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # files that call autograd's C++ code, which makes tensors too
+_BETWEEN = (  # files on the stack between an operator and its caller
     "rehearse/pretended.py",
     "rehearse/stage.py",
     "torch/_ops.py",
@@ -48,25 +47,23 @@ _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
 class RehearsalError(RuntimeError):
-    """Raised for an error that a rehearsal finds in a run. The message is one line that names file and line."""
+    """Raised if a rehearsal finds an error in a run. The message is one line with the source file and line number of the error."""
 
 
 class Pretended(FakeTensorMode):
-    """Mode in which all of torch's operators give pretended tensors. `ledger` counts their bytes.
-
-    device: the rank's device; collectives accept tensors from no other.
-    """
+    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes.
+    device: the rank's device, from which collectives must send."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.device, self.ledger = device, Ledger(device)
-        self._within = 0  # number of operators that run now, each called by the one before; a device would run one fused kernel for them
-        self.of_reducer = False  # True while DDP's reducer makes its buckets: then its C++ gets the real integer tensors that it needs
+        self._within = 0  # depth of operators that are called by operators; a device runs one fused kernel for all of them
+        self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ code needs real integer tensors
 
-    # --- values -------------------------------------------------------------------------------------------------------
+    # --- known values of fake tensors ---------------------------------------------------------------------------------
 
     def suppose(self, tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-        """Give the tensor known values, and return it. values: computes them, in its shape, on the CPU."""
+        """Give the tensor known values and return it. values: computes them on the CPU, in the tensor's shape."""
         with _disable_current_modes():
             real = values().to(tensor.dtype)
         assert tensor.shape == real.shape, (tensor.shape, real.shape)
@@ -74,14 +71,14 @@ class Pretended(FakeTensorMode):
         return tensor
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of the tensor on the CPU; None if they are unknown."""
+        """Return the tensor's values, as a real tensor on the CPU; None if they are unknown."""
         if not isinstance(tensor, FakeTensor):
             return None if tensor.is_meta else tensor  # a real tensor
         values: Tensor | None = getattr(tensor, "_known", None)
-        return None if values is None or self.ledger.is_spoiled(tensor) else values
+        return None if values is None or self.ledger.is_unknown(tensor) else values
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run one operator. torch calls this for the forward pass, the backward pass and its own C++ code."""
+        """Run one operator on fake tensors. torch calls this method for forward pass, backward pass and its own C++ code."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return _device_in_cpp(args[0])
@@ -89,7 +86,7 @@ class Pretended(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(type(tensor) in _PLAIN for tensor in tensors):
-            return NotImplemented  # for a DTensor, torch then calls the operator on its local tensors
+            return NotImplemented  # a DTensor, for which torch then calls the operator on local tensors
         if func.namespace == "c10d":
             return self._collective(func, args, tensors)
         if self.of_reducer and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -98,13 +95,13 @@ class Pretended(FakeTensorMode):
                     return func(*args, **kwargs)
             kwargs = kwargs | {"device": self.device}
         if _is_of_meta(tensors, kwargs):
-            with _disable_current_modes():  # tensors on the meta device stay as they are, because a real run builds its model there too
+            with _disable_current_modes():  # no fake tensors, because a real run also builds its model on the meta device
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
-            kwargs = kwargs | {"device": self.device}  # autograd takes the CPU for the device (_device_in_cpp)
+            kwargs = kwargs | {"device": self.device}  # autograd's C++ code asks for the CPU, which it sees as the device (_device_in_cpp)
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
-        if func is torch.ops.aten.index.Tensor:  # only the masks' values must be known: they decide the result's number of rows
+        if func is torch.ops.aten.index.Tensor:  # the number of rows of x[mask] depends on the mask's values, which must be known
             args = (args[0], self._places(args[1]))
         elif _READS & set(func.tags):
             return self._read(func, args, kwargs, tensors, everything)
@@ -112,12 +109,13 @@ class Pretended(FakeTensorMode):
         try:
             out = super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:
-            raise RehearsalError(f"{where()}: {func._opname}: {_first_line(error)}") from error
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise RehearsalError(f"{where()}: {func._opname}: {said}") from error
         finally:
             self._within -= 1
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         for tensor in made:
-            self.ledger.see(tensor, counts=not self._within)
+            self.ledger.record(tensor, counts=not self._within)
         from_nothing = not tensors or func._opname.startswith(("new_", "empty_like", "zeros_like", "ones_like"))
         if everything and all(t.numel() <= (MADE_ELEMENTS if from_nothing and t.is_floating_point() else KNOWN_ELEMENTS) for t in made):
             self._compute(func, args, kwargs, made)
@@ -126,10 +124,8 @@ class Pretended(FakeTensorMode):
         return out
 
     def _read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], everything: bool) -> Any:
-        """Run an operator whose result is a number, or a tensor with a number of rows that depends on values.
-
-        everything: True if all values that it reads are known. Otherwise a floating-point number is 0, and any other result an error.
-        """
+        """Run an operator whose result is a Python number, or a tensor whose shape depends on values.
+        everything: True if all input values are known. If not, a floating-point number is 0, and any other result raises RehearsalError."""
         if everything:
             with _disable_current_modes():
                 real = func(*self._real(args), **self._real(kwargs))
@@ -139,7 +135,8 @@ class Pretended(FakeTensorMode):
         raise RehearsalError(f"{where()}: {func._opname} of values that a rehearsal cannot know")
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the indices of `index()` with each mask, whose values must be known, replaced by the indices at which it is true."""
+        """Return the arguments of `index()` with each boolean mask replaced by the indices at which it is True.
+        Raises RehearsalError if a mask's values are unknown."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -167,7 +164,7 @@ class Pretended(FakeTensorMode):
         return tree_map(one, value)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
-        """Compute the known values of an operator's results, `made`. An in-place operator so changes the known values of all views."""
+        """Compute the known values of an operator's results, `made`. An in-place operator changes the known values of all views."""
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
@@ -180,15 +177,15 @@ class Pretended(FakeTensorMode):
                 self.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, FakeTensor))
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """Mark the values of tensors into which unknown values were written as unknown."""
+        """Mark the values of these tensors as unknown, because unknown values were written into them."""
         for tensor in tensors:
             if hasattr(tensor, "_known"):
-                self.ledger.spoil(tensor)
+                self.ledger.mark_unknown(tensor)
 
-    # --- collectives --------------------------------------------------------------------------------------------------
+    # --- collectives without communication ----------------------------------------------------------------------------
 
     def _collective(self, func: Any, args: Any, tensors: Sequence[Tensor]) -> Any:
-        """Return the results of a collective without communication. The received values are known if all sent values are."""
+        """Return the results of a collective without communication. The received values are known if all sent values are known."""
         name = func._opname
         for tensor in tensors if name != "barrier" and not self.of_reducer else ():
             if tensor.device.type != self.device.type:
@@ -204,7 +201,7 @@ class Pretended(FakeTensorMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _coming(self, name: str, args: Any, group: Any) -> Tensor | None:
-        """Return the values that this rank receives if all ranks send what it sends; None if they are unknown."""
+        """Return the values that this rank receives in a collective if all ranks send the same values; None if they are unknown."""
         if name == "allreduce_" and len(args[0]) == 1 and (values := self.known(args[0][0])) is not None:
             return values * group.size() if int(args[2].op()) == _SUM else values
         if name not in ("_allgather_base_", "alltoall_base_") or (values := self.known(args[1])) is None:
@@ -214,7 +211,7 @@ class Pretended(FakeTensorMode):
         return torch.cat([values] * group.size())
 
     def _arrive(self, into: Sequence[Tensor], came: Tensor | None) -> None:
-        if came is None or self.ledger.is_spoiled(into[0]) or came.numel() != into[0].numel():
+        if came is None or self.ledger.is_unknown(into[0]) or came.numel() != into[0].numel():
             self.forget(into)
             return
         values = self.known(into[0])
@@ -226,7 +223,7 @@ class Pretended(FakeTensorMode):
 
 
 def where() -> str:
-    """Return file, line and function of the innermost caller that belongs neither to torch nor to the rehearsal."""
+    """Return file, line and function of the innermost stack frame outside of torch and this folder."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((_TORCH, _HERE, "<")):
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -234,7 +231,7 @@ def where() -> str:
 
 
 def _asked_by() -> str:
-    """Return the path of the Python file that called the current operator, directly or through C++."""
+    """Return the path of the Python file that called the current operator, directly or through C++ code."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
@@ -242,22 +239,15 @@ def _asked_by() -> str:
 
 
 def _device_in_cpp(tensor: Any) -> torch.device:
-    """Return the device that torch's C++ code sees: the CPU instead of an accelerator, which need not exist.
-
-    Python code sees `tensor.device`.
-    """
+    """Return the device that torch's C++ code sees: the CPU in place of an accelerator, which may not exist on this machine."""
     if tensor.fake_mode.in_kernel_invocation or tensor.fake_device.type == "meta":
         return torch.device("meta")
     return torch.device("cpu")
 
 
 def _is_of_meta(tensors: Sequence[Tensor], kwargs: Any) -> bool:
-    """Return True if an operator reads and makes only tensors on torch's meta device."""
+    """Return True if an operator's tensors are all on torch's meta device."""
     device = kwargs.get("device")
     if not tensors or device is not None:
         return device is not None and torch.device(device).type == "meta"
     return all(not isinstance(tensor, FakeTensor) and tensor.is_meta for tensor in tensors)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

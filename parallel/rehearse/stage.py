@@ -1,10 +1,8 @@
-"""Context of a rehearsal: one rank of a process group without peers, tensors without values, a GPU that need not exist.
+"""Context of a rehearsal: one rank of torch's fake process group, with fake tensors, on a GPU that may not exist.
 
-    with rehearsal(world) as pretended:      torch's fake process group of world.size ranks; world.device may be a GPU without a driver
-        ...                                  the run's own code
-    pretended.ledger.at_peak()               bytes by purpose at the peak
-
-Sources: torch.testing._internal.distributed.fake_pg, torch._subclasses.fake_tensor.
+with rehearsal(world) as pretended:      world.device may be a GPU without a driver
+    ...                                  the run's own code
+pretended.ledger.at_peak()               purpose -> bytes at the peak
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ _FSDP_MODULES = [f"torch.distributed.fsdp._fully_shard._fsdp_{name}" for name in
 @contextmanager
 def rehearsal(world: World) -> Iterator[Pretended]:
     """Return a context in which torch computes nothing, and this process is rank `world.rank` of a fake process group.
-
-    The process must have no other process group.
-    """
+    The process must not have a process group yet."""
     assert not dist.is_initialized(), "a rehearsal needs a process without a process group"
     dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
     pretended = Pretended(world.device)
@@ -46,7 +42,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
         pretended.ledger.resized(storage)
         return found
 
-    def making() -> AbstractContextManager[Any]:  # DDP's reducer makes buckets
+    def making() -> AbstractContextManager[Any]:  # a context in which DDP's reducer makes its buckets
         return mock.patch.object(pretended, "of_reducer", True)
 
     patches: list[tuple[Any, str, Any]] = [
@@ -60,7 +56,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
             *((module, "_get_device_handle", lambda _: _Handle(world.device.index)) for module in map(import_module, _FSDP_MODULES)),
             (torch.cuda, "is_bf16_supported", lambda **_: True),  # GPUs since 2020 support bf16
             (torch.cuda, "synchronize", lambda *_: None),
-            (torch.autograd, "_engine_run_backward", _within(_Gpu, torch.autograd._engine_run_backward)),  # backward() leaves the mode
+            (torch.autograd, "_engine_run_backward", _within(_Gpu, torch.autograd._engine_run_backward)),  # torch leaves modes there
         ]
     try:
         with ExitStack() as stack:
@@ -77,7 +73,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 
 
 class _Handle:
-    """Replaces the module torch.cuda in FSDP. index: number of the device. Its streams are torch.cpu's, which do nothing."""
+    """Replaces the module torch.cuda in FSDP by torch.cpu, whose streams do nothing. index: index of the current device."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -90,7 +86,7 @@ class _Handle:
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function changed so that each of its calls runs in a new context."""
+    """Return `function` wrapped so that each call runs in a new context from `context()`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with context():
@@ -100,8 +96,8 @@ def _within(context: Callable[[], AbstractContextManager[Any]], function: Callab
 
 
 class _Gpu(TorchFunctionMode):
-    """Makes torch behave as on a GPU. Its C++ code sees all tensors on the CPU (parallel/rehearse/pretended.py), so without this mode it
-    would not copy between CPU and GPU, and would use CPU kernels that keep more for the backward pass than the GPU's."""
+    """Mode in which torch functions behave as on a GPU. torch's C++ code sees all tensors on the CPU (`_device_in_cpp`). Without this mode
+    it would not copy between CPU and GPU, and would choose CPU kernels that save more memory for the backward pass than a GPU's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,7 +132,7 @@ def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """RMSNorm with the memory of the GPU's fused kernel: it keeps x and one number a token. The CPU's operators also keep x / rms(x)."""
+    """RMSNorm that allocates like the GPU's fused kernel: it saves x and one number a token. The CPU's operators also save x / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
@@ -150,7 +146,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _FusedSilu(torch.autograd.Function):
-    """SiLU with the memory of the GPU's fused kernels. On the CPU, torch would run six operators in the backward pass."""
+    """SiLU that allocates like the GPU's fused kernels. On the CPU, torch would run six operators in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -166,13 +162,11 @@ class _FusedSilu(torch.autograd.Function):
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Attention with the memory of the kernel that a GPU would use if the mask needs a gradient, as T5's bias does.
-
-    The GPU's memory-efficient kernel computes this gradient if mask and heads are aligned to 16 bytes; the CPU's fused kernel never does.
-    In all other cases the CPU's kernel keeps the same memory, so it is taken.
-    """
-    words = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
-    if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not words:
+    """Scaled dot-product attention that allocates like a GPU's kernel.
+    If the mask needs a gradient (T5's bias) and mask and heads are aligned to 16 bytes, a GPU uses its memory-efficient kernel. In all
+    other cases, the CPU's kernel allocates the same memory as the GPU's."""
+    aligned = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
+    if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not aligned:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
     more = -attn_mask.shape[-1] % 16
     mask = F.pad(attn_mask, (0, more))[..., : attn_mask.shape[-1]] if more else attn_mask

@@ -6,16 +6,9 @@
     step 2      -         -         q2k0      q3k1
 
 At step t, rank r computes with the keys of rank r - t. If r < t, it helps the rank t before it on the ring: it computes that rank's
-queries with its own keys. Each causal block is computed once, in p / 2 + 1 steps. The idle share is 1 / (p + 2) for even p and 0 for
-odd p (if diagonal blocks, which cost half, are counted whole); a plain causal ring has (p - 1) / 2p. Positions are contiguous.
-
+queries with its own keys. Each causal block is computed once, in p / 2 + 1 steps. Positions are contiguous.
 Messages of the next step are sent while a step computes; results are sent back during the step after it.
-Sent by all ranks, with q = B H (L / p) C elements of a rank's queries, and k = B K (L / p) C of its keys:
-    forward, distance d       1 .. p / 2            (p - d) times 2 k            and if a rank helps (d < p / 2)             d times 2 q
-    backward                  also dk, dv back: 4 k                              q, out, its gradient, and dq back:          4 q
-
-Source: Li et al., arXiv 2310.03294: load-balanced schedule (3.2), communication behind computation (3.3), recompute point (3.4:
-Method's `once`). The paper's code needs an even p; this form does not.
+Costs: docs/parallel/sequence_lightseq.md. Source: Li et al., arXiv 2310.03294, whose code needs an even p; this form does not.
 """
 
 from __future__ import annotations
@@ -116,8 +109,7 @@ class Balanced(Method):
 
     def _answer(self, step: int, results: list[Tensor], *, of_keys: list[Tensor], of_queries: list[Tensor]) -> Messages:
         """Start to send `results` to the rank `step` places behind, and to receive the results that the rank ahead computed for this rank.
-        `of_keys`, `of_queries`: tensors with the shapes of the received results, if keys or if queries had been sent.
-        """
+        `of_keys`, `of_queries`: tensors with the shapes of the received results, if keys or if queries had been sent."""
         theirs = self._task(step, ahead=step) if step else None
         return self._messages(-step, results if step else [], [] if theirs is None else of_keys if theirs.own else of_queries)
 

@@ -7,18 +7,11 @@
     backward   values go around again for the probabilities' gradient, and keys for the queries' gradient. Every rank has partial sums of
                the gradients of all keys and values; a reduce-scatter sums them on their owners
 
-Sent by a rank, in units of B K (L / N) C elements: forward 2 (N - 1), backward 2 (N - 1) in rings and 2 (N - 1) in two reduce-scatters.
-Memory: scores and probabilities of L^2 / N pairs a head. Ring attention (ring.py), which is newer, does not need these.
-
-Differences from the released code: it divides gradients by N (ColossalAI #3044), but the loss of a sequence is no mean over ranks, so
-gradients here are not divided. It also sums whole gradients on all ranks and cuts them; a reduce-scatter sends half as much.
-
-Source: Li et al., arXiv 2105.13120, section 3.2.
+The released code divides gradients by N (ColossalAI #3044); the loss of a sequence is no mean over ranks, so they are not divided here.
+Costs: docs/parallel/sequence_colossal_ring.md. Source: Li et al., arXiv 2105.13120, section 3.2.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from einops import rearrange
@@ -38,7 +31,7 @@ class ColossalRing(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         mine, heads = known.tokens(self.axis.index, q), q.shape[1]
         score_NBHLS = q.new_empty((self.axis.size, *q.shape[:3], k.shape[2]), dtype=sum_dtype(q.dtype))
-        for source, k_there in self._round(k):
+        for source, (k_there,) in ring_round([k], self.axis):
             theirs = known.tokens(source, q)
             score = scores(q, repeated(k_there, heads), queries=mine, keys=theirs, bias=known.bias)
             score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf)
@@ -48,7 +41,7 @@ class ColossalRing(Method):
         whole, sinks = whole.softmax(-1).split([score_NBHLS.shape[-1] * self.axis.size, 0 if known.sink_H is None else 1], dim=-1)
         weight_NBHLS = rearrange(whole, "b h l (n s) -> n b h l s", n=self.axis.size).to(q.dtype)
         out = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
-        for source, v_there in self._round(v):
+        for source, (v_there,) in ring_round([v], self.axis):
             out += weight_NBHLS[source] @ repeated(v_there, heads)
         return (out.to(q.dtype), weight_NBHLS, *([] if known.sink_H is None else [sinks.squeeze(-1).clone()]))
 
@@ -58,11 +51,11 @@ class ColossalRing(Method):
         scale, delta_BHL1 = q.shape[-1] ** -0.5, (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         dv = torch.stack([summed((weight.mT @ grad).to(wide), kv_heads) for weight in weight_NBHLS])
         dscore_NBHLS = torch.empty_like(weight_NBHLS)
-        for source, v_there in self._round(v):
+        for source, (v_there,) in ring_round([v], self.axis):
             dweight = (grad @ repeated(v_there, heads).mT).to(wide)
             dscore_NBHLS[source] = weight_NBHLS[source].to(wide) * (dweight - delta_BHL1)
         dq, dtable = torch.zeros_like(q, dtype=wide), None if known.bias is None else torch.zeros_like(known.bias.table_UH)
-        for source, k_there in self._round(k):
+        for source, (k_there,) in ring_round([k], self.axis):
             dq += dscore_NBHLS[source] @ repeated(k_there, heads) * scale
             if known.bias is not None and dtable is not None:
                 dtable += table_gradient(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
@@ -79,7 +72,3 @@ class ColossalRing(Method):
         out = torch.empty_like(parts_NBKSC[:1])
         scatter_sum_into(out, parts_NBKSC.contiguous(), self.axis)
         return out[0]
-
-    def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, tensor) for every rank, this one first."""
-        return ((source, theirs) for source, (theirs,) in ring_round([mine], self.axis))

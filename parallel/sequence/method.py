@@ -23,10 +23,8 @@ Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 @dataclass(frozen=True)
 class Known:
     """Inputs of attention other than queries, keys and values.
-
     document_BS: the number of each token's document, for whole sequences, int64; None: one document a sequence. window: see Method.
-    sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider.
-    """
+    sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider."""
 
     order: Order
     bias: Bias | None = None
@@ -42,10 +40,8 @@ class Known:
 @dataclass(frozen=True)
 class Method(ABC):
     """Causal attention over the ranks of `axis`, which hold the positions of `order`.
-
     `window`: number of positions that a query sees, itself included; None: all earlier ones. Blocks outside the window are sent but not
-    computed.
-    """
+    computed."""
 
     axis: Axis
     order: Order
@@ -57,7 +53,7 @@ class Method(ABC):
 
     @abstractmethod
     def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: SavedTensors, known: Known) -> Gradients:
-        """Return the gradients of q, k, v, in any dtype, and this rank's summand of the bias table's. `kept`: `forward`'s result."""
+        """Return this rank's gradients of q, k, v, in any dtype, and of the bias table, not yet summed. kept: `forward`'s result."""
 
     def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         """Return the sinks' probabilities [B, H, L], fp32 or wider. `kept`: `forward`'s result; this default expects (out, log-sum-exp)."""
@@ -77,8 +73,7 @@ class Method(ABC):
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
         `once(compute)`: returns compute() in the forward pass, and the stored result during recomputation, so that attention is not
-        computed again (DistFlashAttn, arXiv 2310.03294, 3.4).
-        """
+        computed again (DistFlashAttn, arXiv 2310.03294, 3.4)."""
         table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
         out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, self, once)
         return out

@@ -1,11 +1,8 @@
 """The positions of a sequence that each rank holds, and the blocks of causal attention between two ranks. Arithmetic only.
 
-    contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one chunk each: the first rank has little work, the last one much
-    striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      nearly equal work (Striped Attention, arXiv 2311.09431)
-    zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      chunks i and 2N - 1 - i on rank i: equal work (Llama 3, arXiv 2407.21783, 3.3.2)
-
-A block is (queries, keys, triangle): these queries of one rank see these keys of the other. With `triangle`, the i-th query sees only
-the first i + 1 keys of the block.
+contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one chunk each: the first rank has little work, the last one much
+striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      nearly equal work (Striped Attention, arXiv 2311.09431)
+zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      chunks i and 2N - 1 - i on rank i: equal work (Llama 3, arXiv 2407.21783, 3.3.2)
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 @dataclass(frozen=True)
 class Order:
     """The positions of sequences of `length` tokens on `size` ring places. kind: one of ORDERS. inner: number of ranks at a ring place,
-    each with a chunk of its positions. Raises BadInput if the length cannot be divided.
-    """
+    each with a chunk of its positions. Raises BadInput if the length cannot be divided."""
 
     kind: str
     size: int
@@ -90,10 +86,7 @@ class Order:
         return tuple(position for span in self.ranges(rank) for position in span)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """Return the visible blocks between the queries of one ring place and the keys of another.
-
-        `query_rank`, `key_rank`: 0 to size - 1, as the `inner` ranks at a place count as one.
-        """
+        """Return the visible blocks between the queries of one ring place and the keys of another, 0 to size - 1 each."""
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:

@@ -6,13 +6,8 @@
 
     backward   the same ring; the gradients of each kv follow it, and one more hop brings them back to its rank
 
-The order of positions (order.py) decides how equal the work is. With `contiguous`, a rank sees only keys of ranks before it, and waits
-(N - 1) / 2N of the time. With `zigzag` and `striped`, all ranks have equal work.
-
-Sent by a rank, in units of its keys and values, 2 B K (L / N) C elements:     forward N - 1;    backward N - 1, and N of fp32 gradients
-Memory: its own shard, one or two shards of other ranks' keys and values, scores of one chunk of queries. Nothing has length L.
-
-Sources: Liu, Zaharia and Abbeel, arXiv 2310.01889; causal orders: Brandon et al., arXiv 2311.09431 (striped), Llama 3 (zigzag).
+The order of positions (order.py) decides how equal the work of causal attention is.
+Costs: docs/parallel/sequence_ring.md. Source: Liu, Zaharia and Abbeel, arXiv 2310.01889.
 """
 
 from __future__ import annotations

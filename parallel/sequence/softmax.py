@@ -7,11 +7,9 @@
 A block without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass needs no merge: given the
 final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
 
-A block's scores are never in memory as a whole. On a CPU, torch's flash kernel computes blocks without documents, bias and window edge.
-Otherwise plain operations compute QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs.
-
-Sources: Milakov and Gimelshein, arXiv 1805.02867 (online softmax); Rabe and Staats, arXiv 2112.05682 (blocks of keys); Dao et al.,
-FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
+On a CPU, torch's flash kernel computes blocks without documents, bias and window edge. Otherwise plain operations compute QUERIES
+queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources: Milakov and Gimelshein, arXiv 1805.02867
+(online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
 """
 
 from __future__ import annotations
@@ -71,7 +69,6 @@ class Tokens:
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """Return (lowest position, highest position)."""
         return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
 
 
@@ -141,8 +138,7 @@ def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
     """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys (equal numbers of both).
-    Pairs outside the window or of different documents, by `queries` and `keys`, are masked.
-    """
+    Pairs outside the window or of different documents, by `queries` and `keys`, are masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))

@@ -4,14 +4,9 @@
     inside     rank 0: heads 0 1 of positions 0 .. 11          rank 1: heads 2 3 of positions 0 .. 11       any attention: `inside`
     after      as before
 
-Each of the N ranks sends (N - 1) / N of its q, k, v and output, in four all-to-alls forward and four backward. With as many key-value
-heads as query heads, this is 4 B (L / N) H C (N - 1) / N elements each way: less with more ranks, whereas a ring's ranks send
-the same.
-
 If the ranks do not divide the key-value heads, each rank gets the heads that its query heads need, and gradients are summed. `inside`
 may be a ring over other ranks: sequence parallelism in two dimensions (USP, arXiv 2405.07719).
-
-Source: Jacobs et al., arXiv 2309.14509.
+Costs: docs/parallel/sequence_ulysses.md. Source: Jacobs et al., arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -41,10 +36,7 @@ class Ulysses:
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, sink_H: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
-
-        `options`: further arguments of `inside`.
-        """
+        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. options: for `inside`. Collective."""
         if bias is not None:
             bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
         if sink_H is not None:

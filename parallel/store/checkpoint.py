@@ -7,8 +7,7 @@
         manifest.sha256            SHA-256 of the manifest, in the format of `sha256sum -c`
 
 A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync the parent.
-Only then are older checkpoints removed, each after a rename to a temporary name. So a folder with a final name is always complete, even
-if a process dies at any moment. Temporary folders of a dead process (step-*.tmp) are removed by the next save.
+So a folder with a final name is always complete, even if a process dies at any moment. The next save removes folders of dead saves.
 Reading first checks every hash. It falls back to the newest checkpoint that verifies, and logs each one that it skips, with the reason.
 """
 
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -37,6 +36,7 @@ from parallel.store.files import MOST_BYTES, of_contents, read_text, replace_fil
 from parallel.store.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
 from parallel.watch.outcome import of_all
 
+T = TypeVar("T")
 FORMAT = 1
 _NONE = -1  # in place of a step if there is no checkpoint; a number, because ranks exchange it by largest()
 _NAMED = 3  # at most this many names are listed in a message
@@ -60,9 +60,6 @@ def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Pie
         yield Piece(part.name, part.shape, tuple(s.start for s in part.region), local if part.entry is None else local[part.entry])
 
 
-# --- saving -----------------------------------------------------------------------------------------------------------
-
-
 def save(
     folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int, prune: bool = True
 ) -> Path:
@@ -70,8 +67,7 @@ def save(
     finite.
 
     held: ("weight" or an optimizer state, piece) for all tensors that this rank owns. state: the trainer's state, which rank 0 writes.
-    keep: number of newest checkpoints that are not removed; none is removed if `prune` is False.
-    """
+    keep: number of newest checkpoints that are not removed; none is removed if `prune` is False."""
     begin(folder, step, world)
     agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
     agreed(folder, step, world, lambda: commit(folder, step, state, world, keep if prune else None) if world.index == 0 else None)
@@ -172,8 +168,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
     """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints (None: keep all). Rank 0 calls this when the
-    records of all ranks exist.
-    """
+    records of all ranks exist."""
     final, unnamed = folder / f"step-{step}", temporary(folder, step)
     files: dict[str, dict[str, Any]] = {}
     tensors: list[dict[str, Any]] = []
@@ -196,8 +191,8 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Remove checkpoints before the intact one of `step`, so that `keep` with it stay. A resumed run calls this too, because the process
-    before it may have died between the commit and the removal."""
+    """Remove the oldest checkpoints so that `keep` are left: that of `step`, which is intact, and those before it. A resumed run calls this
+    too, because the process before it may have died between the commit and the removal."""
     # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:
@@ -230,9 +225,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- choosing one to read (parallel/store/stored.py reads it) ----------------------------------------------------------------
-
-
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every committed checkpoint, in any order. Raise BadInput if the folder exists but cannot be read."""
     found = [(step_of(path.name), path) for path in _entries(folder)]
@@ -240,28 +232,28 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    try:
-        return [folder / name for name in os.listdir(folder) if name.startswith("step-")]
-    except OSError as error:
-        if of_contents(error):
-            return []
-        raise unreadable(folder, error) from None
+    names: list[str] = _unless_gone(lambda folder: os.listdir(folder), folder, [])
+    return [folder / name for name in names if name.startswith("step-")]
 
 
 def _is_folder(path: Path) -> bool:
+    return _unless_gone(lambda path: stat.S_ISDIR(path.stat().st_mode), path, False)
+
+
+def _unless_gone(read: Callable[[Path], T], path: Path, gone: T) -> T:
+    """Return read(path); `gone` if there is no such file or folder. Raise Unreadable after other errors."""
     try:
-        return stat.S_ISDIR(path.stat().st_mode)
+        return read(path)
     except OSError as error:
         if of_contents(error):
-            return False
+            return gone
         raise unreadable(path, error) from None
 
 
 def verify(path: Path) -> dict[str, Any]:
     """Check a checkpoint (size and hash of every file, complete and finite tensors) and return its manifest.
 
-    Raises BadInput that names a damaged file, and Unreadable that names a file that cannot be read but may be intact.
-    """
+    Raises BadInput that names a damaged file, and Unreadable that names a file that cannot be read but may be intact."""
     try:
         raw = _text(path / "manifest.json", most_bytes=MANIFEST_BYTES).encode()
         if _text(path / "manifest.sha256") != _digest_line(raw):
@@ -301,8 +293,7 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
     rank 0 looks, and all ranks return its result.
 
     Raise BadInput on all ranks if checkpoints exist but none verifies (starting over would replace them), if a file cannot be read but may
-    be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`.
-    """
+    be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`."""
 
     def look() -> int:
         return _NONE if world.index else _newest(folder, log) if step is None else _named(folder, step, flag)
@@ -339,7 +330,6 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
 
 
 def _named(folder: Path, step: int, flag: str) -> int:
-    """Return `step` if its checkpoint exists and verifies; else raise BadInput."""
     there = sorted(number for number, _ in numbered(folder))
     if step not in there:
         needed = f"one of {', '.join(map(str, there))}" if there else f"a checkpoint in {folder}"

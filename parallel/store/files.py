@@ -1,12 +1,6 @@
 """Reads and writes files that a user names. A bad path, a pipe, a device or a huge file gives a one-line error instead of a hang.
 
-user_path("~/text")                     path with the home folder inserted; the file need not exist
-read_text(path)                         text of a regular file of at most 64 MiB; OSError for other files
-check_writable(path, what="--out")      raises BadInput before long work if its results cannot be written there
-write_text(path, text, what="--out")    writes the file; `with writing(path, ...):` is for code that writes it by itself, such as a picture
-replace_file(path, content)             replaces the content of a file atomically
-
-`what` is the flag or key that named the file, for error messages.
+`what`, in all functions, is the flag or key that named the file, for error messages.
 """
 
 from __future__ import annotations
@@ -126,8 +120,7 @@ def usual_mode(path: Path) -> Iterator[None]:
 
 def of_contents(error: OSError) -> bool:
     """Return whether an error means that a file's contents are lost: it is gone, or no regular file. After other errors (no permission,
-    a disk or server that does not answer, too many open files) the contents may be intact.
-    """
+    a disk or server that does not answer, too many open files) the contents may be intact."""
     return not error.errno or error.errno in _OF_CONTENTS
 
 

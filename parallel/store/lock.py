@@ -4,9 +4,8 @@
     <folder>/.lock      names the process that holds the lock; locked too, because NFS and Lustre pass locks of files to other machines,
                         but not locks of folders
 
-Only the holder removes its lock file, and folders that it made, if they are empty. A launcher holds the lock for its ranks: their
-environment variable HELD names the folder. A single process, or rank 0 under another launcher, holds the lock itself. On a disk without
-locks, nothing is locked.
+A launcher holds the lock for its ranks: their environment variable HELD names the folder. A single process, or rank 0 under another
+launcher, holds the lock itself. On a disk without locks, nothing is locked.
 """
 
 from __future__ import annotations
@@ -73,11 +72,11 @@ class _Held:
             with contextlib.suppress(OSError):
                 named = os.stat(NAME, dir_fd=self.place, follow_symlinks=False)
                 if self.signed and os.path.samestat(os.fstat(self.file), named):
-                    os.unlink(NAME, dir_fd=self.place)  # while locked, so that a process that has it open sees that it is removed
+                    os.unlink(NAME, dir_fd=self.place)  # still locked: another process that has opened the file will see that it is removed
             os.close(self.file)  # before the folder is removed: NFS keeps a removed file in the folder until it is closed
             self.file = None
         with contextlib.suppress(OSError):
-            # If the folder was renamed, ranks may have made it again to write down how they ended.
+            # if the run's folder was renamed, ranks may have made a new one for the files in which they report their end
             for folder in self.made if self.is_there() else [self.folder]:
                 folder.rmdir()
         with contextlib.suppress(OSError):
@@ -145,7 +144,7 @@ def _sign(held: _Held) -> bool:
         return False
     with contextlib.suppress(OSError):
         text = f"{_SIGNED}{os.getpid()} on {os.uname().nodename}\n".encode()
-        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # other text: a file of the user
+        held.signed = os.pread(held.file, len(_SIGNED), 0) in (b"", _SIGNED.encode())  # a file with other text belongs to the user
         if held.signed:
             os.pwrite(held.file, text, 0)
             os.ftruncate(held.file, len(text))

@@ -4,9 +4,7 @@
     writer                                   | write its files ...... | rank 0: waits for all parts, then commits
 
 Writers of different ranks communicate only through the folder: a rank's part is complete when its record, `rank-00003.json`, exists. So
-no collective runs at the same time as training's. If a writer fails, all ranks learn it when they settle. Files and commit are as in
-parallel/store/checkpoint.py: a process that dies at any moment leaves the previous checkpoint, or both.
-Cost: a copy of the rank's tensors in CPU memory, which is kept for the next save. A save waits until the previous one is written.
+no collective runs at the same time as training's. If a writer fails, all ranks learn it in `settle`.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Saver:
         self.settle()
         checkpoint.begin(self.folder, step, self.world)
         copies = [(kind, replace(piece, tensor=self._copied(kind, piece))) for kind, piece in held]
-        now = {(kind, piece.name, piece.start) for kind, piece in copies}  # experts may have moved to other ranks
+        now = {(kind, piece.name, piece.start) for kind, piece in copies}  # other copies are freed: this rank may have lost experts
         self._copies = {key: copy for key, copy in self._copies.items() if key in now}
         self._writer = _Writer(self.folder, step, copies, deepcopy(state), self.world, self.keep)  # training will change `state`
 
@@ -71,7 +69,7 @@ class Saver:
         self.known = writer.step
 
     def news(self) -> int | None:
-        """Return the step of a checkpoint that was committed since the last call, or None. Never waits, so rank 0 may return it first."""
+        """Return the step of a checkpoint that was committed since the last call, or None. It never waits; rank 0 knows of it first."""
         newest = self._writer.step if self._writer is not None and self._writer.done else self.known
         found, self._told = None if newest == self._told else newest, newest
         return found

@@ -55,8 +55,7 @@ class _Place(NamedTuple):
 class TensorFile:
     """Reads a safetensors file: the length of the header in 8 bytes, the header as JSON, then the tensors. `places`: key -> _Place.
 
-    Raises ValueError, KeyError or TypeError if the header is wrong.
-    """
+    Raises ValueError, KeyError or TypeError if the header is wrong."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +92,7 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of the tensor `key`. Reads contiguous bytes, in a loop over the dims before the last one that the box cuts."""
+        """Return a box of the tensor `key`. Each read is contiguous: one for each index of the dims before the last dim that is cut."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
@@ -133,7 +132,7 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether the tensor has neither NaN nor infinity. It tests minimum and maximum, which are NaN if any value is: no copy."""
+    """Return whether the tensor has no NaN and no infinity. Minimum and maximum, which are NaN if any value is, need no copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
@@ -164,7 +163,7 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
 
 
 def damaged(path: Path, name: str) -> BadInput:
-    """Return the error for the checkpoint at `path`, of which the file `name` is not as it was saved."""
+    """Return the error for a checkpoint at `path` whose file `name` has changed since it was saved."""
     return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
 
 
@@ -263,7 +262,7 @@ def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
 
 
 def check_finite(reader: Reader) -> None:
-    """Check that all values are finite, because a run cannot resume from others. Raise BadInput that names the tensor."""
+    """Raise BadInput, which names the tensor, if a value is NaN or infinite: a run cannot resume from it."""
     for name in dict.fromkeys(entry["file"] for entry in reader.manifest["tensors"]):
         file = reader._file(name)
         with reading(file.path):

@@ -5,13 +5,9 @@
     W2 Shard(1)                       h W2   Partial: not yet summed over ranks                     module.product
     y                                 Partial --> Replicate, or sliced: Shard(1)                    layer.leave
 
-ColwiseParallel, RowwiseParallel and PrepareModuleInput of torch's `parallelize_module` do the same at module boundaries. They need
-torch's linears and make parameters DTensors. Here parameters stay plain local tensors, as engines and checkpoints need them, and become
-DTensors at each use. Embedding, head and loss are in parallel/tensor/vocabulary.py, norms in sliced.py.
-
-Cost: the sums of linear_1d.py, or the gathers and reduce-scatters of sliced.py, here also with backward sums in the compute dtype; and
-torch's overhead for each operation. The project's counters do not see these collectives; torch's CommDebugMode does.
-Sources: torch.distributed.tensor; Megatron-LM (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198).
+Parameters stay plain local tensors, as engines and checkpoints need them, and become DTensors at each use. (torch's
+`parallelize_module` makes parameters DTensors.) The project's counters do not see these collectives; torch's CommDebugMode does.
+Embedding, head and loss are in vocabulary.py, norms in sliced.py. Costs: docs/parallel/tensor_dtensor.md.
 """
 
 from __future__ import annotations
@@ -37,8 +33,7 @@ if TYPE_CHECKING:
 class DTensorColumn(Style):
     """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills the slots `product` of its module and `enter` of its layer.
 
-    dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled.
-    """
+    dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled."""
 
     dim: int = 0
     sliced: bool = False

@@ -1,12 +1,10 @@
 """Common parts of 2D, 2.5D and 3D tensor parallelism. Between layers, a rank has some sequences and a shard of their channels.
 
-    x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
+x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
-    norm          needs all channels: two numbers a token are exchanged along tp_col
-    MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
-    3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
-
-Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
+norm          needs all channels: two numbers a token are exchanged along tp_col
+MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
+3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
     """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it.
 
-    `made(label)` returns the function that multiplies. `label`: the path that error messages show.
-    """
+    `made(label)` returns the function that multiplies. `label`: the path that error messages show."""
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
     model.get_submodule(path).product = of_one(made(without_tiles(path)))  # type: ignore[assignment]
@@ -79,7 +76,7 @@ class Channels(Style):
 
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
-    """A norm between layers with channels over tp_col. Fills its slot `normed`, and sets `first_channel` of the block around it, if any."""
+    """A norm between layers, with channels over tp_col. Fills the norm's slot `normed`, and sets `first_channel` of its block, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
@@ -93,10 +90,9 @@ class ChannelsNorm(Style):
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D]; other ranks of the axis have the other channels. Keep x's dtype.
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens whose channels are split over the axis. Return x's dtype.
 
-    Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward.
-    """
+    Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward."""
     wide = sum_dtype(torch.promote_types(x.dtype, gain_D.dtype))
     y: Tensor = _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
     return y
@@ -139,7 +135,7 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Changes the ranks over which sequences are split in 3D: x split over `held`, equal along `other`, to split over `other`."""
+    """In 3D, exchanges the axis over which sequences are split: from x split over `held` and equal along `other` to the reverse."""
 
     held: Axis
     other: Axis
@@ -161,7 +157,8 @@ def _turned_back(grad: Tensor, held: Axis, *, other: Axis) -> Tensor:
 
 
 def transposed(x: Tensor, grid: Axis) -> Tensor:
-    """Send x from rank (row, column) to rank (column, row), and return the tensor received; also gradients. `grid`: q x q ranks, by row."""
+    """Send x from rank (row, column) to rank (column, row), and return the received tensor. Backward does the same with gradients.
+    grid: q x q ranks, row by row."""
     return paired(x, grid, _across, _across)
 
 

@@ -8,14 +8,9 @@
           \\                          /
             y = sum of partial sums         g: sum forward, identity backward                     layer.leave
 
-Cost on t ranks: 1/t of the layer's weights, products and inner activations a rank; x and y stay whole. One sum of b s h elements in
-f and one in g, so 4 for a Transformer layer and micro-batch. In a ring, every rank sends 2 (t - 1) / t of the bytes of each. A
-recomputed forward pass repeats g's sum. f's sum overlaps with the weights' gradients (parallel/tensor/overlapped.py). Partial products
-are rounded to the compute dtype once, and so is their sum.
-
 With fewer key-value heads than ranks, t / heads neighbours hold copies of the same head (`Column("tp_row_heads")`, with a mesh whose
 tp_row_copies is t / heads). Each copy serves other query heads, so the gradients are summed over the copies.
-Source: Megatron-LM (arXiv 1909.08053), section 3.
+Costs: docs/parallel/tensor_1d.md. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -63,11 +58,8 @@ class Column(Style):
 
 @dataclass(frozen=True)
 class Row(Style):
-    """Splits a product's inputs over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer.
-
-    `chunks` above 1: fills `product` of the module instead, so that the sum starts before the product ends
-    (parallel/tensor/overlapped.py).
-    """
+    """Splits a product's inputs over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer; with `chunks` above 1
+    `product` of the module instead, so that sums start before the product ends (parallel/tensor/overlapped.py)."""
 
     sliced: bool = False
     chunks: int = 1

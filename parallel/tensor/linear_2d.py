@@ -6,12 +6,9 @@
     step t      broadcast x_it along row i and W_tj along column j, then multiply; meanwhile the blocks of step t + 1 are sent
     backward    dx_it = sum over j of dy_ij W_tj^T, summed to column t       dW_tj = sum over i of x_it^T dy_ij, summed to row t
 
-Outputs are split like inputs, so nothing is gathered between layers. A rank holds 1/q^2 of the weights, gradients and activations, and
-one or two blocks of other ranks at a time. Several products of one x (q, k and v; w1 and w3) are computed as one, with concatenated
-matrices, so x is sent once for all.
-
-Cost of a product, sent by a rank: (q - 1) times its blocks of x and W forward, twice as much backward. Ranks of a row have the same
-tokens; the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
+Outputs are split like inputs, so nothing is gathered between layers. Several products of one x (q, k and v; w1 and w3) are computed as
+one, with concatenated matrices, so x is sent once. Ranks of a row have the same tokens; the loss is summed over rows.
+Costs: docs/parallel/tensor_2d.md. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ from parallel.tensor.style import Shape, Style
 class Block(Style):
     """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
 
-    outputs: tp_col_heads if there are fewer key-value heads than columns: then neighbours in a row hold the same block.
-    """
+    outputs: tp_col_heads if there are fewer key-value heads than columns: then neighbours in a row hold the same block."""
 
     outputs: str = "tp_col"
 
@@ -55,15 +51,14 @@ class Block(Style):
 
 def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
     """Return `products` as a function of x and the weights, for this rank's row and column of the grid. label: for error messages."""
-    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # the ranks of a row differ in their column
+    row, column = (mesh.axis(axis, label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
     return partial(products, row=row, column=column)
 
 
 def products(x: Tensor, weights_OI: Sequence[Tensor], *, row: Axis, column: Axis) -> Sequence[Tensor]:
     """Return x W^T [..., O] for each W, in x's dtype, given blocks x [..., I] and W [O, I] of any dtype. `row`, `column`: of this rank.
 
-    Partial products are summed in fp32 or wider. Only this rank's own blocks are saved for the backward pass.
-    """
+    Partial products are summed in fp32 or wider. Only this rank's own blocks are saved for the backward pass."""
     found: tuple[Tensor, ...] = _Summa.apply(x, row, column, *weights_OI)
     return found
 
@@ -107,7 +102,7 @@ def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Sum the i-th of `shares` over the axis on rank i; return this rank's sum. Each sum overlaps with computing the next share."""
+    """Sum the ranks' i-th tensors of `shares` on rank i; return this rank's sum. Each sum overlaps with computing the next tensor."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

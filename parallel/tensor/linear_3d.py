@@ -8,11 +8,8 @@
     backward    gather dy over k | gather W over i | multiply | sum dx over j          gather x over j | multiply | sum dW over i
 
 In a second product (the last of a layer), j and k are exchanged, so its output is split like x. Gathered tensors are freed after the
-product and gathered again in the backward pass, so 1/q^3 of each activation stays in memory. Several products of one x (q, k and v; w1
-and w3) are computed as one, with concatenated matrices, so x is gathered once for all.
-
-Cost of a product, sent by a rank, with x, W and y for its shards: (q - 1) (x + W + y) forward and (q - 1) (2 x + 2 W + y) backward. A
-shard is 1/q^3 of the tensor, so a rank sends less than in 2D on equally many ranks. Source: 3D parallelism (arXiv 2105.14450).
+product and gathered again in the backward pass. Several products of one x (q, k and v) are computed as one, so x is gathered once.
+Costs: docs/parallel/tensor_3d.md. Source: 3D parallelism (arXiv 2105.14450).
 """
 
 from __future__ import annotations
@@ -43,10 +40,8 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 @dataclass(frozen=True)
 class Cube(Style):
     """A weight [out, in] split over the whole cube. place: "second" for the last product of a layer, else "first".
-
     Fills the slot `product` of its module, and for a first product `products` of its layer. copied: there are fewer key-value heads than
-    rows, so neighbours along tp_row hold the same outputs.
-    """
+    rows, so neighbours along tp_row hold the same outputs."""
 
     place: Literal["first", "second"]
     copied: bool = False
@@ -71,10 +66,8 @@ def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]
 
 def products(x: Tensor, weights_OI: Sequence[Tensor], *, into: Axis, out: Axis, depth: Axis, deep: int) -> Sequence[Tensor]:
     """Return x W^T for each W, in x's dtype, given shards of x [B, ..., channels] and of W [O, I], of any dtype.
-
     `into`: axis over which the sequences of x are gathered. `out`: axis over which the result is summed and its sequences are scattered,
-    so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered.
-    """
+    so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered."""
     found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, *weights_OI)
     return found
 
@@ -86,7 +79,7 @@ class _Products(torch.autograd.Function):
         ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
         matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
         y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
-        return apart(y, [len(weight) for weight in weights_OI])  # with several W, depth cuts inputs, so each W has its outputs here
+        return apart(y, [len(weight) for weight in weights_OI])  # for several W, `deep` is the inputs, so this rank has outputs of each W
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -3,20 +3,15 @@
     row, forward        link     |         | sum 0   | sum 1   | sum 2   | sum 3 |        4 chunks: the last sum overlaps with nothing
                         compute  | h_0 W2  | h_1 W2  | h_2 W2  | h_3 W2  |
 
-    columns, forward    link     |  x_0   |  x_1   |  x_2   |  x_3   |                    sequence parallelism: nor does the first gather
-    (sliced)            compute  |        | x_0 W1 | x_1 W1 | x_2 W1 | x_3 W1 |
-
                         forward                                     backward
     row                 sum of h_i W2 during h_i+1 W2               nothing to send
     row, sliced         reduce-scatter instead of sum               dy_i+1 is gathered during dy_i W2^T
     columns             nothing to send                             sum of dy_i W1^T during dy_i+1 W1^T, then during the gradients of W1
     columns, sliced     x_i+1 is gathered during x_i W1             reduce-scatter instead of sum
 
-In the backward pass of columns one chunk is enough, because its sum overlaps with the weights' gradients. Results equal linear_1d.py up
-to the order of sums in a product. With sequence parallelism, a chunk has some positions of every rank's shard, so each rank gets its own
-positions of each chunk. Gathered tensors are kept whole for the weights' gradients, as without chunks. Cost: the same bytes in n
-calls, and products of 1/n of the tokens, which should not be too small. Sources: Wang et al., Overlap communication with dependent
-computation via decomposition (ASPLOS 2023); Megatron-LM (arXiv 1909.08053), which overlaps the input's gradient with the weights'.
+In the backward pass of columns one chunk is enough, because its sum overlaps with the weights' gradients. With sequence parallelism, a
+chunk has some positions of every rank's shard, so each rank gets its own positions of each chunk. Results equal linear_1d.py up to
+rounding. Costs: docs/parallel/tensor_1d.md. Source: Wang et al., Overlap communication with dependent computation (ASPLOS 2023).
 """
 
 from __future__ import annotations
@@ -50,8 +45,7 @@ def column_products(
 ) -> tuple[Tensor, ...]:
     """Return x W^T [B, L, O] for each W, in x's dtype. x is [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
-    The gradient of x is summed over the axis. `recast`: cast weights are not saved (moe/nn/linear.py). `chunks`: their largest number.
-    """
+    The gradient of x is summed over the axis. recast: cast weights are not saved (moe/nn/linear.py). chunks: largest number of chunks."""
     products = _SlicedColumns if sliced else _Columns
     found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, *weights_OI)
     return found
@@ -59,9 +53,6 @@ def column_products(
 
 def _chunks(count: int, chunks: int) -> Iterator[slice]:
     return (chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start)
-
-
-# --- the second product of a layer (row) ---------------------------------------------------------------------------------------
 
 
 class _Row(torch.autograd.Function):
@@ -101,9 +92,6 @@ class _SlicedRow(torch.autograd.Function):
             grads.append(grad_RBnO)
             shares.append(grad_RBnO @ matrix)
         return _joined(shares), *_weight_gradients((ctx.weight,), [_joined(grads)], h_BLI), None, None
-
-
-# --- the first products of a layer (columns) -----------------------------------------------------------------------------------
 
 
 class _Columns(torch.autograd.Function):
@@ -172,7 +160,7 @@ def _joined(chunks_RBnI: Sequence[Tensor]) -> Tensor:
 
 
 def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Return this rank's summand of the gradient of x, [T, I]: the sum of grads_TO[i] @ matrices_OI[i] over the products."""
+    """Return the gradient of x, [T, I], before it is summed over ranks: the sum of grads_TO[i] @ matrices_OI[i] over the products."""
     found = torch.mm(grads_TO[0], matrices_OI[0], out=out)
     for grad_TO, matrix_OI in zip(grads_TO[1:], matrices_OI[1:], strict=True):
         found.addmm_(grad_TO, matrix_OI)

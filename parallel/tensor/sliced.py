@@ -1,13 +1,7 @@
 """Megatron-LM's sequence parallelism: between layers, each rank of tp has a shard of every sequence, for norms and dropout too.
 
-    1D       norm x, all tokens   --f--> products of a rank's heads --g--> y, all tokens, equal on every rank
-    sliced   norm x, tokens of a shard --gather--> ............ --reduce-scatter--> y, tokens of the shard
-
     gather          forward: gather the shards of x       backward: sum gradients, keep this rank's shard        enter
     reduce-scatter  forward: sum, keep this rank's shard  backward: gather the shards of the gradient            leave
-
-Cost: a reduce-scatter and a gather send as many bytes as 1D's all-reduce. Activations between layers, including norms and dropout, are
-1/t. Each rank's norm sees other tokens, so its gradient is summed over tp.
 
 MoE layers route whole tokens. `Exchanged` exchanges shards of all sequences for some whole sequences, and back:
 
@@ -15,7 +9,7 @@ MoE layers route whole tokens. `Exchanged` exchanges shards of all sequences for
     cut      [B / t, L, D]               all-to-all: every rank gets some whole sequences               join: the inverse
     whole    [B, L, D]                   all-gather: every rank gets all whole sequences                mine: keeps this rank's shard
 
-Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
+Costs: docs/parallel/tensor_slices.md. Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """A norm between layers, which sees different tokens on each rank. Fills the slot `columns` of the block around it, if any."""
+    """A norm between layers, which sees different tokens on each rank. Fills the slot `columns` of its Transformer block, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())

@@ -5,8 +5,7 @@
     anything else               Copied()
 
 A style returns a parameter's layout. It also fills the slots (replaceable functions) of the layers that hold its parameters, so that
-they compute with shards. `apply` then cuts all parameters on the meta device. In a pattern, `*` is one word between dots, and `**` any
-number of words. A tile (parallel/data/tiling.py) counts under the path of the whole parameter.
+they compute with shards. In a pattern, `*` is one word between dots, and `**` any number of words.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ class Style(Protocol):
 
     def layout(self, name: str, shape: Shape) -> Layout:
         """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
-        ...
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         """Fill the slots of the layers that hold the parameters (path -> layout). Default: fill none; layers compute as on one rank."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,8 @@ class Copied(Style):
 @dataclass(frozen=True)
 class Stacked(Style):
     """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
-
     hidden_dim: last word of a parameter's path -> its dim of hidden units. name_of: parameter -> the names in checkpoints of the tensors
-    in the stack, with `{}` for the index. Tells the stack's module by `hold(indices, hidden=units)` this rank's networks and hidden units.
-    """
+    in the stack, with `{}` for the index. `fill` calls the module's method hold(indices of this rank's networks, hidden=its units)."""
 
     axis: str
     hidden: str
@@ -86,7 +81,7 @@ class Stacked(Style):
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows (pattern, style), of which the first with a matching pattern counts; without one, a parameter is Copied. str(plan): a table."""
+    """Rows (pattern, style). The first row whose pattern matches a parameter counts; if none matches, it is Copied. str(plan): a table."""
 
     rows: tuple[tuple[str, Style], ...] = ()
 

@@ -5,22 +5,10 @@
     x, equal         x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
     on all ranks     loss = log sum over ranks of exp(m_r) s_r - target's logit: ranks never exchange logits
 
-    1D         rows over tp
-    2D, 2.5D   rows over tp_col, channels over tp_row
-    3D         rows over tp_row, channels over tp_col, then tp_depth
-
-Cost on t ranks in 1D: V h / t elements of each matrix and of its gradient a rank, and V / t logits a token. One sum of b s h elements
-for the embedding and one for the gradient before the head. For the loss three numbers a token: the maximum of the log-sum-exps, then the
-sum of their exponentials and the target's logit. If t does not divide V, shards differ by one row. There is no padding, also not in
-checkpoints.
-
-On grids, the head is an ordinary weight: its product gives logits split by rows over ranks with the same tokens. For the embedding, a
-rank looks up the tokens of all ranks that hold its channels, with zeros for rows of other ranks, and a reduce-scatter sums them on the
-ranks of these tokens. In 2D the result is transposed, sequences by column and channels by row, so each rank (row, column) sends it to
-rank (column, row). In 3D the table's channels are gathered over depth. Cost in addition to a product: the sum of looked-up rows,
-(q - 1) times a rank's x, and in 2D one more x to transpose.
-
-Sources: Megatron-LM (arXiv 1909.08053), section 3; Optimus (arXiv 2104.05343); 3D (arXiv 2105.14450).
+If the ranks do not divide V, shards differ by one row; nothing is padded. On grids, a rank looks up the tokens of all ranks with its
+channels, with zeros for other ranks' rows, and a reduce-scatter sums them on the tokens' ranks. In 2D the result is then transposed:
+rank (row, column) sends it to rank (column, row). In 3D the table's channels are first gathered over depth.
+Costs: docs/parallel/tensor_1d.md, tensor_grids.md. Sources: Megatron-LM (arXiv 1909.08053), Optimus (2104.05343), 3D (2105.14450).
 """
 
 from __future__ import annotations
@@ -35,16 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.data.tiling import Slot, as_it_is, without_tiles
-from parallel.mesh.collectives import (
-    all_gather,
-    all_reduce,
-    gathered,
-    join_copies,
-    max_over,
-    reduce_backward,
-    reduce_scatter,
-    sum_over,
-)
+from parallel.mesh.collectives import all_gather, all_reduce, gathered, join_copies, max_over, reduce_backward, reduce_scatter, sum_over
 from parallel.mesh.layout import Layout, Layouts, Tile
 from parallel.mesh.mesh import GRID, Axis, Mesh
 from parallel.tensor import linear_2d, linear_3d
@@ -55,7 +34,7 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Sets its module's slot `others` and, of the module or each tile, `first`: index of its first row."""
+    """A vocabulary matrix [V, D]. Fills its module's slot `others`. Sets `first`, the index of the first row, on module or tiles."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
@@ -70,7 +49,7 @@ class _Vocabulary(Style):
 
 @dataclass(frozen=True)
 class VocabularyRows(_Vocabulary):
-    """1D: rows over tp. `sliced`: with sequence parallelism, x is this rank's shard of the sequences."""
+    """1D: rows over tp. sliced: x is this rank's shard of the sequences (Megatron-LM's sequence parallelism)."""
 
     sliced: bool = False
 
@@ -131,8 +110,7 @@ class VocabularyCube(_Vocabulary):
 @dataclass(frozen=True)
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
-    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` moves whole logits to the ranks with their sequences.
-    """
+    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` moves whole logits to the ranks with their sequences."""
 
     axis: Axis
     size: int
@@ -167,10 +145,8 @@ def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
 
 class _Merged(torch.autograd.Function):
-    """Merge [log-sum-exps, targets' logits] [2, N] over ranks. The result and its gradient are equal on every rank.
-
-    Backward sends nothing: the log-sum-exp's gradient times the probability that the softmax gives to this rank's rows.
-    """
+    """Merge [log-sum-exps, targets' logits] [2, N] over ranks. Backward sends nothing: the log-sum-exp's gradient, equal on every rank,
+    times the probability that the softmax gives to this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, scores_2N: Tensor, axis: Axis) -> Tensor:

@@ -1,1 +1,1 @@
-"""Hangs, silent corruption and errors that every rank has to hear of."""
+"""Hangs, silent corruption, and errors that are raised on every rank."""

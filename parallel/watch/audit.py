@@ -5,9 +5,8 @@
     by_change(held, before, prints, mesh)     compares with earlier hashes of tensors that must not change meanwhile
     mend(finding)                             copies the intact rank's tensor, bit by bit, to all ranks that hold it
 
-Layouts say which ranks hold copies (`Held.axes`, `Held.holders`). If two copies differ, neither is known to be intact. If three or more
-differ, the value of the majority counts as intact. Sources: Silent Data Corruptions at Scale (arXiv 2102.11245); Understanding Silent
-Data Corruption in LLM Training (arXiv 2502.12340).
+If two copies differ, neither is known to be intact. If three or more differ, the value of the majority counts as intact.
+Sources: Silent Data Corruptions at Scale (arXiv 2102.11245); Understanding Silent Data Corruption in LLM Training (2502.12340).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _WORDS = 2**16  # 8-byte words that are hashed at a time, few enough for the pro
 
 class Held(NamedTuple):
     """A tensor that a rank holds. kind: "weight", "gradient", or the name of an optimizer state. axes: mesh axes along which all ranks hold
-    the same bits. holders: indices on the pp axis of the stages that hold the same bits, if there are several.
-    """
+    the same bits. holders: indices on the pp axis of the stages that hold the same bits, if there are several."""
 
     name: str
     kind: str
@@ -62,9 +60,6 @@ def copies_of(name: str, kind: str, tensor: Tensor, layout: Layout, *, but: Sequ
     return Held(name, kind, tensor, tuple(axis for axis in layout.copies() if axis not in but), layout.holders)
 
 
-# --- hashes ------------------------------------------------------------------------------------------------------------------
-
-
 @cache
 def _weights(device: torch.device) -> Tensor:
     """Return _WORDS + 1 fixed odd 64-bit numbers: multiplication by an odd number loses no bit."""
@@ -74,10 +69,8 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64.
-
-    A single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed.
-    """
+    """Return a hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64. A
+    single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
@@ -95,7 +88,7 @@ _FACTOR = 6364136223846793005  # odd, so that no bit of earlier words is lost
 def _hashed(words: Tensor) -> Tensor:
     weights, found = _weights(words.device), words.new_zeros(())
     for run in words.split(_WORDS):
-        upper = run >> 32  # products with the upper bits overflow, so two flips there might cancel; hash these halves once more
+        upper = run >> 32  # overflow could hide two flipped upper bits, so the upper halves are hashed once more
         found = found * _FACTOR + _dot(run, weights[: len(run)]) + _dot(upper, weights[1 : len(run) + 1])
     return found
 
@@ -108,9 +101,6 @@ def fingerprints(held: Iterable[Held]) -> Tensor:
     """Return the hashes of all tensors, int64 [tensors], on the CPU."""
     found = [fingerprint(one.tensor) for one in held]
     return torch.stack([f.cpu() for f in found]) if found else torch.zeros(0, dtype=torch.int64)
-
-
-# --- comparison --------------------------------------------------------------------------------------------------------------
 
 
 def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Finding]:
@@ -142,7 +132,7 @@ def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) 
 
 
 def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int]]]:
-    """Yield (axis, indices of the tensors of which its ranks hold copies): first axes within a pipeline stage, then axes over stages."""
+    """Yield (axis, indices in `held` of the tensors whose copies are on its ranks): axes within a pipeline stage, then over stages."""
     numbers: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
     for number, one in enumerate(held):
         if one.axes:
@@ -156,11 +146,7 @@ def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int
 
 
 def _of_all(mine: Tensor, axis: Axis) -> Tensor:
-    """Return each rank's vector `mine` as a row: [ranks, values], on the CPU. Collective."""
     return gathered(mine.to(device_of(axis)).unsqueeze(0), axis).cpu()
-
-
-# --- repair and reports ------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -1,14 +1,12 @@
 """Diagnoses a hang from the ranks' answers (parallel/mesh/record.py): one line that names the ranks that hold up the others, or None.
 
-    failed    an error ended a rank
-    silent    a rank does not answer: it is stopped, killed, or behind a broken link
-    differ    ranks of a group ran different collectives under the same number; the first such number is reported
-    behind    a rank has run fewer collectives of a group, or messages, than a rank that waits there, and waits for no rank itself
-    circle    ranks wait for each other
-    lost      a message was sent, but its receiver still waits for it
-    engine    ranks wait inside a library's own collectives, which are not announced; the line of Python code tells them apart
-
-Everything here works on plain values, so it can be tested without ranks and without a store.
+failed    an error ended a rank
+silent    a rank does not answer: it is stopped, killed, or behind a broken link
+differ    ranks of a group ran different collectives under the same number; the first such number is reported
+behind    a rank has run fewer collectives of a group, or messages, than a rank that waits there, and waits for no rank itself
+circle    ranks wait for each other
+lost      a message was sent, but its receiver still waits for it
+engine    ranks wait inside a library's own collectives, which are not announced; the line of Python code tells them apart
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parallel.mesh.debug_collectives import Call
+from parallel.mesh.debug_collectives import Call, other_splits
 
 ABORTED = "SIGABRT: a library ended the process"
 Kind = Literal["failed", "silent", "differ", "behind", "circle", "lost", "engine"]
@@ -39,8 +37,7 @@ def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, sha
 
     answers: rank -> Record.answer(). silent: rank without an answer -> text about its last sign of life.
     share: a rank counts as waiting after this fraction of `limit_s`; with 0, every rank that does not compute counts.
-    settled: all ranks are at the same point of the step, so they must have run equally many collectives.
-    """
+    settled: all ranks are at the same point of the step, so they must have run equally many collectives."""
     waiting = {r for r, a in answers.items() if a["waits"] != "no" and a["idle"] >= share * limit_s * a["patience"]}
     found = _differ(answers, settled=settled)
     if found is not None:
@@ -101,7 +98,7 @@ def _waits(waiting: Iterable[int], answers: Answers) -> str:
 
 
 def _differ(answers: Answers, *, settled: bool) -> Finding | None:
-    """Return the finding, which names the minority, for the first collective of a group that differs between ranks; None if none does."""
+    """Return a finding about the first collective of a group that differs between ranks; None if all agree. It names the minority."""
     best: tuple[int, Finding] | None = None
     for name in sorted({name for a in answers.values() for name in a["lanes"]}):
         held = {r: a["lanes"][name] for r, a in answers.items() if name in a["lanes"]}
@@ -111,7 +108,7 @@ def _differ(answers: Answers, *, settled: bool) -> Finding | None:
         for ranks in groups.values():
             lanes = {rank: held[rank] for rank in ranks}
             found = _first_difference(lanes) or (_other_number(lanes, answers) if settled else None)
-            if found is not None and (best is None or len(ranks) < best[0]):  # in a smaller group, fewer ranks differ only as a consequence
+            if found is not None and (best is None or len(ranks) < best[0]):  # prefer the smallest group: fewest innocent ranks
                 best = len(ranks), found
     return None if best is None else best[1]
 
@@ -122,7 +119,7 @@ def _first_difference(lanes: Mapping[int, Mapping[str, Any]]) -> Finding | None:
     for number in sorted(numbers):
         at = {rank: _call(lanes[rank], found[number]) for rank, found in calls.items()}
         ranks = tuple(sorted(at))
-        bad = _split(at, next(iter(lanes.values()))["ranks"])
+        bad = list(other_splits(at, next(iter(lanes.values()))["ranks"]))
         chains = Counter(found[number][-1] for found in calls.values())
         if len(chains) > 1:
             few, others = _parted({rank: found[number][-1] for rank, found in calls.items()})
@@ -148,7 +145,7 @@ def _other_number(lanes: Mapping[int, Mapping[str, Any]], answers: Answers) -> F
 
 
 def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Return (ranks with another value, ranks with the value of more than half of them); ([], all ranks) if there is no such value."""
+    """Return (minority, majority): ranks without and with the value that more than half have; ([], all ranks) if there is no majority."""
     common, many = Counter(values.values()).most_common(1)[0]
     if 2 * many <= len(values):
         return [], sorted(values)
@@ -165,19 +162,8 @@ def _both(at: Mapping[int, Call]) -> str:
     return f"at collective {number} rank {first} made {at[first].text()}, but rank {found} {at[found].text()}"
 
 
-def _split(at: Mapping[int, Call], ranks: list[int]) -> list[tuple[int, int, int, int]]:
-    """Return (sender, receiver, rows that the sender sends, rows that the receiver expects) of each pair of ranks that disagrees."""
-    found = []
-    for i, sender in enumerate(ranks):
-        for j, receiver in enumerate(ranks):
-            sent, expected = at[sender].send if sender in at else None, at[receiver].receive if receiver in at else None
-            if sent is not None and expected is not None and sent[j] != expected[i]:
-                found.append((sender, receiver, sent[j], expected[i]))
-    return found
-
-
 def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call]) -> Finding:
-    """Return the finding for pairs that disagree about rows. It names the rank that is in every pair; of a single pair, both ranks."""
+    """Return the finding for pairs of ranks that disagree about rows. It names the ranks that are in every pair."""
     common = set.intersection(*({sender, receiver} for sender, receiver, *_ in bad))
     culprits = tuple(sorted(common or {sender for sender, *_ in bad}))
     sender, receiver, sent, expected = bad[0]
@@ -188,7 +174,7 @@ def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call])
 
 
 def _edges(answers: Answers, waiting: Iterable[int]) -> dict[int, set[int]]:
-    """Return waiting rank -> ranks for which it waits, because they have not run a collective or sent a message that it has reached."""
+    """Return rank -> the ranks for which it waits: they have run fewer collectives of a group, or have not sent it a message."""
     edges: dict[int, set[int]] = {}
     for rank in waiting:
         owed: set[int] = set()
@@ -209,7 +195,7 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     edges = _edges(answers, {r for r, a in answers.items() if a["waits"] != "no"})
     owed = {other for rank in waiting for other in edges[rank]}
     reached, more = set(owed), set(owed)
-    while more:  # also ranks for which these ranks wait, and so on
+    while more:  # add the ranks for which the ranks in `more` wait, until there are no new ones
         more = {other for rank in more for other in edges.get(rank, ())} - reached
         reached |= more
     if not reached:
@@ -218,7 +204,7 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     if not roots:
         owing = Counter(other for rank in reached for other in edges[rank])
         (worst, most), *rest = owing.most_common(2)
-        if len(reached) > 2 and (not rest or most > rest[0][1]):  # most wait for one rank, which has continued without them
+        if len(reached) > 2 and (not rest or most > rest[0][1]):  # one rank, for which most wait, has left out a collective
             where = f"rank {worst} is at {_named(answers[worst])} ({answers[worst]['place']})"
             return Finding("circle", (worst,), f"rank {worst} is missing ({where}){_waits(waiting - {worst}, answers)}")
         shown = sorted(reached)[:3]
@@ -248,7 +234,7 @@ def _lost(answers: Answers, waiting: Iterable[int]) -> Finding | None:
 
 
 def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
-    """Return the finding if no rank is behind in announced collectives: ranks wait in a library's own ones, or over a broken link."""
+    """Return a finding for ranks that wait although no announced collective is missing: in a library's own, or over a broken link."""
     sure = {rank for rank in waiting if answers[rank]["waits"] == "yes"}
     if not sure:
         return None

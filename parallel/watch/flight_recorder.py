@@ -4,13 +4,11 @@
     rank  9   all_to_all ... 44787 done | 44788 entered            is behind, and waits for no rank: the culprit
     rank 10   nothing recorded                                     also a culprit, as is a rank without a trace
 
-In a group, a rank that has entered a collective waits for the ranks that have finished fewer, and for the ranks that have finished
-equally many but have not entered it. Culprits are the ranks that others wait for and that wait for no rank in any group. If ranks of a
-group ran a collective with different kind, dtype or size, this is reported first, with the minority. Sends and receives are examined only
-if collectives show nothing, because their numbers cannot be compared between ranks.
+In a group, a rank that has entered a collective waits for ranks that have finished fewer collectives, and for ranks that have not entered
+this one. Culprits are the ranks that others wait for and that wait for no rank in any group. If ranks of a group ran a collective with
+different kind, dtype or size, this is reported first. Sends and receives are examined only if collectives show nothing.
 
-Traces are pickles. They are read with a reader that knows only plain containers, numbers and text, so no code is called.
-Format: torch/csrc/distributed/c10d/FlightRecorder, versions 2.x; also as JSON.
+Traces are pickles, read by a reader that knows only plain containers, numbers and text, so no code is called; or JSON.
 """
 
 from __future__ import annotations
@@ -89,8 +87,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """culprits: ranks for which the others waited. said: the reason, in words. waits: of all ranks in all groups. silent: ranks without a
-    record."""
+    """The result of `diagnose`. culprits: ranks for which the others waited. said: the reason, in words. waits: all waits in all groups.
+    silent: ranks without a recorded collective."""
 
     culprits: tuple[int, ...]
     said: str
@@ -211,7 +209,6 @@ def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
 
 
 def _in(group: Group, by_rank: dict[int, Trace]) -> list[int]:
-    """Return the ranks of the group that have recorded a collective of it."""
     return [rank for rank in group[2] if rank in by_rank and by_rank[rank].calls.get(group)]
 
 

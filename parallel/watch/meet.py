@@ -2,8 +2,6 @@
 
     rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank writes "here", then waits for all others
 
-torch itself waits for a number of ranks, and reports only that number if some are missing.
-
 The store of torchrun's agent outlives the ranks, so it may hold values from earlier starts, and the agents' restart counts may differ.
 So rank 0 gives each start a new name. Each other rank asks for the name with a random question, and rank 0 answers under that question.
 """
@@ -38,8 +36,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
 
     environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: the reason, if this rank cannot start: all
     ranks then raise NotMet with this reason. Raises NotMet also if ranks do not come within `timeout_s`, and BadInput if MASTER_ADDR has
-    no address.
-    """
+    no address."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait, node = timedelta(seconds=timeout_s), socket.gethostname()
@@ -73,7 +70,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         with contextlib.suppress(*_GONE):
             store.set(_PROBLEM, said)
             store.set(f"heard/{rank}", "")
-            if rank == 0 and not agent:  # the other ranks read it from this process
+            if rank == 0 and not agent:  # the store, from which the other ranks read the reason, is in this process
                 _stay(store, size, until=until)
         raise NotMet(said)
     return store

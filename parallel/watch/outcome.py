@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from parallel.mesh.collectives import device_of, largest, sum_over
 from parallel.mesh.mesh import Axis
 
 T = TypeVar("T")
-_LONGEST = 40_000  # bytes of a line: four fields, shortened by cut(), with up to 12 bytes of JSON for each character
+_LONGEST = 40_000  # bytes of a line: four fields, each shortened by cut(), and 12 bytes of JSON for a character at most
 
 
 @dataclass(frozen=True)
@@ -32,48 +32,39 @@ class Failure:
     error: BaseException | None
 
 
-@dataclass(frozen=True)
-class Outcome(Generic[T]):
-    """`value`: the result of this rank's work. `failure`: set if any rank failed; then there is no value."""
-
-    value: T | None
-    failure: Failure | None
-
-
-def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException], str]) -> Outcome[T]:
-    """Call work() on every rank, and return the outcome. `said` turns an exception into one line. Collective."""
-    value, error = None, None
+def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException], str]) -> T | Failure:
+    """Return work(), or on every rank a Failure if it raises on any rank. said: turns an exception into one line. Collective."""
+    error: BaseException | None = None
     try:
         value = work()
     except (Exception, SystemExit) as raised:
         error = raised
     first = world.size - int(largest(0.0 if error is None else float(world.size - world.index), world))
     if first == world.size:
-        return Outcome(value, None)
+        return value
     line = said(error) if error is not None and first == world.index else ""
-    return Outcome(None, Failure(_to_all(line, world), first, error))
+    return Failure(_to_all(line, world), first, error)
 
 
 def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
-    """Return work(). If it raises on any rank, raise BadInput on every rank: the rank's own one, or one about `what`, the name of the work.
+    """Return work(). If it raises on any rank, raise BadInput on every rank. what: name of the work, used if the error is no BadInput.
 
-    Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective.
-    """
+    Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective."""
 
     def said(error: BaseException) -> str:
         if isinstance(error, BadInput):
             return json.dumps([cut(part) for part in (error.what, error.got, error.needed, error.fix)])
         return json.dumps([what, where(error), "no exception", "mend it"])
 
-    outcome = agree(work, world, said=said)
-    if outcome.failure is not None:
-        about, got, needed, fix = json.loads(outcome.failure.line)
-        raise BadInput(about, got=got, needed=needed, fix=fix) from outcome.failure.error
-    return cast(T, outcome.value)
+    found = agree(work, world, said=said)
+    if isinstance(found, Failure):
+        about, got, needed, fix = json.loads(found.line)
+        raise BadInput(about, got=got, needed=needed, fix=fix) from found.error
+    return found
 
 
 def _to_all(line: str, world: Axis) -> str:
-    """Return the one line that is not "", on every rank: a single rank passes its line, all others pass "". Collective."""
+    """Send one rank's line to all ranks, and return it. All other ranks pass "". Collective."""
     text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
     sent = torch.zeros(_LONGEST, dtype=torch.int32, device=device_of(world))
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)

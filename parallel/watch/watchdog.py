@@ -3,12 +3,9 @@
     ranks 0 1 3      all_reduce 340 over dp ...................... limit_s     question ->  every rank's watchdog answers with its progress
     rank 2           (stopped)                                                    line <- the asking rank compares, and writes the line
 
-Two threads of each rank do this. So a rank with a main thread that is stuck inside a library still answers. A stopped process does not
-answer: that rank is missing. Ranks communicate through the process group's store. Each rank checks it twice a second for a question, and
-every few seconds writes its progress, in case that it cannot answer later. Each rank keeps its own progress in a Record
-(parallel/mesh/record.py); parallel/watch/diagnosis.py compares the answers.
-
-Source of the idea: PyTorch's flight recorder and NCCL watchdog, which name the collective of one group on one rank after its end.
+Two threads of each rank do this, so a rank whose main thread is stuck inside a library still answers; a rank whose process is stopped
+does not, and is missing. Ranks communicate through the process group's store. Each rank checks it for questions, and writes its progress
+there every few seconds, in case that it cannot answer later. parallel/watch/diagnosis.py compares the answers (parallel/mesh/record.py).
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
 FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
-ANSWER_S = 3.0, 10.0  # a rank is missing if it does not answer in a twentieth of the time limit, but at least and at most these seconds
+ANSWER_S = 3.0, 10.0  # bounds of the seconds in which a rank must answer: a twentieth of the time limit
 _AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
 _STORE = "a store operation that did not end"
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
@@ -45,10 +42,8 @@ End = Callable[[str, bool], None]  # (line, True if this rank prints it)
 
 class Watchdog:
     """The watchdog of one rank.
-
     limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages. end: called
-    before this process ends, with the last line, and whether this rank prints it.
-    """
+    before this process ends, with the last line, and whether this rank prints it."""
 
     def __init__(
         self, record: Record, store: Any, *, world_size: int, limit_s: float, holder: str = "rank 0", end: End | None = None
@@ -74,10 +69,8 @@ class Watchdog:
         return self
 
     def stop(self) -> None:
-        """End this rank's watchdog, so that no rank waits for its answers. Its threads end too: later they would crash in C++.
-
-        Rank 0, which may hold the store, waits for the other ranks to leave first.
-        """
+        """End this rank's watchdog and its threads, which would crash in C++ later. Rank 0, which may hold the store, waits for the other
+        ranks to leave first."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -91,8 +84,6 @@ class Watchdog:
             while self.record.rank == 0 and not self._leaving and left < self.world_size and time.monotonic() < until:
                 time.sleep(_LOOK_S)
                 left = self._within(_LEAVE_S, lambda: self._store.add("left", 0))
-
-    # --- the clock ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         tick = min(1.0, max(0.05, self.limit_s / 40))
@@ -119,8 +110,6 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, TimeoutError):
             seen = json.dumps([time.time(), self.record.text()])
             self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", seen))
-
-    # --- asking and answering -------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Answer questions until one of them ends the run. The store is checked twice a second, more rarely with many ranks, because a
@@ -165,10 +154,8 @@ class Watchdog:
                 self._store_missing(why)
 
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """Run `work`, which calls the store, in a thread, and return its result. Raises TimeoutError after `seconds`.
-
-        If the process that holds the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls.
-        """
+        """Run `work`, which calls the store, in a thread, and return its result. Raise TimeoutError after `seconds`: if the process of
+        the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls."""
         with self._asking:
             before = self._pending
             if before is not None:
@@ -215,7 +202,7 @@ class Watchdog:
             self._readers = len(answers)
             silent = {rank: self._last_sign(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
-            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # ask again: others may know why it aborted
+            again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # wait for the cause of an abort
             if not again or why in ("slow", "hang") or time.monotonic() > until:
                 return finding
             time.sleep(_AGAIN_S)
@@ -235,8 +222,6 @@ class Watchdog:
             late = finding.line.replace(" missing", " late", 1)
             return f"slow: {late} (after {self.limit_s:g} s, train.timeout_s, the run ends)"
         return f"{finding.line}; it ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
-
-    # --- the end --------------------------------------------------------------------------------------------------------
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
         """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question answered."""
@@ -265,11 +250,8 @@ class Watchdog:
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this rank ends with an error, so that they do not wait for it.
-
-        Return the run's last line if the error follows from another rank's end, or from a collective that differed between ranks. Return
-        None if it is this rank's own error.
-        """
+        """Tell the other ranks that this rank ends with an error, so that they do not wait for it. Return the line that ends the run if the
+        error follows from another rank's end, or from a collective that differed between ranks; None for this rank's own error."""
         if self.line is not None:
             return self.line
         self._leaving = True
@@ -360,7 +342,7 @@ def check_tokens(total: float) -> None:
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """Tell the other ranks not to wait for this one. Return the run's last line as an exception; None if `error` is this rank's own."""
+    """Tell the other ranks not to wait for this one. Return the line that ends the run, as an exception; None if the cause is `error`."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)

@@ -1,1 +1,1 @@
-"""Bytes and messages counted against formulas."""
+"""Measurements that count bytes sent or kept, and compare them with closed forms."""

@@ -1,4 +1,4 @@
-"""`python -m tests.counted NAME`: one of this folder's measurements."""
+"""`python -m tests.counted NAME`: runs the measurement tests/counted/NAME.py."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,7 @@
-"""Counts the bytes of live tensor storages, regardless of the owner: Python, an autograd graph or a process group.
+"""Counts the bytes of live tensor storages, whether Python, an autograd graph or a process group keeps them alive.
 
-The results of every operator are counted when they are made, in the forward and backward pass and in calls from C++. Each storage counts
-once until it is freed. A storage that is resized, as FSDP does with gathered weights, counts with its current size.
-A DTensor has no bytes of its own although it states its full size; the operators on its local shards are counted instead. Tensors on the
-meta device have no bytes.
+Each storage counts from the operator that makes it until it is freed. A storage that is resized (gathered weights of FSDP) counts with its
+current size. Of a DTensor, only the local shard counts. Tensors on the meta device do not count.
 """
 
 from __future__ import annotations
@@ -22,21 +20,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """A mode that counts live bytes. `now`, `most`: current and peak bytes made within it. `there`: older tensors, which operators may
-    return.
-    """
+    """Mode that counts the bytes of tensors made within it. now, most: current and peak bytes. there: tensors made before, which do not
+    count even if an operator returns them."""
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.most = 0
         self.storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in there)}
-        self.made: dict[int, int] = {}  # address -> bytes of each storage made within the mode
+        self.made: dict[int, int] = {}  # address of a storage made within the mode -> its bytes
         self._inside = ExitStack()
 
     def __enter__(self) -> Alive:
         resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # storages are resized without an operator
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # not an operator, so __torch_dispatch__ does not see it
             out = resize(storage, size)
             if storage._cdata in self.made:
                 self._count(storage)
@@ -52,7 +49,7 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # dispatched again for its local shards
+            return NotImplemented  # torch then calls the operator on the local shards
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, Tensor):
@@ -60,7 +57,7 @@ class Alive(TorchDispatchMode):
         return out
 
     def new(self, tensors: Iterable[Tensor]) -> int:
-        """The bytes of these tensors that count in `now`. No two of them may share a storage."""
+        """Return the bytes of those of these tensors that count in `now`. No two tensors may share a storage."""
         storages = (t.untyped_storage() for t in tensors)
         return sum(storage.nbytes() for storage in storages if storage._cdata not in self.storages)
 

@@ -4,11 +4,10 @@
     reduce-scatter + all-gather (ZeRO-1, -2)     2 (N - 1)/N
     two all-gathers + reduce-scatter (ZeRO-3)    3 (N - 1)/N           N: dp for dense parameters, edp for experts
 
-Bytes are counted as messages pass torch's dispatcher (tests/counted/sent.py), so engines of DeepSpeed and torch are counted like this
-project's, whose own counts must agree. Rows sent to experts, and numbers such as the norm, are counted separately. An engine that does
-not keep whole gradients between micro-batches reduces them in each micro-batch. DeepSpeed's stage 3 keeps weights that it has prefetched
-at the end of the forward pass. The law is therefore measured without prefetching, and the row `ahead` with it.
-`python -m tests.counted comm --nproc 2 --json FILE`. tests/counted/sequence.py counts sequence-parallel attention.
+Collectives are counted in torch's dispatcher (tests/counted/sent.py), so engines of DeepSpeed and torch are counted in the same way. Rows
+sent to experts, and numbers such as the norm, are counted separately. ZeRO-2, ZeRO-3 and FSDP reduce gradients in each micro-batch. ZeRO-3
+is measured without prefetching, which would keep some weights gathered; only the row `ahead` is measured with it.
+`python -m tests.counted comm --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from unittest import mock
 
 import torch
 
-from moe.bench.training.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import PLAIN, ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU, Training
 from moe.launch import exit_codes
 from moe.plan.job.states import Storage, sent_bytes
 from moe.records.results import write_json
@@ -31,11 +31,11 @@ from parallel.process.fork import run_on_ranks
 from tests.counted.sent import NUMBERS, ROWS, STATES, Sent
 
 LENGTH = 12
-TOLERANCE = 0.005  # padding to equal shards adds bytes; small weights that stay whole save some
+TOLERANCE = 0.005  # relative: padding to equal shards adds bytes, and small weights that are not sharded need fewer
 
 
 def travels(kind: ShardedKind, precision: str) -> Storage:
-    """Bytes per element of parameters and gradients as they are sent: FSDP gathers parameters in the compute dtype."""
+    """Return the bytes per element with which parameters and gradients are sent. FSDP gathers parameters in the compute dtype."""
     storage = kind.storage(precision)
     if kind.sharding.get("kind") == "fsdp" and precision != "fp32":
         return Storage(2, storage.gradients, storage.optimizer)
@@ -43,12 +43,12 @@ def travels(kind: ShardedKind, precision: str) -> Storage:
 
 
 def without_look_ahead() -> AbstractContextManager[Any]:
-    """A context in which DeepSpeed's stage 3 does not prefetch. With prefetching, a small model would be gathered all at once."""
+    """Return a context in which DeepSpeed's stage 3 does not prefetch. With prefetching, it would gather a small model as a whole."""
     return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
 
 
 def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, precision: str = "fp32") -> dict[str, Any]:
-    """The recipe of a small model; the ratio to the closed form does not depend on its size."""
+    """Return the recipe of a small model. The ratio of measured bytes to the closed form does not depend on the model's size."""
     model = {"num_layers": 4, "d_model": 512, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH}
     values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": 2 if sparse else 1}}
     values |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": precision}}
@@ -59,8 +59,9 @@ def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, pr
     return values
 
 
-def expected(kind: ShardedKind, started: Started) -> float:
-    """Bytes of one step by the closed form: dense parameters over dp, a rank's experts over edp, plus FSDP's tied table (`table_bytes`)."""
+def expected(kind: ShardedKind, started: Training) -> float:
+    """Return the bytes that a rank sends in one step by the closed form: dense parameters over dp, experts over edp, and for FSDP
+    `table_bytes`."""
     held, bytes_of = {"dp": 0, "edp": 0}, travels(kind, started.run.precision.compute)
     for layout in started.layouts.values():
         parts = torch.Size(layout.local_shape(started.mesh))
@@ -79,8 +80,9 @@ def expected(kind: ShardedKind, started: Started) -> float:
     )
 
 
-def table_bytes(kind: ShardedKind, started: Started) -> float:
-    """Extra bytes of FSDP's tied table: it is gathered at both ends of the model, in both passes, always in fp32."""
+def table_bytes(kind: ShardedKind, started: Training) -> float:
+    """Return the additional bytes of FSDP for a tied embedding table: it is gathered for the embedding and for the head, in both passes,
+    in fp32."""
     run, dp = started.run, started.mesh.axis("dp").size
     gathers = 4 * 4 - 2 * travels(kind, run.precision.compute).parameters
     return run.pipeline.microbatches * (dp - 1) / dp * gathers * run.vocab_size * run.model.d_model
@@ -89,7 +91,7 @@ def table_bytes(kind: ShardedKind, started: Started) -> float:
 def measure(
     rank: int, ranks: int, kind: ShardedKind, sparse: bool, microbatches: int, precision: str, ahead: bool = False
 ) -> dict[str, Any]:
-    """This rank's row of one case. Measures the third step, in which every engine has reached its steady state."""
+    """Return this rank's row of the table for one case, measured in the third step, in which every engine is in its steady state."""
     values = recipe(kind, ranks, sparse=sparse, microbatches=microbatches, precision=precision)
     with nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
         started = start(kind, values, rank, ranks)
@@ -119,11 +121,9 @@ def measure(
 
 
 def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int, bool, int, str, bool]]:
-    """Return (kind, ranks, sparse, micro-batches, precision, with prefetching) of each case.
-
-    Dense and sparse (ep 2) models with 1 and 3 micro-batches on each number of ranks that divides nproc; peers dense, in bf16.
-    bf16 and prefetching are measured on two ranks only, because their ratios do not depend on the number of ranks.
-    """
+    """Return the arguments of `measure` for each case, with the number of ranks as (kind, ranks, sparse, micro-batches, precision, ahead).
+    Dense and sparse (ep 2) models, 1 and 3 micro-batches, each number of ranks that divides nproc. Other projects' engines: only dense, in
+    bf16. bf16 and prefetching: only on two ranks, because the ratio does not depend on the number of ranks."""
     numbers = [ranks for ranks in divisors(nproc) if ranks > 1]
     found = []
     for kind in chosen:
@@ -137,7 +137,7 @@ def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int,
 
 
 def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, json: str | None = None) -> int:
-    """Print a row for each case. Returns 1 if an engine sends other bytes than theory says."""
+    """Print a row for each case. Return 1 if an engine sends a number of bytes that differs from the closed form."""
     chosen = kinds_of(kinds or ",".join((*PLAIN, "deepspeed1", "deepspeed2", "deepspeed3")))
     torch.set_num_threads(1)
     load_engines(chosen)

@@ -1,13 +1,11 @@
-"""Initial values of one rank: time and memory in proportion to its shards, whatever the size of the whole model.
+"""Measures that initialising one rank's shards takes time and memory in proportion to the shards, for any size of the whole model.
 
-    whole, eighths     one matrix of glam_8b_64e; an eighth of its rows, and of its columns
-    glam_8b_64e        one rank of ep 64, pp 8 (512 processes), and of ep 8, pp 8, which holds eight times the experts
-    dense_8b, tp 8     every matrix split in 8 over its outputs (q, k, v, w1, w3, embedding) or inputs (out, w2)
+    one matrix         one matrix of glam_8b_64e; an eighth of its rows; an eighth of its columns
+    glam_8b_64e        one rank of ep 64, pp 8 (512 processes), and of ep 8, pp 8, which holds eight times as many experts
+    dense_8b, tp 8     every matrix sharded over 8 ranks along its outputs (q, k, v, w1, w3, embedding) or inputs (out, w2)
 
-Only that rank's shards are made: the model is on the meta device, and the mesh is computed. A rank that holds more than MOST_BYTES draws
-whole parameters up to that limit, and the row states their share of its elements. Seconds are processor seconds, so that other work on the
-machine counts little. Passes if the peak is the size of the drawn values, and no element costs more than in the whole matrix.
-`elements`: elements of the tensors that the rank has a shard of; `torch`: time for as many with torch's generator and trunc_normal_.
+The whole model is only on the meta device. If a rank's shards exceed MOST_BYTES, only as many parameters as fit are drawn. A row passes if
+the peak memory is about the size of the drawn values, and the time per element is at most MORE_TIME times that of the whole matrix.
 """
 
 from __future__ import annotations
@@ -40,15 +38,15 @@ SLACK_BYTES, MORE_BYTES, MORE_TIME = 16 * 2**20, 1.05, 1.5
 BY_INPUT = (".attention.out.weight", ".w2.weight")
 MATRIX = Layout((4096, 16384))  # an expert's matrix [in, out]
 
-Case = tuple[str, Model, dict[str, Layout], Degrees, int]  # name, model, layouts by module name, mesh degrees, rank
+Case = tuple[str, Model, dict[str, Layout], Degrees, int]  # (name of the case, model, parameter's name -> layout, mesh degrees, rank)
 
 
 def main(*, json: str | None = None, only: str | None = None) -> int:
-    """Print a row for each case. Returns 1 if memory or time is not in proportion to the rank's shards."""
+    """Print a row for each case. Return 1 if memory or time of a case is not in proportion to the rank's shards."""
     rows: list[dict[str, Any]] = []
     print(f"{'rank of':<34}{'elements':>16}{'held':>16}{'drawn':>8}{'seconds':>10}{'ns each':>9}{'torch':>7}{'peak/drawn':>12}")
     for case in cases():
-        if only is None or only in case[0] or not rows:  # the first row is always made, because the others are compared with it
+        if only is None or only in case[0] or not rows:  # the first row is always measured, because the others are compared with it
             (found,) = run_on_ranks(measure, 1, case, MOST_BYTES // 4, timeout_s=1800)
             rows.append(judged(found, rows[0] if rows else found))
             r = rows[-1]
@@ -62,13 +60,13 @@ def main(*, json: str | None = None, only: str | None = None) -> int:
 
 
 def judged(found: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """The measured row with `passed`: memory and time compared with the whole matrix."""
+    """Return the row `found` with the key `passed`. whole: the row of the whole matrix, with whose time per element it is compared."""
     light = found["peak_bytes"] <= MORE_BYTES * found["drawn_bytes"] + SLACK_BYTES
     return found | {"passed": light and found["ns_each"] <= MORE_TIME * whole["ns_each"]}
 
 
 def cases() -> Iterator[Case]:
-    """Yield the cases that the module's docstring names."""
+    """Yield the cases in the table at the top of this file."""
     one, tp = Degrees(), Degrees(tp=8)
     model = Model()
     for name, layout, degrees in (
@@ -85,28 +83,29 @@ def cases() -> Iterator[Case]:
 
 
 def whole_of(run: Run) -> tuple[Transformer, dict[str, Layout]]:
-    """(the model on the meta device, the layouts of its parameters)."""
+    """Return (the model on the meta device, name of each parameter -> layout)."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     return model, lay_out(model)
 
 
 def of_rank(run: Run, *, rank: int) -> tuple[dict[str, Layout], Degrees, int]:
-    """(layout of each tensor of which this rank has a shard, mesh degrees, the rank)."""
+    """Return (name -> layout of each tensor of which this rank has a shard, mesh degrees, rank)."""
     model, layouts = whole_of(run)
     degrees = run.mesh_degrees()
     return stages.hold(run, model, layouts, Mesh.of(degrees, rank)), degrees, rank
 
 
 def cut_in(layout: Layout, name: str) -> Layout:
-    """The layout of a dense model's matrix split over tp, along its outputs or its inputs. Other tensors stay whole."""
+    """Return the layout of the tensor `name` for tp: a matrix is sharded along its outputs or inputs; other tensors stay whole."""
     if len(layout.shape) < 2 or name.endswith("attention.bias.weight"):
         return layout
     return replace(layout, split={1 if name.endswith(BY_INPUT) else 0: "tp"})
 
 
 def _peak_resident_bytes(*, forget: bool = False) -> int:
-    """The peak memory of this process, including files that it maps. `forget`: reset the peak, so that the current memory is returned."""
+    """Return the peak resident memory of this process, including mapped files. forget: reset the peak first, so that it is the current
+    memory."""
     if forget:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -114,7 +113,7 @@ def _peak_resident_bytes(*, forget: bool = False) -> int:
 
 
 def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
-    """Measure one case in its own process, so that the peak is its own."""
+    """Return the row of one case. Must run in a new process, because the peak memory of a process is measured."""
     name, model, layouts, degrees, place = case
     torch.set_num_threads(1)
     give_freed_memory_back()
@@ -122,7 +121,7 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
     first = FirstValues(model, layouts, mesh, seed=0)
     shapes = {n: layout.local_shape(mesh) for n, layout in layouts.items()}
     held = sum(map(math.prod, shapes.values()))
-    first.fill(*small(shapes))  # a small call first, so that imports and caches do not count
+    first.fill(*small(shapes))  # warm-up: one element, so that imports and caches are not measured
     before = _peak_resident_bytes(forget=True)
     drawn: dict[str, Tensor] = {}
     left, began = most, time.process_time()
@@ -140,13 +139,13 @@ def measure(rank: int, case: Case, most: int) -> dict[str, Any]:
 
 
 def small(shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor, tuple[slice, ...]]:
-    """(name of the first of these tensors, an empty tensor for one element, the slices that select this element)."""
+    """Return arguments of `FirstValues.fill` that draw one element: (name of the first tensor, tensor of one element, its slices)."""
     name, shape = next(iter(shapes.items()))
     return name, torch.empty([1] * len(shape)), (slice(0, 1),) * len(shape)
 
 
 def by_torch(count: int) -> float:
-    """Nanoseconds per element in which torch draws `count` truncated normal numbers."""
+    """Return the nanoseconds per element that torch's trunc_normal_ takes for `count` elements."""
     out, began = torch.empty(count), time.process_time()
     generator = torch.Generator().manual_seed(key_of_tensor(0, "x") >> 1)
     torch.nn.init.trunc_normal_(out, std=1.0, a=-2.0, b=2.0, generator=generator)

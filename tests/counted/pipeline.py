@@ -1,8 +1,7 @@
-"""The bytes that a pipeline's ranks keep, storage by storage, compared with the simulated number of held activations.
+"""Measures the bytes of activations that pipeline ranks keep, and compares them with the prediction of simulator/held.py.
 
-For each stage, one micro-batch is measured alone: between F and its backward pass and, if that is split, between I and W. A rank should
-keep these bytes times the number held at once, which follows from the order of actions (parallel/pipeline/simulator/held.py). Measured
-between actions, minus the bytes before the first. Copies of older weights are left out and counted as versions.
+For each stage, the bytes of one micro-batch are measured alone: between F and its backward pass, and between I and W. The prediction
+multiplies them with the number of micro-batches in flight. Copies of older weights are excluded and counted as versions.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WITHIN = 0.05
 
 
 def weighed(rank: int, ranks: int, names: list[str], microbatches: int, config: dict[str, int], size: int) -> list[dict[str, Any]]:
-    """Measure the bytes that this rank keeps: one dict for each schedule in `names`. `size`: sequences in a micro-batch."""
+    """Return for each schedule in `names` the bytes that this rank keeps (keys: see `_weighed`). size: sequences in a micro-batch."""
     mesh = connect(rank, ranks)
     return [_weighed(mesh, schedule_for(name, ranks, microbatches), Model(**config), size) for name in names]
 
@@ -68,7 +67,7 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
 
 
 class _Look(Watcher):
-    """A Watcher that measures the bytes held between actions, minus those held `before`."""
+    """Watcher that records the peak of the bytes that are alive between actions. before: bytes before the first action; subtracted."""
 
     def __init__(self, work: Stages, alive: Alive, before: int) -> None:
         self.work, self.alive, self.start = work, alive, before
@@ -82,20 +81,20 @@ class _Look(Watcher):
 
     def _weigh(self) -> None:
         versions = self.work.versions.values()
-        weights = [t for v in versions for of in ([p.data for p in v.parameters], *v.kept.values()) for t in of]
+        weights = [t for v in versions for of in ([p.data for p in v.parameters], *v.stashed.values()) for t in of]
         self.held = max(self.held, self.alive.now - self.start - self.alive.new(weights))
         self.versions = max([self.versions, *(v.count for v in versions)])
 
 
 def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
-    """Bytes that one micro-batch keeps on a stage between F and its backward pass, and between I and W if W is deferred."""
+    """Return the bytes that one micro-batch keeps on a stage: (between F and its backward pass, between I and W)."""
     before = alive.now
     x = torch.randn(work.crossing).requires_grad_() if stage else None
     output = torch.autograd.graph.get_gradient_edge(work.forward(stage, 0, x))
     work.losses.clear()
     kept = alive.now - before
     with defer_gradients() as pending:
-        work.backward(output, torch.ones(work.crossing) if stage < work.last else None)
+        work.backward(output, torch.ones(work.crossing) if stage < work.schedule.num_stages - 1 else None)
     del x, output
     left = alive.now - before
     pending.compute()
@@ -103,7 +102,8 @@ def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
 
 
 def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int = 64, size: int = 4) -> list[dict[str, Any]]:
-    """A row for each schedule: measured and predicted peak bytes of the ranks."""
+    """Return a row for each schedule, with the measured and predicted peak bytes of each rank. width: of the model. size: sequences in a
+    micro-batch."""
     config = {"num_layers": 4 * ranks, "d_model": width, "num_heads": 2, "d_ff": 4 * width, "max_length": 128, "tied_embeddings": False}
     by_rank = run_on_ranks(weighed, ranks, ranks, names, microbatches, config, size, timeout_s=300)
     rows = []
@@ -124,7 +124,8 @@ def memory_rows(ranks: int, names: list[str], *, microbatches: int, width: int =
 
 
 def main(*, nproc: int | None = None, kinds: str | None = None, json: str | None = None) -> int:
-    """Print a row for each schedule (`kinds`: some of them) on 2 and 4 ranks, or nproc. Returns 1 if one keeps other bytes."""
+    """Print a row for each schedule on 2 and 4 ranks, or on nproc. Return 1 if a rank's measured bytes differ from the prediction.
+    kinds: names of schedules, separated by commas; None: all."""
     torch.set_num_threads(1)
     names = kinds.split(",") if kinds else list(SCHEDULES)
     for name in names:

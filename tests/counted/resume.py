@@ -1,14 +1,13 @@
-"""Memory while a run resumes, compared with its training: a row for each kind of data parallelism.
+"""Measures the peak memory of resuming a run, compared with training it: a row for each kind of data parallelism.
 
-    training    the peak in three steps, after the engine has started; the first step makes the moments
-    resuming    the peak while another process, after its engine has started, loads the checkpoint
-    afterwards  the peak in its next step, which shows if loaded tensors are held twice
+    training    peak in three steps
+    resuming    peak while another process loads the checkpoint
+    afterwards  peak in its next step, which shows whether loaded tensors are kept twice
 
-    torch holds    bytes that torch's allocator has given to Python or C++, from its profiler's events of allocations
-    resident       the process's peak as the system reports it (VmHWM), reset before each part, minus the memory before there was
-                   a model; pages of files count
+    torch holds    peak bytes of torch's allocator, from the profiler's allocation events
+    resident       peak resident memory of the process (VmHWM) minus its memory before there was a model
 
-Both are measured after the start of an engine, so the memory of that start is in neither.
+All peaks are measured after the engine has started.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe.bench.training.memory import DENSE, LENGTH, Shape, warm_up
-from moe.bench.training.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU, Training
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.loop.step import finish
@@ -36,11 +36,11 @@ from parallel.numerics.precision import LossScale
 from parallel.process.fork import run_on_ranks
 from parallel.process.libc import give_freed_memory_back
 
-STEPS, ALLOWED = 3, 0.10  # allowed: excess over training, as a share
+STEPS, ALLOWED = 3, 0.10  # ALLOWED: memory of resuming may exceed that of training by this fraction
 
 
 class Peaks:
-    """Peak memory of parts of the code: `with peaks.part("x")`, and afterwards `torch_bytes`, `resident`."""
+    """Measures the peak memory of code within `with peaks.part(name)`. resident: name -> peak resident bytes."""
 
     def __init__(self) -> None:
         self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -63,7 +63,7 @@ class Peaks:
         self.resident[name] = _status("VmHWM") - self.before
 
     def torch_bytes(self) -> dict[str, int]:
-        """Peak bytes of each part, from the allocations made in it; there must be at least one."""
+        """Return name of a part -> peak bytes of torch's allocator in it; 0 if it allocated nothing. Must be called after the context."""
         results = self.profile.profiler
         assert results is not None and results.kineto_results is not None
         events = list(_flat(results.kineto_results.experimental_event_tree()))
@@ -88,7 +88,7 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
-    """Train some steps and save a checkpoint. Return this rank's peak bytes while training."""
+    """Train STEPS steps and save a checkpoint. Return this rank's peak bytes in training, by torch and resident."""
     give_freed_memory_back()
     warm_up(shape, "bf16")
     with Peaks() as peaks:
@@ -103,7 +103,7 @@ def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -
 
 
 def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
-    """Resume in a new process and train a step. Return this rank's peak bytes in both."""
+    """Resume from the checkpoint and train one step. Return this rank's peak bytes in each, by torch and resident."""
     give_freed_memory_back()
     warm_up(shape, "bf16")
     with Peaks() as peaks:
@@ -126,12 +126,12 @@ def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) 
     return _found(peaks)
 
 
-def _start(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> Started:
+def _start(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> Training:
     placed = kind.with_path(folder)
     return start(placed, shape.recipe(placed, ranks, ep=2 if shape.experts else 1), rank, ranks)
 
 
-def _step(started: Started, rank: int, step: int) -> None:
+def _step(started: Training, rank: int, step: int) -> None:
     batch = tokens_of(rank, sequences=1, length=LENGTH, step=step)
     numbers = started.accumulate(batch, step=step)
     world, scale = started.mesh.axis("world"), LossScale.of("none")
@@ -144,13 +144,13 @@ def _found(peaks: Peaks) -> dict[str, int]:
 
 
 def print_head() -> None:
-    """Print the head of the table."""
+    """Print the column names of the table."""
     held = f"{'torch holds':>15}{'training':>15}{'ratio':>8}{'resident':>15}{'training':>15}{'ratio':>8}"
     print(f"\n{'resume':<15}{'ranks':>6}{held}{'next step':>11}")
 
 
 def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
-    """Train, resume and print the row: the largest of the ranks' numbers."""
+    """Train and resume on `ranks` ranks; print and return the table's row, with the maximum over ranks of each number."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # suppresses the profiler's own lines on stderr
     with tempfile.TemporaryDirectory() as folder:
         parts = [run_on_ranks(work, ranks, ranks, kind, shape, folder, timeout_s=600) for work in (train, resume)]
@@ -173,7 +173,7 @@ def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
 
 
 def main(*, kinds: str = "ddp,fsdp,zero1,zero2,zero3,zero2+cpu,zero3+cpu", nproc: int = 2, json: str | None = None) -> int:
-    """Print a row for each kind. Returns 1 if a kind takes over 10 % more memory to resume than to train."""
+    """Print a row for each kind. Return 1 if resuming needs over 10 % more memory than training."""
     torch.set_num_threads(1)
     chosen = kinds_of(kinds)
     load_engines(chosen)

@@ -1,10 +1,9 @@
-"""Counts bytes that torch.distributed sends for any caller, from the messages that pass torch's dispatcher, not from times.
+"""Counts the bytes that this rank sends in collectives, by intercepting all calls of torch.distributed in torch's dispatcher.
 
     with Sent() as sent: step()         sent.bytes["gradients and parameters"]
 
-Every collective of this thread and its backward passes is seen with its tensors and its group, so engines without counters are counted
-too. Reductions and gathers count as a ring sends them, the minimum of all algorithms: (N - 1)/N of the whole tensor, twice for an
-all-reduce. A reduce or broadcast, in which only some ranks send, counts as its mean over ranks.
+Bytes are those of ring algorithms: (N - 1)/N of the whole tensor for a gather or reduce-scatter, twice that for an all-reduce. A reduce or
+broadcast, in which only some ranks send, counts with its mean over ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 STATES, ROWS, NUMBERS = "gradients and parameters", "rows of experts", "numbers"
 
-# names of collectives in torch's dispatcher: of c10d, then of functional collectives
+# names of collectives in torch's dispatcher: first those of c10d, then those of functional collectives
 _ALL_REDUCE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_")
 _GATHER = (
     *("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
@@ -34,13 +33,18 @@ _ONE_TO_ALL = ("reduce_", "broadcast_", "broadcast")
 _EXCHANGE = ("alltoall_base_", "alltoall_", "all_to_all_single")
 _SEND = ("send",)
 _NOTHING = ("barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
-_SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatter_", "alltoall")  # c10d operations whose output comes first
+_SECOND_IS_INPUT = (
+    "_allgather",
+    "allgather",
+    "_reduce_scatter",
+    "reduce_scatter_",
+    "alltoall",
+)  # c10d operators whose first argument is the output
 
 
 class Sent(TorchDispatchMode):
-    """Bytes sent by this rank. `bytes`: by purpose. `calls`: number of calls by (collective, dtype, ranks). `bytes_of`: bytes by the
-    same, only of STATES.
-    """
+    """Mode that counts the bytes sent by this rank. bytes: purpose (STATES, ROWS or NUMBERS) -> bytes. calls, bytes_of: only for STATES:
+    (collective, dtype, number of ranks) -> number of calls, and bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +67,10 @@ class Sent(TorchDispatchMode):
         did, sent = _sent(name, size, ranks)
         dtype = given[0].dtype
         if did == "all_to_all":
-            parts = args[4] if name == "alltoall_base_" else ()  # uneven splits: rows to each rank
+            parts = args[4] if name == "alltoall_base_" else ()  # number of rows to each rank; empty if all are equal
             self.bytes[ROWS] += size - size * parts[mine] // max(1, sum(parts)) if parts else sent
         elif dtype in (torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8) or sum(t.numel() for t in given) <= ranks:
-            self.bytes[NUMBERS] += sent  # norms, counts and agreed numbers
+            self.bytes[NUMBERS] += sent  # gradient norms, counts, numbers on which ranks agree
         else:
             key = did, str(dtype).removeprefix("torch."), ranks
             self.bytes[STATES] += sent
@@ -75,7 +79,7 @@ class Sent(TorchDispatchMode):
 
 
 def _sent(name: str, size: int, ranks: int) -> tuple[str, int]:
-    """The collective's common name, and the bytes that leave this rank for an input of `size` bytes."""
+    """Return (common name of the collective, bytes that this rank sends for an input of `size` bytes)."""
     if name in _ALL_REDUCE:
         return "all_reduce", 2 * size * (ranks - 1) // ranks
     if name in _GATHER:
@@ -100,7 +104,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _group(args: list[Any]) -> tuple[int, int]:
-    """(size of the group, this rank's index in it), from a collective's arguments: a torch object or a group's name."""
+    """Return (number of ranks of the process group, this rank's index in it), from a collective's arguments."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):  # type: ignore[attr-defined]
             group = dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
-"""Sequence-parallel attention, one layer: counted bytes sent and kept, compared with the closed forms (parallel/sequence/kinds/).
+"""Counts the bytes that one layer of sequence-parallel attention sends, or saves for the backward pass, and compares them with the closed
+forms of parallel/sequence/kinds.py, which must be exact: `python -m tests.counted sequence [--what kept]`.
 
-Part of `python -m tests.counted sequence` and `python -m tests.counted sequence --what kept`. Each method runs forward and backward on
-forked ranks. Its communicator counts the bytes sent, and autograd's saved tensors are the bytes kept between the passes. Both counts are
-exact. The closed forms are also printed for more ranks, for which the methods differ clearly.
+Sent bytes are counted by the communicator; kept bytes are autograd's saved tensors. A second table has the closed forms for more ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
-from parallel.sequence.kinds.catalog import SEQUENCES
-from parallel.sequence.kinds.kind import Attention, SequenceKind
+from parallel.sequence.kinds import SEQUENCES, Attention, SequenceKind
 from parallel.sequence.order import Order
 from parallel.sequence.ulysses import Ulysses
 
@@ -28,7 +26,7 @@ ON_PAPER = (4, 8, 16, 64)
 
 
 def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | None = None) -> int:
-    """Print rows and the table on paper. Returns 1 if a method sends or keeps other bytes than its formula says."""
+    """Print the measured rows and the table of closed forms. Return 1 if a method's bytes differ from its closed form."""
     torch.set_num_threads(1)
     rows, table = measured(nproc, what), on_paper(what)
     if json:
@@ -37,7 +35,8 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
 
 
 def measured(nproc: int, what: str) -> list[dict[str, Any]]:
-    """Rows of every method on 2 to nproc ranks, in fp32 and bf16. `what`: "sent" by all ranks together, or "kept" by one rank."""
+    """Return and print a row for each method, 2 to nproc ranks, fp32 and bf16. what: "sent": bytes of all ranks together; "kept": of one
+    rank."""
     rows = []
     for ranks in range(2, nproc + 1):
         for dtype in (torch.float32, torch.bfloat16) if LENGTH % (2 * ranks) == 0 and HEADS % ranks == 0 else ():
@@ -56,7 +55,7 @@ def measured(nproc: int, what: str) -> list[dict[str, Any]]:
 
 
 def on_paper(what: str) -> list[dict[str, Any]]:
-    """The closed forms for a layer of 32 query heads, 8 key-value heads and 32,768 tokens in bf16, by number of ranks."""
+    """Return and print the closed forms of each method on ON_PAPER ranks, for 32 query heads, 8 key-value heads, 32,768 tokens and bf16."""
     of, rows = Attention(1, 32768, 32, 8, 128, itemsize=2), []
     print(f"\n{'32,768 tokens, 32 heads, 8 of keys, bf16':<42}{'MiB a rank ' + what:>22} with 4, 8, 16, 64 ranks")
     for kind, method in SEQUENCES.items():
@@ -73,7 +72,7 @@ def _measure(rank: int, ranks: int, dtype: torch.dtype) -> list[dict[str, int]]:
 
 
 def _method(kind: SequenceKind, axis: Axis) -> Any:
-    """Return the method on this axis with its first order of positions. Ulysses is built around a method on one rank."""
+    """Return the attention method on this axis, with the first of its possible orders of positions."""
     if kind.trades_heads:
         return Ulysses(axis, kind.make(Axis("alone"), Order(kind.orders[0], 1, LENGTH), None))
     return kind.make(axis, Order(kind.orders[0], axis.size, LENGTH), None)

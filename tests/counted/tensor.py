@@ -1,9 +1,7 @@
-"""Tensor parallelism, one dense layer: counted bytes of weights, kept and sent, compared with the closed forms (moe/plan/time/tensor.py).
+"""Counts the bytes of one dense layer with tensor parallelism, and compares them with the closed forms of moe/plan/time/tensor.py: weights,
+bytes sent, and bytes kept for the backward pass. `python -m tests.counted tensor [--what kept]`
 
-Part of `python -m tests.counted tensor` and `python -m tests.counted tensor --what kept`. The layer of each form runs forward and
-backward on forked ranks: 4 and 9 in two dimensions, 8 in 2.5 and three. Its communicator counts the bytes sent, and autograd's saved
-tensors are the bytes kept between the passes. The closed forms are also printed for more ranks, for which the forms differ clearly, and
-docs/pictures/draw.py draws their crossings.
+Sent bytes are counted by the communicator; kept bytes are autograd's saved tensors. A second table has the closed forms for more ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +26,17 @@ from parallel.process.process import World
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
 FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))
-IN_RUNS = (("1d", 2, 3), ("sliced", 2, 3))  # (form, ranks, tensor.overlap_chunks) of the rows with overlap
+OVERLAPPED = (("1d", 2, 3), ("sliced", 2, 3))  # (form, ranks, tensor.overlap_chunks)
 ON_PAPER = (4, 8, 16, 64)
 PAPER = DenseLayer(tokens=4 * 2048, width=12288, heads=96, head_size=128, kv_heads=96, hidden=4 * 12288, gated=False, itemsize=2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | None = None) -> int:
-    """Print rows and the table on paper. Returns 1 if a layer sends other bytes than its formula says, or keeps over 5 % more or less."""
+    """Print the measured rows and the table of closed forms. Return 1 if sent bytes differ from the closed form, or others by over 5 %."""
     torch.set_num_threads(1)
     rows = []
-    for kind, ranks, chunks in [*((*form, 1) for form in FORMS), *IN_RUNS]:
+    for kind, ranks, chunks in [*((*form, 1) for form in FORMS), *OVERLAPPED]:
         for precision in DTYPES if ranks <= max(nproc, 4) or nproc >= 8 else ():
             found = measured(kind, ranks, precision, chunks=chunks)
             for row in (row for row in found if (row["what"] == "sent") == (what == "sent")):
@@ -51,9 +49,9 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
 
 
 def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
-    """Rows of one form. Bytes sent, averaged over ranks, must equal the formula; for 1D and sliced also the number of calls. Weights and
-    kept bytes of the fullest rank must agree within 5 %. `chunks`: tensor.overlap_chunks.
-    """
+    """Return the rows "sent", "weights" and "kept" of one form of tensor parallelism. chunks: tensor.overlap_chunks.
+    Sent bytes (mean over ranks) must equal the closed form; for 1D and sliced also the number of calls. Weights and kept bytes (maximum
+    over ranks) must agree within 5 %."""
     of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
     form = grid(kind, ranks)
     assert form is not None
@@ -78,7 +76,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def run_of(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> Run:
-    """The recipe of one dense layer with this form of tensor parallelism."""
+    """Return the recipe of a model of one dense layer with this form of tensor parallelism. chunks: tensor.overlap_chunks."""
     values: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 1, "d_model": WIDTH, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "d_ff": HIDDEN,
@@ -102,7 +100,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
     x = torch.randn(size).to(DTYPES[precision]).requires_grad_()
     context = Context.of(torch.zeros(size[0], LENGTH, dtype=torch.long))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    kept: dict[int, tuple[Tensor, int]] = {}  # keeps the tensors too, because freed storage would be counted for the next tensor
+    kept: dict[int, tuple[Tensor, int]] = {}  # address -> (tensor, bytes); holding the tensors prevents that an address is used again
 
     def note(saved: Tensor) -> Tensor:
         kept[saved.untyped_storage().data_ptr()] = saved, saved.untyped_storage().nbytes()
@@ -111,7 +109,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
     mesh.communicator.reset_counts()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         out, _ = layer(x, context)
-    # smaller tensors are rotary angles
+    # tensors of at most LENGTH * HEAD_SIZE elements are rotary angles, which do not count
     held = sum(size for at, (saved, size) in kept.items() if at not in parameters and saved.numel() > LENGTH * HEAD_SIZE)
     out.backward(torch.randn_like(out))
     counts = mesh.communicator.counts().values()
@@ -120,7 +118,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
 
 
 def on_paper() -> list[dict[str, Any]]:
-    """A layer of GPT-3's width on 4, 8, 16 and 64 ranks, in bf16. Leaves out forms without a grid of that size."""
+    """Return and print the closed forms for a layer of GPT-3's width in bf16 on ON_PAPER ranks, for each possible grid."""
     rows: list[dict[str, Any]] = []
     print(f"\n{'a layer of 12,288, 8,192 tokens, bf16':<38}{'ranks':>6}{'grid':>12}{'weights':>10}{'kept':>10}{'sent':>10}  MiB a rank")
     for ranks in ON_PAPER:
@@ -136,6 +134,6 @@ def on_paper() -> list[dict[str, Any]]:
 
 
 def forms_of(ranks: int) -> list[Grid]:
-    """Return every grid of these ranks; of 2.5D every depth from 2 on."""
+    """Return every possible grid of this number of ranks, with every depth from 2 for 2.5D."""
     forms = [("1d", None), ("sliced", None), ("2d", None), *(("2.5d", depth) for depth in range(2, ranks)), ("3d", None)]
     return [made for kind, depth in forms if (made := grid(kind, ranks, depth))]

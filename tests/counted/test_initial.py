@@ -1,4 +1,4 @@
-"""`python -m tests.counted initial` on small sizes: a row for each case, and rows that must fail."""
+"""`python -m tests.counted initial` on small sizes, with rows that must fail."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parallel.mesh.mesh import Degrees
 from tests.counted import initial
 
 
-def test_a_rank_draws_what_it_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A rank with a quarter of a matrix draws a quarter of its bytes. A rank with two matrices and a limit of one draws half."""
-    whole = Layout((2048, 8192))  # so large that malloc maps it, and the system counts it in the process's peak
+def test_a_rank_draws_only_its_shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank with a quarter of a matrix draws a quarter of its bytes. A rank with two matrices draws one if MOST_BYTES is one matrix."""
+    whole = Layout((2048, 8192))  # large enough that malloc maps it, so that it counts in the process's peak memory
     cases = [
         ("whole", Model(), {"a.weight": whole}, Degrees(), 0),
         ("quarter", Model(), {"a.weight": replace(whole, split={1: "tp"})}, Degrees(tp=4), 3),
@@ -24,7 +24,7 @@ def test_a_rank_draws_what_it_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ]
     monkeypatch.setattr(initial, "cases", lambda: cases)
     monkeypatch.setattr(initial, "MOST_BYTES", 4 * 2048 * 8192)
-    monkeypatch.setattr(initial, "MORE_TIME", 1e9)  # no limit, because the machine may be busy
+    monkeypatch.setattr(initial, "MORE_TIME", 1e9)  # in effect no limit of time, because the machine may be busy
     assert initial.main(json=str(tmp_path / "rows.json")) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["drawn_bytes"] for row in rows] == [2**26, 2**24, 2**26] and [row["drawn_share"] for row in rows] == [1, 1, 0.5]
@@ -33,8 +33,9 @@ def test_a_rank_draws_what_it_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert not initial.judged(rows[1] | worse, rows[0])["passed"]
 
 
-def test_the_ranks_that_it_measures_hold_what_the_recipe_says() -> None:
-    """A stage of glam_8b_64e has four layers, two with 64 experts of 2 * 4096 * 16384 weights: one per rank with ep 64, eight with ep 8."""
+def test_the_measured_ranks_have_the_recipes_shards() -> None:
+    """A stage of glam_8b_64e has two layers with 64 experts of 2 * 4096 * 16384 weights. A rank holds 1 expert of each with ep 64, 8 with
+    ep 8."""
     held = {}
     for name, _, layouts, degrees, rank in initial.cases():
         mesh = initial.Mesh.of(degrees, rank)

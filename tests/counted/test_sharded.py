@@ -1,4 +1,4 @@
-"""Data-parallel benches at a tiny size: the bytes that an engine keeps and sends equal the closed forms."""
+"""The bytes that data-parallel engines keep and send equal the closed forms, at small sizes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.ranks import run_on_ranks
 COMM, TILES = (
     {"num_layers": 2, "d_model": 160, "d_ff": 640},
     {"d_model": 64, "d_ff": 512},
-)  # the ratio of bytes to theory does not depend on the size, but the time does
+)  # small, because the ratio of measured to expected bytes does not depend on the size
 TINY, TINY_SPARSE = Shape(layers=2, width=32, hidden=48), Shape(layers=2, width=32, hidden=48, experts=4)
 
 
 @pytest.fixture
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Narrow the layers of the models of `python -m tests.counted comm` and `tiling`."""
+    """Replace the recipes of `comm` and `tiling` by narrower models."""
 
     def narrow(module: ModuleType, sizes: dict[str, int]) -> None:
         recipe = module.recipe
@@ -49,7 +49,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow(tiling, TILES)
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------------
+# --- bytes of memory of parameters, gradients and optimizer states --------------------------------------------------------
 
 
 def _kept(rank: int, ranks: int, names: list[str], shape: Shape, precision: str, folder: str) -> list[dict[str, Any]]:
@@ -64,8 +64,8 @@ def _kept(rank: int, ranks: int, names: list[str], shape: Shape, precision: str,
         ("zero2,zero3", 2, TINY_SPARSE, "bf16"),
     ],
 )
-def test_an_engine_keeps_what_the_formula_says(names: str, ranks: int, shape: Shape, precision: str, tmp_path: Path) -> None:
-    """Parameters, gradients and moments each. Step counters and the padding to equal shards may add a few bytes."""
+def test_an_engines_memory_equals_the_formula(names: str, ranks: int, shape: Shape, precision: str, tmp_path: Path) -> None:
+    """Parameters, gradients and moments are compared separately. Step counters and padding to equal shards may add up to 3,000 bytes."""
     load_engines([kind_of(name) for name in names.split(",")])
     for row in chain(*run_on_ranks(_kept, ranks, ranks, names.split(","), shape, precision, str(tmp_path), timeout_s=60)):
         assert row["ranks"] == ranks and row["num_parameters"] > 10_000
@@ -74,7 +74,7 @@ def test_an_engine_keeps_what_the_formula_says(names: str, ranks: int, shape: Sh
         assert row["measured_other"] <= 1500, row
 
 
-def test_offload_leaves_the_working_weights_on_the_device(tmp_path: Path) -> None:
+def test_offload_leaves_only_working_weights_on_the_device(tmp_path: Path) -> None:
     names = ["zero2+cpu", "zero3+cpu-all"]
     load_engines([kind_of(name) for name in names])
     for some, none in run_on_ranks(_kept, 2, 2, names, TINY, "bf16", str(tmp_path), timeout_s=60):
@@ -98,8 +98,8 @@ def test_the_memory_table_is_printed_and_written(
     assert {"kind", "ranks", "measured_bytes", "expected_bytes", "error", "resident_bytes", "resident_error", "passed"} <= row.keys()
 
 
-def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default one model on two ranks; with --full all kinds and sizes."""
+def test_memory_measures_four_kinds_by_default_and_all_with_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default one model on two ranks; with --full all kinds, sizes and numbers of ranks."""
     ran: list[tuple[str, int, int]] = []
     monkeypatch.setattr(memory, "_run", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
     monkeypatch.setattr(memory, "load_engines", lambda kinds: None)
@@ -110,9 +110,9 @@ def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monke
     assert len(ran) > 4 * quick and {width for _, width, _ in ran} == {memory.DENSE.width, memory.SPARSE.width}
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3+cpu-all"])  # each way to load a state
-def test_a_resume_holds_no_more_than_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the step after it. Resident memory is not checked, because a model this small is a minor part of it."""
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3+cpu-all"])  # engines that load states by different code
+def test_resuming_needs_no_more_memory_than_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does the step after it. Resident memory is not checked, because the small model is a minor part of it."""
     monkeypatch.setattr(load, "ELEMENTS_AT_ONCE", 2**14)
     load_engines([kind_of(name)])
     row = resume.case(kind_of(name), Shape(layers=2, width=128, hidden=512), 2)
@@ -120,11 +120,11 @@ def test_a_resume_holds_no_more_than_training(name: str, monkeypatch: pytest.Mon
     assert 0 < row["measured_bytes"] <= 1.05 * row["expected_bytes"] and row["resuming_bytes"] <= row["measured_bytes"]
 
 
-# --- comm -----------------------------------------------------------------------------------------------------------------
+# --- bytes sent in collectives --------------------------------------------------------------------------------------------
 
 
 def _collectives(rank: int) -> list[dict[str, int]]:
-    """Counted bytes of one call of each collective, with 60 floats on each rank."""
+    """Call each collective once with 60 floats on each rank. Return for each call purpose -> bytes counted by `Sent`."""
     x, whole, part = torch.ones(60), torch.ones(120), torch.ones(30)
     send, receive = ([10, 50], [10, 20]) if rank == 0 else ([20, 40], [50, 40])
     calls = [
@@ -150,7 +150,7 @@ def _collectives(rank: int) -> list[dict[str, int]]:
 
 
 def test_bytes_of_each_collective() -> None:
-    """A rank sends (N - 1)/N of the whole tensor, twice that in an all-reduce; in an all-to-all, the rows that go to other ranks."""
+    """`Sent` counts (N - 1)/N of the whole tensor, twice that for an all-reduce, and for an all-to-all the rows to other ranks."""
     first, second = run_on_ranks(_collectives, 2, timeout_s=30)
     states = [240, 120, 120, 240, 240, 120, 120, 240]
     assert first[:8] == second[:8] == [{STATES: bytes} for bytes in states]
@@ -161,7 +161,7 @@ def test_bytes_of_each_collective() -> None:
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.usefixtures("smaller")
 def test_ddp_sends_one_all_reduce_a_step(sparse: bool) -> None:
-    """One all-reduce with three micro-batches too. Experts are reduced over edp, which has one rank here, so they add none."""
+    """Also with three micro-batches. Experts are reduced over edp, which has one rank here, so they send nothing."""
     for row in run_on_ranks(comm.measure, 2, 2, kind_of("ddp"), sparse, 3, "fp32", timeout_s=60):
         assert row["measured_bytes"] == row["expected_bytes"] and row["passed"], row
         assert {(c["collective"], c["dtype"], c["ranks"]) for c in row["collectives"]} == {("all_reduce", "float32", 2)}
@@ -170,7 +170,7 @@ def test_ddp_sends_one_all_reduce_a_step(sparse: bool) -> None:
 
 def _both_counts(rank: int) -> tuple[dict[str, int], int]:
     started = comm.start(kind_of("ddp"), comm.recipe(kind_of("ddp"), 2, sparse=True, microbatches=1), rank, 2)
-    for number in range(3):  # the third is counted, because torch rebuilds its buckets in the second
+    for number in range(3):  # the third step is counted, because torch's DDP rebuilds its buckets in the second
         started.mesh.communicator.reset_counts()
         with Sent() as sent:
             batch = comm.tokens_of(rank, sequences=1, length=comm.LENGTH)
@@ -179,7 +179,7 @@ def _both_counts(rank: int) -> tuple[dict[str, int], int]:
 
 
 @pytest.mark.usefixtures("smaller")
-def test_what_the_dispatcher_sees_is_what_our_collectives_count() -> None:
+def test_sent_equals_the_communicators_own_count() -> None:
     for seen, counted in run_on_ranks(_both_counts, 2, timeout_s=60):
         assert sum(seen.values()) == counted and seen[ROWS] > 0
 
@@ -190,7 +190,9 @@ def _sent(rank: int, names: list[str], sparse: bool, microbatches: int, precisio
 
 @pytest.mark.parametrize(("sparse", "microbatches", "precision"), [(False, 1, "bf16"), (True, 3, "fp32")])
 @pytest.mark.usefixtures("smaller")
-def test_sharded_engines_send_what_theory_says(sparse: bool, microbatches: int, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharded_engines_send_the_bytes_of_the_closed_form(
+    sparse: bool, microbatches: int, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ["fsdp", "zero1", "zero2", "zero3"]
     load_engines([kind_of(name) for name in names])
     rows = run_on_ranks(_sent, 2, names, sparse, microbatches, precision, timeout_s=90)[0]
@@ -202,19 +204,19 @@ def test_sharded_engines_send_what_theory_says(sparse: bool, microbatches: int, 
     assert f"reduce of float32 over 2, {'3' if sparse else '1'} all_gather" in capsys.readouterr().out
 
 
-# --- tiles ----------------------------------------------------------------------------------------------------------------
+# --- bytes of gathered weights with tiling --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero3"])
 @pytest.mark.usefixtures("smaller")
-def test_tiles_divide_what_is_whole_at_once(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tiling_divides_the_bytes_of_gathered_weights(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiling, "TILES", (1, 4))
     load_engines([kind_of(name)])
     one, four = run_on_ranks(tiling.measure, 2, 2, kind_of(name), True, "bf16", str(tmp_path), timeout_s=60)[0]
     assert one["measured_bytes"] == one["expected_bytes"] == 4 * four["measured_bytes"] and four["passed"]
 
 
-# --- kinds ----------------------------------------------------------------------------------------------------------------
+# --- `moe bench`: seconds and losses of kinds of data parallelism ---------------------------------------------------------
 
 
 def test_a_step_of_each_implementation_finds_the_same_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def _found(*, ours: float, deepspeed: float, loss: float = 2.0) -> list[dict[str
     return [{"seconds": seconds, "losses": {"torch": [3.0, 2.0], "ours": [3.0, loss], "deepspeed": [3.0, 2.0]}}] * 2
 
 
-def test_a_kind_fails_where_it_is_slower_than_its_engine_or_finds_another_loss() -> None:
+def test_a_kind_fails_if_it_is_slower_than_its_engine_or_has_another_loss() -> None:
     kind = ShardedKind("zero2", 2, {"kind": "zero", "stage": 2})
     good = kinds.row_of(kind, _found(ours=1.2, deepspeed=1.18))
     assert good["passed"] and good["over_torch"] == pytest.approx(1.2) and good["over_deepspeed"] == pytest.approx(1.2 / 1.18)
@@ -240,7 +242,7 @@ def test_a_kind_fails_where_it_is_slower_than_its_engine_or_finds_another_loss()
     assert not kinds.row_of(kind, _found(ours=1.0, deepspeed=1.18, loss=2.1))["passed"]
 
 
-# --- names ----------------------------------------------------------------------------------------------------------------
+# --- names of kinds of data parallelism -----------------------------------------------------------------------------------
 
 
 def test_kinds_by_name() -> None:
@@ -261,7 +263,7 @@ def test_kinds_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["zero4", "ddp,", "zero2+disk", "FSDP", "zero2+nvme", "ddp+cpu"])
-def test_a_kind_that_is_not_there_is_refused_in_one_line(name: str) -> None:
+def test_an_unknown_kind_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(BadInput, match="--kinds: got") as refused:
         kinds_of(name)
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""`python -m tests.counted tensor`: a layer sends and keeps the bytes of its formula; which grids exist."""
+"""`python -m tests.counted tensor`: the bytes that a layer sends and keeps equal the closed forms."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.counted.tensor import PAPER, forms_of, measured
     ("kind", "ranks", "chunks"), [("1d", 2, 3), ("sliced", 2, 1), ("sliced", 2, 3), ("2d", 4, 1), ("2.5d", 8, 1), ("3d", 8, 1)]
 )
 def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int, chunks: int) -> None:
-    """Exact in bf16, with sums in fp32. n chunks make n times the calls, and keep as many bytes."""
+    """In bf16, with all-reduces in fp32. With n chunks there are n times as many calls; kept bytes are the same."""
     for row in measured(kind, ranks, "bf16", chunks=chunks):
         assert row["measured_bytes"] == row["expected_bytes"] and row["passed"], row
 
 
-def test_a_forms_weights_and_activations_lie_on_all_its_ranks_once() -> None:
-    """Exceptions: 2.5D copies weights over its depth, and 1D keeps whole activations between layers on each rank."""
+def test_ranks_hold_each_weight_once_and_2d_to_3d_shard_all_activations() -> None:
+    """Exceptions: 2.5D has copies of weights over its depth, and 1D has whole activations between layers on each rank."""
     for ranks in (4, 8, 16, 64):
         whole = cost(Grid("1d", 1, 1, 1), PAPER)
         for form in forms_of(ranks):

@@ -1,10 +1,9 @@
-"""Memory-centric tiling, measured: bytes of feed-forward weights that are whole at once on a rank, with q tiles and with one.
+"""Measures the largest number of bytes of feed-forward weights that are gathered on a rank at once, without tiling and with q tiles.
 
     2 out in  ->  2 out in / q      bytes of each matrix in 16 bits: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3
 
-A stage-3 engine gathers weights before use and frees them again. FSDP gathers a feed-forward layer's weights together; DeepSpeed gathers
-each matrix, but all experts' matrices of a layer together. Whole weights are counted at every matrix product, forward and backward, in
-the third step, in which prefetching has not begun or is switched off.
+FSDP gathers all weights of a feed-forward layer together; DeepSpeed gathers each matrix separately, but all experts' matrices of a layer
+together. Gathered weights are counted at every matrix product of the third step, without prefetching.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.bench.training.sharded import CPU, ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.loop.step import finish
@@ -34,7 +34,7 @@ _WIDE = re.compile(r"\.(ffn|experts)\.")
 
 
 class Whole(TorchDispatchMode):
-    """A mode that counts whole weights. `most`: peak bytes of these parameters that were whole at once during a matrix product."""
+    """Mode that counts gathered weights. most: peak bytes of feed-forward parameters that were gathered during a matrix product."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class Whole(TorchDispatchMode):
 
 
 def whole_bytes(parameter: Tensor) -> int:
-    """Bytes of a parameter that is gathered now; 0 if the rank holds only its shard."""
+    """Return the bytes of a parameter if it is gathered now; 0 if the rank has only its shard."""
     if isinstance(parameter, DTensor):
         return 0
     return min(parameter.untyped_storage().nbytes(), parameter.numel() * parameter.element_size())
 
 
 def recipe(kind: ShardedKind, ranks: int, tiles: int, *, sparse: bool, precision: str) -> dict[str, Any]:
-    """A recipe with two wide layers, so that the first must be freed before the second."""
+    """Return the recipe of two wide layers: the first layer's weights must be freed before the second's are gathered."""
     values: dict[str, Any] = {
         "model": {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH, "moe_every": 1 if sparse else 0},
         "sharding": kind.sharding,
@@ -72,7 +72,7 @@ def recipe(kind: ShardedKind, ranks: int, tiles: int, *, sparse: bool, precision
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: str, folder: str) -> list[dict[str, Any]]:
-    """One row for each number of tiles, measured by this rank."""
+    """Return this rank's rows: one for each number of tiles."""
     rows: list[dict[str, Any]] = []
     for tiles in TILES:
         values = recipe(kind.with_path(folder), ranks, tiles, sparse=sparse, precision=precision)
@@ -92,7 +92,8 @@ def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: s
 
 
 def together(layouts: dict[str, Layout], *, apart: bool) -> int:
-    """Return the most elements that are gathered together without tiles: a module's if modules are gathered `apart`, else a layer's."""
+    """Return the largest number of elements that are gathered together without tiling. apart: True: weights are gathered for
+    each module; False: for a whole feed-forward layer."""
     sizes: Counter[str] = Counter()
     for name, layout in whole_layouts(layouts).items():
         if found := _WIDE.search(name):
@@ -101,12 +102,12 @@ def together(layouts: dict[str, Layout], *, apart: bool) -> int:
 
 
 def whole_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return one layout for each tensor, by its name without the tile's number. Any tile's layout will do: each states the whole shape."""
+    """Return name of each untiled tensor -> layout of one of its tiles, which contains the untiled shape."""
     return {re.sub(r"\.tiles\.\d+", "", name): layout for name, layout in layouts.items()}
 
 
 def main(*, kinds: str = "fsdp,zero3", json: str | None = None) -> int:
-    """Print a row for each kind and number of tiles. Returns 1 if other bytes are whole at once than the formula says."""
+    """Print a row for each kind and number of tiles. Return 1 if the measured bytes differ from the formula."""
     torch.set_num_threads(1)
     chosen = kinds_of(kinds)
     load_engines(chosen)
@@ -117,7 +118,7 @@ def main(*, kinds: str = "fsdp,zero3", json: str | None = None) -> int:
 
 
 def cases(kind: ShardedKind) -> list[dict[str, Any]]:
-    """Print and return the rows of one kind on two ranks."""
+    """Measure one kind on two ranks; print and return its rows."""
     rows: list[dict[str, Any]] = []
     for sparse in (False, True):
         with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ LINE = {
 
 @pytest.fixture(scope="module", params=["switch", "gshard", "glam"])
 def finished(request: pytest.FixtureRequest, home: Path) -> tuple[str, Path, dict[str, Any]]:
-    """A preset, and the folder and summary of its run: two ranks with experts on both, two micro-batches a step."""
+    """Return (preset, folder of its run, summary of the run). Two ranks with ep 2 train it in two micro-batches a step."""
     run = trained.recipe(
         home,
         model=MODEL,
@@ -55,14 +55,14 @@ def test_kept_and_dropped_are_tokens_times_k_in_every_layer_and_step(finished: t
     assert [
         (line["step"], layer["layer"]) for line in lines for layer in line["moe"] if layer["kept"] + layer["dropped"] != tokens * k
     ] == []
-    assert any(layer["dropped"] for line in lines for layer in line["moe"])  # otherwise the sum would show nothing
+    assert any(layer["dropped"] for line in lines for layer in line["moe"])  # without a dropped choice, the equation above would be trivial
     assert all(type(layer[what]) is int for line in lines for layer in line["moe"] for what in ("kept", "dropped"))
 
 
 def test_what_is_kept_fits_into_the_slots(finished: tuple[str, Path, dict[str, Any]]) -> None:
     preset, out, _ = finished
     k, length, experts = (1 if preset == "switch" else 2), 12, 4
-    slots = trained.VALUES["train"]["global_batch"] * experts * -(-length * k // experts)  # capacity factor 1; each sequence is a group
+    slots = trained.VALUES["train"]["global_batch"] * experts * -(-length * k // experts)  # capacity factor 1, counted for each sequence
     assert all(0 < layer["kept"] <= slots for line in trained.lines(out) for layer in line["moe"])
 
 
@@ -95,11 +95,13 @@ def test_a_line_and_the_summary_have_every_field(finished: tuple[str, Path, dict
     _, out, summary = finished
     assert set(summary) >= SUMMARY and (summary["world"], summary["steps"]) == (2, STEPS)
     assert all(set(line) == LINE for line in trained.lines(out))
-    assert all(0 < layer["entropy"] <= 1.3863 for line in trained.lines(out) for layer in line["moe"])  # ln 4
+    assert all(
+        0 < layer["entropy"] <= 1.3863 for line in trained.lines(out) for layer in line["moe"]
+    )  # at most ln 4, the entropy of four equal loads
 
 
-def test_the_first_step_is_what_one_process_counts_by_itself(finished: tuple[str, Path, dict[str, Any]], home: Path) -> None:
-    """Counts from the routing of one forward pass of the whole batch through the whole model, without step, engine or exchange."""
+def test_counts_of_the_first_step_equal_those_of_one_process(finished: tuple[str, Path, dict[str, Any]], home: Path) -> None:
+    """Kept, dropped and load of the run's first step equal the counts of one forward pass of the whole batch on one process."""
     preset, out, _ = finished
     run = check_run(trained.recipe(home, model=MODEL, router={"preset": preset, "capacity_factor": 1.0}), 1)
     model, _ = build(run, Mesh.of(Degrees()), device=torch.device("cpu"))

@@ -52,7 +52,7 @@ IMPORTS_DEEPSPEED = {
 }
 MOST_FILES = 20
 ROUTED = re.compile(r"rout(er|ed|ing)|expert", re.I)
-SAYS_EXPERT = {  # names in `parallel`: of a view of an axis, of a family of parameters, or of another library's interface
+SAYS_EXPERT = {  # allowed names: of a view of the mesh, of a family of parameters, of another library's interface
     "parallel/mesh/mesh.py": {"EXPERT"},
     "parallel/tensor/style.py": {"EXPERT", "expert"},
     "parallel/data/deepspeed.py": {
@@ -62,14 +62,14 @@ SAYS_EXPERT = {  # names in `parallel`: of a view of an axis, of a family of par
         "use_data_before_expert_parallel_",
     },
 }
-# Modules that run before a bad recipe is refused, for `moe --help`, or before a process sets the variables that torch's libraries read.
+# Modules that may not import a SLOW package: they run for `moe --help`, for a refused recipe, or before a rank sets torch's variables.
 QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
 
 @dataclass(frozen=True)
 class Import:
-    """`line` of a file imports `target` (a dotted module name); `early`: when the module itself is imported."""
+    """An import of `target` (a dotted module name) at `line`. early: it runs when the module is imported, not in a function."""
 
     target: str
     line: int
@@ -78,7 +78,7 @@ class Import:
 
 @cache
 def sources() -> dict[str, Path]:
-    """Modules of the packages by dotted name."""
+    """Return dotted name -> file of every module of the packages."""
     files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
@@ -108,7 +108,7 @@ def _imports(node: ast.AST, *, early: bool) -> Iterator[Import]:
 
 
 def _module(dotted: str) -> str:
-    """The module of a dotted name: `moe.router.router.Routing` gives moe.router.router. Names of other packages are unchanged."""
+    """Return the module of a dotted name: moe.router.router for `moe.router.router.Routing`. Names of other packages are unchanged."""
     parts = dotted.split(".")
     if parts[0] not in PACKAGES:
         return dotted
@@ -116,7 +116,7 @@ def _module(dotted: str) -> str:
 
 
 def check(wrong: list[str], rule: str) -> None:
-    """Fail with the rule and every place that breaks it."""
+    """Fail if there are places in `wrong`, with a message that names the rule and these places."""
     if wrong:
         pytest.fail("\n".join([rule, *wrong]), pytrace=False)
 
@@ -130,7 +130,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def text_files() -> list[Path]:
-    """Text files of the repository, found without git, because a copy of the tree must pass too."""
+    """Return the text files of the repository. git is not asked, so that the laws also work in a copy without .git."""
     folders = [*PACKAGES, "recipes", "tests", "docs", ".ci"]
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(ROOT.iterdir())
     return [path for path in files if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts]
@@ -149,7 +149,7 @@ def test_imports_go_one_way(layer: str) -> None:
 
 
 def test_parallel_knows_no_routers_and_no_experts() -> None:
-    """Names and texts of its code. A docstring may say what a tensor is in the model."""
+    """No name and no string in parallel/ mentions routers or experts, except SAYS_EXPERT. Docstrings are not checked."""
     found: dict[str, set[str]] = {}
     for path in python_files("parallel"):
         about = {id(node.value) for node in ast.walk(tree(path)) if isinstance(node, ast.Expr)}
@@ -171,14 +171,14 @@ def test_recipes_hold_no_code() -> None:
 
 
 def test_no_import_circles() -> None:
-    """No circle of files. Imports inside a function or for types count too, because they also tie two files together."""
+    """Imports inside functions, and imports for type checking, count too."""
     graph = {name: [i.target for i in imports(path) if i.target in sources()] for name, path in sources().items()}
     check([" <-> ".join(circle) for circle in circles(graph)], "modules that import each other")
 
 
 @pytest.mark.parametrize("folder", sorted({"."} | {path.relative_to(ROOT).parent.as_posix() for path in python_files(*PACKAGES)}))
 def test_no_circles_between_the_parts_of_a_folder(folder: str) -> None:
-    """The files and folders of one folder, each folder with everything below it: their imports form no circle."""
+    """Imports between the files and subfolders of a folder form no circle. A subfolder counts as one node, with all files below it."""
     prefix = () if folder == "." else tuple(folder.split("/"))
     graph: dict[str, set[str]] = {}
     for path in sources().values():
@@ -195,7 +195,7 @@ def test_no_circles_between_the_parts_of_a_folder(folder: str) -> None:
 
 @pytest.mark.parametrize("room", ["data", "experts", "kernels", "model", "nn", "report", "router"])
 def test_a_whole_recipe_stays_outside_of(room: str) -> None:
-    """These packages get an axis, a number or their own section, so their arguments show their dependencies."""
+    """These packages do not import the whole recipe (`Run`): they get an axis, a number or their own section as arguments."""
     wrong = [
         where(path, node.lineno)
         for path in python_files(f"moe/{room}")
@@ -252,7 +252,7 @@ def test_deepspeed_is_imported_in_one_file() -> None:
 
 @pytest.mark.parametrize("start", QUICK)
 def test_nothing_slow_is_imported_before_it_is_needed(start: str) -> None:
-    """The command line answers, and refuses a bad recipe, before torch loads (2 seconds)."""
+    """No module that `start` imports, directly or through others, imports a SLOW package: importing torch takes 2 seconds."""
     wrong: list[str] = []
     done: set[str] = set()
     ahead = [start]
@@ -313,6 +313,6 @@ def test_links_in_the_docs_lead_somewhere() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page as links name them."""
+    """Return the anchors of a page's headings, as links name them."""
     headings = re.findall(r"^#+ +(.+?) *$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S), flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -160,7 +160,7 @@ CASES: list[tuple[str, str, str]] = [
     ("train switch_t5_tiny --model.vocab_size 260", "model.vocab_size: got 260, needed at least 270", "set model.vocab_size to null"),
     ("train switch_t5_tiny --model.max_length 2", "model.max_length: got 2, needed at least 3", "set it to 3"),
     ("train switch_t5_tiny --model.kind decoder", "data.objective: got span_corruption with model.kind=decoder", "encoder_decoder"),
-    # names that other systems, or older versions, use for a recipe or a run
+    # other systems' or older versions' names for a recipe or a run
     (
         "train hf:model",
         "recipe: got hf:model, a model of transformers",
@@ -197,7 +197,7 @@ CASES: list[tuple[str, str, str]] = [
     ("plan switch_tiny --cluster 8xA100", "cluster: got 8xA100", "did you mean a100-"),
     ("show --keys optimiser", "--keys: got optimiser, needed a section of a recipe: model,", "did you mean optimizer?"),
     ("show --keys model --plan", "--plan: got it with --keys", "remove --plan"),
-    # the recipe's file
+    # names and contents of recipe files
     ("train switch_tinny", "recipe: got switch_tinny", "did you mean switch_tiny?"),
     ("train no/such.yaml", "recipe: got no/such.yaml, needed a YAML file, or one of dense_", "moe recipes"),
     ("show not_yaml.yaml", "recipe not_yaml.yaml, line 2", "mend that line"),
@@ -281,7 +281,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--router.preset top9", "router.preset: got 'top9', needed switch, switch_mtf, gshard, glam", "router.preset"),
     (T + "--train.seed -1", "train.seed: got -1", "train.seed"),
     (T + "--train.on_nan ignore", "train.on_nan: got 'ignore', needed skip, stop", "train.on_nan"),
-    # values that do not fit together
+    # pairs of values that exclude each other
     (T + "--nproc 4 --degrees.ep 3", "experts.num_experts: got 8, needed a multiple of degrees.ep=3", "set degrees.ep to one of [1, 2, 4]"),
     (T + "--nproc 2 --degrees.ep 4", "degrees.ep: got 4, needed a divisor of dp * sp * tp = 2", "set degrees.ep to one of [1, 2]"),
     (T + "--nproc 2 --degrees.ep 0", "degrees.ep: got 0", "set degrees.ep to 1"),
@@ -289,11 +289,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--degrees.dp 2", "= 2 ranks on 1 process,", "--nproc 2"),
     (T + "--degrees.dp 0", "degrees.dp: got 0", "degrees.dp"),
     (T + "--nproc 4 --degrees.tp 4", "degrees.tp: got 4, needed a divisor of model.num_heads=2", "set degrees.tp to one of [1, 2]"),
-    (
-        T + "--nproc 2 --degrees.tp 2 --model.d_ff 511",
-        "degrees.tp: got 2, needed a divisor of model.d_ff=511",
-        "set degrees.tp to 1",
-    ),
+    (T + "--nproc 2 --degrees.tp 2 --model.d_ff 511", "degrees.tp: got 2, needed a divisor of model.d_ff=511", "set degrees.tp to 1"),
     (
         T + "--nproc 4 --degrees.tp 4 --model.d_model 96 --model.num_heads 12 --model.num_kv_heads 6",
         "degrees.tp: got 4, needed a divisor or a multiple of model.num_kv_heads=6",
@@ -660,7 +656,7 @@ def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: 
 
 
 def test_no_line_lists_more_than_five_names(results) -> None:
-    """There may be more numbers, because each of them is a fix."""
+    """A line may list more than five numbers, because each of them is a value that works."""
     long = re.compile(r"(?:[a-z][\w./*+-]*, ){5,}[a-z]")
     assert [err for _, _, err, _ in results.values() if long.search(err)] == []
 
@@ -681,7 +677,7 @@ def torch_takes(folder: Path) -> float:
     "words", ["trian switch_tiny", T + "--nproc 4 --degrees.ep 3", T + "--data.source text --data.path no_such.txt", "show twice.yaml"]
 )
 def test_the_line_comes_before_torch_could_be_imported(folder: Path, torch_takes: float, words: str) -> None:
-    """The limit is about half of torch's import time, measured on the same machine in the same minute: 0.1 to 0.9 s against 2.0 s."""
+    """The error costs less processor time than three quarters of `import torch`, which is measured on this machine just before."""
     used, got = processor_seconds(["-m", "moe", *words.split()], folder)
     assert got.returncode == 2 and len(got.stderr.splitlines()) == 1
     assert used < 0.75 * torch_takes
@@ -708,7 +704,7 @@ def test_a_continuous_pipeline_takes_zero_of_stage_0_which_is_ddp(stage: str) ->
 
 
 def test_a_disk_without_libaio_is_refused_only_where_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line names the command that installs it. The recipe itself is valid on any machine. (The test machine may have libaio.)"""
+    """A recipe with NVMe offload is valid on any machine; training it without libaio gives one line with the command that installs it."""
     monkeypatch.setattr("moe.checks.sharding.missing_for_nvme", lambda: ["libaio-dev"])
     disk = {"sharding.kind": "zero", "sharding.stage": "3", "sharding.offload.optimizer": "nvme", "sharding.offload.path": str(tmp_path)}
     run = check_run(load("switch_tiny", disk)[0], 2)
@@ -721,7 +717,7 @@ def test_a_disk_without_libaio_is_refused_only_where_it_is_trained(tmp_path: Pat
 
 def test_a_folder_that_cannot_be_read_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for a user other than root
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read every file, so the refusal is simulated
     with pytest.raises(BadInput, match=f"data.path: got {tmp_path}: Permission denied, .*; fix: chmod -R u.rX {tmp_path}"):
         check_run(load("switch_tiny", {"data.path": str(tmp_path)})[0], 1)
 

@@ -24,7 +24,7 @@ GROUPS: dict[str, Any] = {"num_choices": 3, "expert_groups": 3, "top_groups": 2}
 SMALL: dict[str, Any] = {name: {"num_choices": 3} for name in ("olmoe", "qwen3_moe")} | dict.fromkeys(
     ("deepseek_v2", "deepseek_v3"), GROUPS
 )
-# presets, dropless and with little capacity, and each choice of a spec that involves other tokens
+# all presets, some of them also dropless or with small capacity, and each router setting by which tokens affect each other
 ROUTERS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} | SMALL.get(name, {}) for name in PRESETS},
     **{f"{name}, tight": {"preset": name} | SMALL.get(name, {}) | TIGHT for name in PRESETS if name != "expert_choice"},
@@ -43,9 +43,8 @@ EVERY = pytest.mark.parametrize("name", ROUTERS)
 
 
 def early_changes(options: dict[str, Any], *, training: bool) -> int:
-    """Number of outputs of earlier tokens that change with a later one, over many changes. Other sequences never change (group:
-    sequence).
-    """
+    """Return how often the output of a token changed after a later token of the same sequence was changed. Outputs of other sequences
+    must not change, because the router's group is the sequence."""
     layer = layer_of(**{"group": "sequence"} | options).train(training)
     x, early = 2 * random(B, L, D), 0
     x[..., 0] = 2.0  # a component that all tokens share makes two experts popular, so that tokens compete for their slots
@@ -72,7 +71,8 @@ def test_a_causal_router_sees_no_later_token_and_another_is_seen_to(name: str) -
 
 @EVERY
 def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
-    """One exception: GShard's queue depends on later tokens through second choices only, and GShard and GLaM were trained with it."""
+    """Routers that look ahead need `allowed=True`. The exception is GShard's queue, in which only second choices depend on later tokens:
+    GShard and GLaM were trained with it."""
     spec = Router(**ROUTERS[name])
     check_causal(spec, allowed=True)
     if looks_ahead(spec) is None or only_second_choices_look_ahead(spec):
@@ -121,7 +121,7 @@ def test_a_run_is_refused_and_allowed_by_its_key() -> None:
 
 
 def test_causality_does_not_depend_on_torchs_generator() -> None:
-    """The routers above draw keyed noise, so two runs of the test are equal."""
+    """Two seeds of torch's generator give equal counts, because routers draw keyed noise (parallel/numerics/random.py)."""
     torch.manual_seed(0)
     a = early_changes(ROUTERS["by lot"], training=True)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""docs/parallel/combinations.md is the output of the code that checks recipes, and repeats known facts about other systems."""
+"""docs/parallel/combinations.md is the output of `moe combinations`, and its refusals agree with known limits of other systems."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def status(one: str, a: str, other: str, b: str) -> str:
 
 @pytest.mark.parametrize("schedule", FACTORS["schedule"][1:])
 def test_engines_that_scatter_are_not_recommended_beside_stages(schedule: str) -> None:
-    """FSDP reduces gradients before deferred weight gradients are computed. Continuous pipelines have no single update for all stages."""
+    """Sharded engines are refused next to schedules that split the backward pass (gradients would be reduced before W computes them) and
+    next to continuous schedules (stages update at different times). Next to other schedules they are not recommended."""
     split, streams = (
         schedule in ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe"),
         schedule in ("pipedream", "two_bw"),

@@ -1,4 +1,6 @@
-"""A made-up dispatcher is an object and a line in the catalog: checks, planner, mesh, model, counts, watchdog, verify and docs ask it."""
+"""A new dispatcher is one `Dispatcher` object and one line in the catalog. A made-up one then works in checks, planner, mesh, model,
+counts, watchdog, verify and docs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ring(Dispatcher):
-    """Tokens and their sums travel around the ring of ep. Each rank adds its experts' outputs. The last hop brings sums home."""
+    """Sends tokens, with the sums of their outputs, around the ring of ep ranks. Each rank adds its experts' outputs to the sums. The
+    last message returns the sums to the tokens' rank."""
 
     name = "ring"
     about = "links in a ring"
@@ -91,16 +94,13 @@ class Around(Exchange):
         return y_TD.to(x_TD.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog.DISPATCHERS, Ring.name, Ring)
 
 
 def with_it(run: sections.Run, **keys: object) -> sections.Run:
-    """The recipe with the made-up dispatcher, set without validation: a recipe's text can only name dispatchers of sections.py."""
+    """Return the recipe with the made-up dispatcher. It is set without validation, which accepts only the names in sections.py."""
     return run.model_copy(update={"dispatch": run.dispatch.model_copy(update={"kind": Ring.name} | keys)})
 
 
@@ -127,14 +127,14 @@ def test_kfac_asks_whether_experts_are_computed_in_chunks(listed: None, monkeypa
 
 
 def test_the_planner_asks_for_its_messages(listed: None) -> None:
-    """Two ranks, one step around: the rows of all tokens and their fp32 sums travel, whatever the number of choices."""
+    """The planner counts the ring's own messages: on two ranks all tokens and their fp32 sums, whatever the number of choices."""
     model = {
         "num_layers": 2,
         "d_model": 64,
         "d_ff": 240,
         "max_length": 16,
         "moe_every": 1,
-    }  # wide: memory peaks within a layer
+    }  # a large d_ff, so that memory peaks within a layer
     router = {"preset": "glam", "capacity_factor": None}
     values = {"model": model, "router": router, "experts": {"num_experts": 4}, "degrees": {"ep": 2}, "train": {"global_batch": 4}}
     plain = build_run(values).resolve(2)
@@ -166,7 +166,7 @@ def _counted_on_rank(rank: int, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", [*examples(), Ring.name])
 def test_it_sends_what_it_states_and_the_watchdog_knows_where(name: str, listed: None) -> None:
-    """The counted calls and bytes of every collective are the stated ones. The ranks' records agree, and name layer and pass."""
+    """Counted calls and bytes of every collective equal `traffic`. All ranks record the same collectives, labelled by layer and pass."""
     section = sections.Dispatch.model_construct(**sections.Dispatch().model_dump() | examples()[name])
     stated: Counter[tuple[str, str, str]] = Counter()
     for message in dispatcher_of(section).traffic(Load(12, 2, 24, E * 5, D, 4 * D, E, 4)).every:
@@ -206,7 +206,7 @@ def test_verify_has_its_row_and_two_ranks_equal_the_plain_twin(listed: None, mon
     assert max(compare(ran[0], twin.reference(expected.twin_of(case))).values()) < 1e-5
 
 
-# --- the real ones ----------------------------------------------------------------------------------------------------
+# --- the project's own dispatchers ------------------------------------------------------------------------------------
 
 
 def test_recipe_and_docs_have_every_dispatcher() -> None:
@@ -238,7 +238,8 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_a_dispatcher() -> None:
-    """Names that are shared with collectives, such as all_to_all, count only after the word `dispatch` on the line."""
+    """Quoted names of dispatchers occur only in the files of MAY_NAME. all_to_all and the like, which also name collectives, count only
+    on lines with the word `dispatch`."""
     named = re.compile(r"""["'](padded|hierarchical)["']|dispatch\b.*["'](all_to_all|all_gather|overlapped)["']""")
     found = {
         path.relative_to(ROOT).as_posix()

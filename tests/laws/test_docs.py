@@ -50,9 +50,8 @@ def test_recipes_page_has_every_key_with_its_default() -> None:
 
 
 def test_errors_by_table_are_those_that_the_planner_has() -> None:
-    """A range over published tables on a page, such as `3.0 to 58.4 % ... by table`, equals the range in the JSON, for time or for
-    memory.
-    """
+    """Pages say "A to B % ... by table" for the planner's smallest and largest mean error over published tables. A and B must be the
+    values in planner-tables.json, for time or for memory."""
     rows = json.loads((ROOT / "docs/benchmarks/planner-tables.json").read_text(encoding="utf-8"))["rows"]
     time, memory = [row["time"]["mean"] for row in rows if row["time"]], [row["memory_error_median"] for row in rows if row["memory_rows"]]
     true = {tuple(f"{100 * end:.1f}" for end in (min(of), max(of))) for of in (time, memory)}
@@ -82,7 +81,7 @@ def in_backticks(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[tuple[str, str]]:
-    """(verb, the words after it) of each `moe VERB ...` in a block or a sentence, except commands shown to end in an error."""
+    """Yield (verb, rest of the line) of each command `moe VERB ...` on a page, except those whose shown output is an error."""
     lines = [text for text in in_backticks(page) if text != OURS_ON_CPU.name]
     for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if language != "python":
@@ -93,7 +92,7 @@ def commands(page: Path) -> Iterator[tuple[str, str]]:
 
 @OF_TODAY
 def test_keys_that_a_page_names_exist(page: Path) -> None:
-    """A dotted word that begins with a section is a key or a group of keys, unless it is a file."""
+    """Each dotted name that begins with a section of the recipe, such as `train.steps`, is a key or a group of keys."""
     keys = known_keys()
     there = {key.rsplit(".", n)[0] for key in keys for n in range(key.count("."))}
     dotted = re.compile(rf"(?<![\w./-])(?:--)?((?:{'|'.join(Run.model_fields)})(?:\.\w+)+)(?![\w./(-])")
@@ -103,7 +102,7 @@ def test_keys_that_a_page_names_exist(page: Path) -> None:
 
 @OF_TODAY
 def test_commands_that_a_page_names_exist(page: Path) -> None:
-    """Every verb with its flags, every measurement with its flags, every kind of faults, every recipe key as a flag."""
+    """All verbs, bench names and flags in the page's `moe` commands exist; a flag can also be a recipe's key."""
     keys, wrong = known_keys(), []
     for verb, words in commands(page):
         if verb not in VERBS:
@@ -124,7 +123,7 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
 
 @OF_TODAY
 def test_measurements_of_the_tests_that_a_page_names_exist(page: Path) -> None:
-    """`python -m tests.counted comm --nproc 2`: the folder, the name and the flags."""
+    """Folder, name and flags of commands such as `python -m tests.counted comm --nproc 2` exist."""
     mains = {"campaigns": faults.main, "mutations": run.main, "planner": planner.main}
     wrong = []
     for folder, words in re.findall(r"python -m tests\.(\w+)((?: +[\w.,/+:-]+)*)", page.read_text(encoding="utf-8")):
@@ -143,7 +142,7 @@ def test_measurements_of_the_tests_that_a_page_names_exist(page: Path) -> None:
 
 @OF_TODAY
 def test_tests_that_a_page_names_exist(page: Path) -> None:
-    """Tests named without a folder; tests with a folder are checked as files."""
+    """Checks names without a folder, such as `test_mesh.py`. Names with a folder are checked with all other files."""
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert sorted({name for text in in_backticks(page) for name in re.findall(r"(?<![\w/])test_\w+\.py", text)} - there) == []
 
@@ -163,7 +162,7 @@ def test_counts_that_a_page_claims_are_those_of_the_code(page: Path) -> None:
 
 
 def test_the_architecture_page_names_every_file_in_its_folder() -> None:
-    """A folder's part of the tree ends at the next folder's line. Benches are named after their commands, so their folder is enough."""
+    """The tree on the page lists every file under its folder, and no file that does not exist. Files of moe/bench/ may be missing."""
     tree = (ROOT / "docs/inside/architecture.md").read_text(encoding="utf-8").partition("## The tree")[2].partition("\n## ")[0]
     parts = dict(re.findall(r"^([\w/]+)/ +(.*?)(?=^\S|\Z)", tree, flags=re.M | re.S))
     files = [path.relative_to(ROOT) for package in ("moe", "parallel") for path in (ROOT / package).rglob("*.py")]
@@ -186,7 +185,6 @@ def test_python_on_a_page_is_python(page: Path) -> None:
 
 @pytest.mark.parametrize("number", range(len(README_BLOCKS)))
 def test_python_of_the_readme_runs(number: int, tmp_path: Path) -> None:
-    """Runs in its own process in an empty folder."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, "-c", README_BLOCKS[number]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
@@ -204,7 +202,7 @@ def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -
 
 
 def test_the_picture_of_schedules_says_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each title has the sizes, time and bubble, and the legend covers no axes."""
+    """Each subplot's title is a line that `moe simulate` prints for that schedule. The legend does not cover the plots."""
     monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
     figure = importlib.import_module("draw").pipelines().figure
     titles = [axes.get_title(loc="left") for axes in figure.axes]
@@ -219,7 +217,7 @@ def test_the_picture_of_schedules_says_what_the_command_prints(monkeypatch: pyte
 
 
 def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> None:
-    """As `make docs` builds it, with every warning as an error. Only this test notices docstrings and pages that Sphinx cannot read."""
+    """Sphinx builds the site as `make docs` does, without a warning. So links work, and Sphinx can read every page and docstring."""
     pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
     words = ["-q", "-W", "--keep-going", "-b", "html", "-c", "docs/site", "docs", str(tmp_path)]
     done = subprocess.run([sys.executable, "-m", "sphinx", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -227,5 +225,7 @@ def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> 
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     assert all((tmp_path / page).is_file() for page in pages)
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
-    assert all(f'href="{page.as_posix()}"' in front for page in pages if page.name != "index.html")  # each is in the contents
+    assert all(
+        f'href="{page.as_posix()}"' in front for page in pages if page.name != "index.html"
+    )  # the start page's contents link to every page
     assert "moe.train.loop.trainer." in (tmp_path / "site/api.html").read_text(encoding="utf-8")

@@ -1,6 +1,5 @@
-"""A made-up data-parallel engine is an engine, its facts and a row in the catalog: checks, planner, training, verify, pages ask the row.
-
-No name of an engine occurs outside parallel/data/, but for the files listed below, each with its reason.
+"""A new data-parallel engine needs only its class, an EngineKind and a row in the catalog: with these three, a made-up engine works in
+checks, planner, training, verify and docs. Names of engines occur only in parallel/data/ and in the files of MAY_NAME.
 """
 
 from __future__ import annotations
@@ -58,12 +57,10 @@ class Plain(Stepped):
 
 PLAIN = EngineKind("plain", Plain, {"kind": "plain"}, overlaps=False)
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(autouse=True)
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the made-up engine into the catalog, and into the recipes of its cases (their text can only name engines of `Named`)."""
+    """Add the made-up engine to the catalog, and to the recipes of its verify cases without validation, which accepts only `Named`."""
     real, sharding_of = Case.run, cases.sharding_of
     monkeypatch.setitem(ENGINES, PLAIN.name, PLAIN)
     monkeypatch.setattr(cases, "sharding_of", lambda kind: {"kind": "ddp"} if kind == PLAIN.name else sharding_of(kind))
@@ -95,7 +92,7 @@ def test_checks_and_rehearsal_ask_it() -> None:
 
 
 def test_the_planner_asks_it() -> None:
-    """Compared with DDP: memory is at most as large, because no buckets stay, and a step is longer, because no sum is overlapped."""
+    """The planner gives it at most DDP's memory, because it has no buckets, and a longer step, because its sums do not overlap."""
     run, cluster = run_of(), load_cluster("a100-80-8").holding(4)
     network, plan = network_of(run), plan_of(by(run))
     assert plan == replace(plan_of(run), engine="plain") and recipe_of(plan, run).sharding.kind == "plain"
@@ -142,8 +139,11 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_an_engine() -> None:
-    """Exceptions: parallel/data/, the recipe's keys, the listed files, changes of a recipe (`sharding.kind`), and benches."""
-    kinds = {str(kind.sharding["kind"]) for kind in ENGINES.values()} - {"dp", "plain"}  # dp is also the name of an axis
+    """Quoted names of engines occur only in parallel/data/, moe/recipe/, moe/bench/, MAY_NAME, and fixes that set `sharding.kind`."""
+    kinds = {str(kind.sharding["kind"]) for kind in ENGINES.values()} - {
+        "dp",
+        "plain",
+    }  # "dp" alone is not searched for: it is also an axis
     names = "|".join(sorted((kinds | set(ENGINES)) - {"dp", "plain"}))
     named = re.compile(rf"""(?<!sharding.kind": )(?<!sharding.kind", )["']({names})["']|kind [!=]= "dp\"""")
     found = {

@@ -36,9 +36,7 @@ def test_a_script_of_the_page_runs(script: str, home: Path, tmp_path: Path, monk
 
 
 def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that the user can fix is one line and exit code 2; an error of a callback is one line and exit code 1; a finished run
-    exits with 0.
-    """
+    """`moe.script` exits with 2 and one line after bad input, with 1 and one line after a callback's error, and with 0 after a run."""
     monkeypatch.chdir(tmp_path)
 
     class Boom(moe.Callback):
@@ -47,8 +45,8 @@ def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: py
 
     run, _ = small("switch_tiny", {"data.path": str(home / "text.txt")})
 
-    def work(rank: int) -> list[tuple[Any, list[str]]]:  # in its own process, so that signals do not matter
-        monkeypatch.setattr(process, "stop", lambda: None)  # the process group belongs to the test
+    def work(rank: int) -> list[tuple[Any, list[str]]]:  # in a fork, because a run sets signal handlers
+        monkeypatch.setattr(process, "stop", lambda: None)  # the test's ranks need their process group later
         found = []
         for callbacks in ([3], [Boom()], []):
             with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:

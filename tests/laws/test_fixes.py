@@ -1,6 +1,6 @@
-"""A fix that sets, removes or renames a key is a value, which can be tried, and no text; each key that a fix names exists.
+"""An error's fix that changes a key is a `Fix` object (Set, Remove, Rename), which can be applied, never a text; its keys exist.
 
-Read from the syntax trees of all expressions that are passed as `fix`, or assigned to a name that is.
+Checked in the syntax trees of all expressions that are passed as `fix=`, or assigned to a variable `fix`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe.recipe.sections import Run
 from parallel.fixes import IT
 from tests.laws.test_architecture import PACKAGES, check, python_files, tree, where
 
-HOLE = "§"  # a value that is put into a text
+HOLE = "§"  # stands for each {value} of an f-string
 _KEY = rf"[a-z_{HOLE}]+(?:\.[a-z_0-9{HOLE}]+)+"
 CHANGE = re.compile(rf"(?:^|\b(?:or|and) )(?:(?:set )?{_KEY} to |(?:remove|leave) {_KEY}|add --nproc [\d{HOLE}])")
 CHANGE_OF_IT = re.compile("(?:set |use )?(?:it to|one of) |(?:remove|leave) it")
@@ -24,7 +24,7 @@ CHANGES = ("Set", "Remove", "Rename")
 
 
 def text_of(node: ast.AST) -> str | None:
-    """Return a literal's text, with HOLE for each value that is put in; None for another expression."""
+    """Return the text of a string or f-string, with HOLE for each {value}; None for other expressions."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -33,7 +33,7 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def fixes(path: Path) -> Iterator[tuple[ast.expr, str | None]]:
-    """Yield each expression of a fix, with the text of the key that its refusal is about, if that is a literal."""
+    """Yield (expression of a fix, key of its BadInput). The key is None if it is not a literal."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call):
             yield from ((given.value, text_of(node.args[0]) if node.args else None) for given in node.keywords if given.arg == "fix")
@@ -42,13 +42,14 @@ def fixes(path: Path) -> Iterator[tuple[ast.expr, str | None]]:
 
 
 def exists(key: str) -> bool:
-    """Return whether a recipe has such a key or section. HOLE is any text."""
+    """Return whether recipes have this key or section. HOLE matches any name."""
     pattern = re.compile(re.escape(key).replace(HOLE, r"[a-z_0-9.]+") + r"(\..+)?")
     return any(pattern.fullmatch(known) for known in known_keys())
 
 
 def faults(fix: ast.expr, what: str | None) -> Iterator[str]:
-    """Yield each change of a key that is written as text, and each key that does not exist."""
+    """Yield a message for each text in `fix` that describes a change of a key, and for each key that does not exist. what: the key of
+    the BadInput."""
     is_key = what is not None and "." in what and exists(what)
     for node in ast.walk(fix):
         words = text_of(node) or ""

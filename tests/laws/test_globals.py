@@ -1,11 +1,10 @@
-"""No function changes a module's names, checked in the syntax trees: counters, caches and decisions of a run belong to an object of that
-run.
+"""No function changes a module's variables. Counters, caches and decisions of a run belong to an object of that run.
 
     global NAME      NAME = ...  NAME[...] = ...  NAME.x = ...  NAME.append(...)  setattr(NAME, ...)      @cache def f(...)
-    of the module itself, of a class in it, or of a module or class it imports (os.environ, deepspeed's)
+    NAME: a variable of the module, of a class in it, or of an imported module or class (os.environ, deepspeed's)
 
-Exceptions that exist once in a process are listed with their reasons: first names, then caches, then settings made by a call. An entry
-that is no longer needed fails too.
+Checked in the syntax trees. Variables that exist once in a process are listed below, each with its reason: variables, caches, and
+settings made by a call. A listed entry that no code needs fails too.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ CACHED = {
     "moe/plan/job/network.py: _getter": "of names alone",
     "moe/plan/job/network.py: _plan_with": "a plan of the settings that are its arguments",
     "moe/plan/time/layer_time.py: _layer": "seconds follow from the sizes that are its arguments",
-    "moe/plan/search/strategies.py: _change": "the cheapest change between two cuts, of both, the bytes and the mesh",
+    "moe/plan/search/strategies.py: change": "the cheapest change between two cuts, of both, the bytes and the mesh",
     "moe/plan/time/layer_time.py: head_time": "likewise",
     "moe/plan/time/layer_time.py: join_time": "likewise",
     "parallel/annotations/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
@@ -120,14 +119,14 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def changed(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, description) of each change that a function makes to a name of its module or to an imported name."""
+    """Yield (line, variable) for each change that a function makes to a variable of its module or to an imported one."""
     of_module = _bound(module.body, classes=True) | _imported(module)
     for node in module.body:
         yield from _in(node, of_module)
 
 
 def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
-    """Changes in a function. `outer`: names that are not the function's own."""
+    """Yield (line, variable) for each change in the functions of `node`. outer: variables of the module and of enclosing functions."""
     for child in ast.walk(node) if not isinstance(node, FUNCTIONS) else [node]:
         if not isinstance(child, FUNCTIONS):
             continue
@@ -167,7 +166,7 @@ def _imported(*nodes: ast.AST) -> set[str]:
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """The expressions that a node changes."""
+    """Return the expressions to which a statement or call assigns."""
     if isinstance(node, ast.Assign | ast.Delete):
         return [t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
     if isinstance(node, ast.AugAssign | ast.AnnAssign):
@@ -186,20 +185,20 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _short(node: ast.expr) -> str:
-    """The changed expression without its index: `os.environ` for os.environ["RANK"]."""
+    """Return the variable in a changed expression: `os.environ` for os.environ["RANK"]."""
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name)):
         node = node.value
     return ast.unparse(node)
 
 
 def compare(found: dict[str, int], listed: dict[str, str], rule: str) -> None:
-    """Fail unless `found` (text of the list -> line) and `listed` have the same entries."""
+    """Fail with `rule` unless `found` (variable -> line) and `listed` (variable -> reason) have the same keys."""
     wrong = [f"{what} (line {line})" for what, line in found.items() if what not in listed]
     check(wrong + [f"{what}: listed, and not there" for what in listed if what not in found], rule)
 
 
 def _setting(function: ast.expr) -> str:
-    """The called function as text: `signal.signal`; for a method of another call's result only its name: `.mallopt`."""
+    """Return the called function as text: `signal.signal`; only `.mallopt` if it is a method of another call's result."""
     return ast.unparse(function) if _root(function) else f".{function.attr}" if isinstance(function, ast.Attribute) else ""
 
 

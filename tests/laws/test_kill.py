@@ -30,7 +30,7 @@ Place = Callable[[Callable[[], None], Callable[[], bool]], None]  # patches this
 
 @pytest.fixture(scope="module")
 def unkilled(home: Path) -> Callable[[str], tuple[Run, Path]]:
-    """The recipe of a layout, and its undisturbed run."""
+    """Return a function: kind of sharding -> (recipe, folder of its complete run). Each runs once."""
     made: dict[str, tuple[Run, Path]] = {}
 
     def get(kind: str) -> tuple[Run, Path]:
@@ -46,7 +46,7 @@ def unkilled(home: Path) -> Callable[[str], tuple[Run, Path]]:
     return get
 
 
-# --- points of death --------------------------------------------------------------------------------------------------------
+# --- moments at which a rank is killed --------------------------------------------------------------------------------
 
 
 def before_the_first_byte(die: Callable[[], None], armed: Callable[[], bool]) -> None:
@@ -116,7 +116,7 @@ def while_older_ones_go(die: Callable[[], None], armed: Callable[[], bool]) -> N
 
 
 def in_half_a_line(die: Callable[[], None], armed: Callable[[], bool]) -> None:
-    """Die after writing half of the metrics line "saved", which follows a save."""
+    """Patch this process: if armed(), it dies after writing half of the metrics line "saved", which follows a save."""
 
     def half(real: Any, records: metrics.Records, line: Any) -> None:
         if armed() and line.get("event") == "saved" and records._file is not None:
@@ -156,7 +156,7 @@ def in_save(place: Place, *, step: int, rank: int) -> Callable[[int, Callable[[]
 
 
 def somewhere(seed: int) -> Callable[[int, Callable[[], None]], None]:
-    """Die at a random moment of a step, on one rank or on both. A timer is independent of the program's own order."""
+    """Return a function that prepares a rank to die at a random moment of a random step: rank 0, rank 1 or both. A timer kills it."""
     draw = random.Random(seed)
     step, ranks = draw.randrange(1, STEPS - 3), draw.choice(([0], [1], [0, 1]))
     delays_s = [draw.uniform(0, 0.05) for _ in range(2)]
@@ -168,11 +168,11 @@ def somewhere(seed: int) -> Callable[[int, Callable[[], None]], None]:
     return prepare
 
 
-# --- the law ------------------------------------------------------------------------------------------------------------
+# --- the law ----------------------------------------------------------------------------------------------------------
 
 
 def live(run: Run, out: Path, life: int, death: Callable[[int, Callable[[], None]], None] | None = None) -> None:
-    """Start the run on two ranks, until its end or the death that `death` prepares. life: number of this start."""
+    """Start the run on two ranks, until its end or until `death(rank, die)` has killed a rank. life: number of this start."""
     killed = out.parent / f"killed-{life}"
 
     def before(rank: int) -> None:
@@ -195,7 +195,7 @@ def live(run: Run, out: Path, life: int, death: Callable[[int, Callable[[], None
 
 def assert_same_run(run: Run, out: Path, reference: Path) -> None:
     assert trained.losses(out) == trained.losses(reference)
-    assert [step for step, _ in trained.losses(out)] == list(range(1, STEPS + 1))  # each step once
+    assert [step for step, _ in trained.losses(out)] == list(range(1, STEPS + 1))
     assert [(line["step"], line["validation_loss"]) for line in trained.lines(out, "eval")] == [
         (line["step"], line["validation_loss"]) for line in trained.lines(reference, "eval")
     ]
@@ -206,7 +206,7 @@ def assert_same_run(run: Run, out: Path, reference: Path) -> None:
     for life in trained.draws(out.parent, ranks=2):
         assert list(life) == list(range(min(life), max(life) + 1)) if life else True
         consumed |= life
-    # a step counts as drawn in the last start that took it; together they are the recipe's order
+    # for each step the windows of the last start that ran it: together they are all windows in the recipe's order
     assert [consumed[step] for step in range(STEPS)] == trained.order(run, STEPS)
 
 
@@ -232,7 +232,7 @@ KILLS = {
 def test_a_killed_run_started_again_is_the_unkilled_run(kill: str, unkilled: Callable[[str], tuple[Run, Path]], tmp_path: Path) -> None:
     kind, death = KILLS[kill]
     run, reference = unkilled(kind)
-    if kill.startswith("async"):  # written while steps run, and the results are still equal
+    if kill.startswith("async"):  # asynchronous saves must change no result
         run = run.model_copy(update={"train": run.train.model_copy(update={"save_mode": "async"})})
     live(run, tmp_path / "run", 0, death)
     live(run, tmp_path / "run", 1)

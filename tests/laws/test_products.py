@@ -1,6 +1,7 @@
-"""A made-up policy of products is an object and a line in the catalog: kernels, K-FAC, checks, planner, model, layouts and verify ask it.
+"""A new way to compute experts' matrix products (such as 8-bit operands) is one `Products` object and one line in the catalog. A made-up
+one then works in kernels, K-FAC, checks, planner, model, layouts and verify.
 
-Only the plain twin of `moe verify` gets a function of its own, since it shares no code with the kernels.
+Only the plain twin of `moe verify` gets its own function, since it shares no code with the kernels.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from parallel.errors import BadInput
 from tests.laws.test_architecture import check, python_files, tree, where
 from tests.moe.plan.job.test_activations import kept_by_blocks, planned, run_of
 
-# --- the made-up policy -----------------------------------------------------------------------------------------------
+# --- the made-up products ---------------------------------------------------------------------------------------------
 
 PLAIN = PRODUCTS["plain"]
 
 
 def rounded(values: Tensor) -> Tensor:
-    """The values rounded to 8 bits, with a scale for each row (last dim)."""
+    """Return the values rounded to 8 bits, with one scale for each row (along the last dim)."""
     scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
     return (values / scale).round() * scale
 
@@ -74,7 +75,7 @@ class EightBits(Products):
         return out
 
 
-# --- the same for the twin, of one expert -----------------------------------------------------------------------------
+# --- the twin's products of one expert --------------------------------------------------------------------------------
 
 
 class _Twin(torch.autograd.Function):
@@ -90,7 +91,7 @@ class _Twin(torch.autograd.Function):
 
 
 def coarse(x: Tensor, dim: int) -> Tensor:
-    """`x` rounded to 8 bits, with a scale for each vector along `dim`, over which the product sums."""
+    """Return `x` rounded to 8 bits, with one scale for each vector along `dim`, the dim that the product sums over."""
     if not x.numel():
         return x
     most = x.abs().max(dim, keepdim=True).values + 1e-30
@@ -104,15 +105,15 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_it(run: Run) -> Run:
-    """The recipe with the made-up policy, set without validation: a recipe's text can only name `plain`."""
+    """Return the recipe with the made-up products, set without validation, which accepts only `plain`."""
     return run.model_copy(update={"experts": run.experts.model_copy(update={"products": EightBits.name})})
 
 
-# --- code that asks it ------------------------------------------------------------------------------------------------
+# --- the code that uses them ------------------------------------------------------------------------------------------
 
 
 def test_all_kernels_and_kfac_compute_it() -> None:
-    """Outputs equal the plain products of the reference (twin), expert by expert. K-FAC gets the rows that enter each product."""
+    """Kernels `cpu` and `reference` give equal outputs and gradients. K-FAC gets the rows that enter each product."""
     counts, generator = [3, 0, 5], torch.Generator().manual_seed(1)
     x, expert_TK = torch.randn(8, 6, generator=generator), torch.tensor([[0]] * 3 + [[2]] * 5)
     found = []
@@ -160,7 +161,7 @@ def test_planner_counts_the_bytes_that_it_keeps(case: str, compute: str) -> None
 
 
 def test_planner_takes_its_rate_and_its_bytes() -> None:
-    """Faster than plain products on a device with 8-bit products (H100), slower on one without (A100); more bytes held."""
+    """Planned 8-bit products are faster than plain ones on H100 and slower on A100, which has no 8-bit products. They need more bytes."""
     sizes = {"model.d_model": "4096", "model.d_ff": "14336", "train.global_batch": "512", "precision.compute": "bf16"}
     plain = check_run(load("switch_tiny", sizes)[0], 1)
     runs = [(network_of(run), plan_of(run)) for run in (plain, with_it(plain))]
@@ -171,7 +172,7 @@ def test_planner_takes_its_rate_and_its_bytes() -> None:
 
 
 def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
-    """One process, and two with ep 2. Operands may round to neighbours: the bound is measured, and still detects 7-bit operands."""
+    """Two ranks with ep 2 equal the twin within the bound that verify measures for rounding. 7-bit operands exceed this bound."""
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case)))
     monkeypatch.setattr("moe.verify.expected.CUTS", (2,))
@@ -193,7 +194,7 @@ def rounded_to(values: Tensor, steps: int) -> Tensor:
 
 
 def test_functions_of_kernels_and_experts_take_few_arguments() -> None:
-    """At most 8, of which a network is one. Constructors by keyword and the GPU's kernels, whose arguments are pointers, may have more."""
+    """At most 8 arguments. Constructors, and Triton kernels, whose arguments are pointers, may have more."""
     wrong = [
         f"{where(path, node.lineno)} {node.name}: {count}"
         for path in python_files("moe/kernels", "moe/experts")

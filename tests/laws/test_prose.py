@@ -1,6 +1,6 @@
-"""Laws of plain English: phrases that make a reader stop are rare, sentences and pages are short.
+"""Laws of plain English: unclear phrases are rare, sentences and pages are short.
 
-The words are a symptom. A sentence of docs that a new reader does not understand is a fault even if it has none of them.
+A sentence of docs that a new reader does not understand is a fault even if it has none of these phrases.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PLAIN = (  # folders whose docstrings and comments are checked
 
 
 def blocks(page: Path) -> Iterator[str]:
-    """Paragraphs and table rows of a page, without code and headings."""
+    """Yield the paragraphs and tables of a page, without code and headings."""
     text = re.sub(r"^```.*?^```|^#[^\n]*", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     yield from (block for block in re.split(r"\n\s*\n", text) if block.strip())
 
 
 def written(path: Path) -> Iterator[str]:
-    """Docstrings and comments of a source file."""
+    """Yield the docstrings and comments of a source file."""
     source = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
@@ -54,7 +54,7 @@ def written(path: Path) -> Iterator[str]:
 
 
 def too_many(texts: list[str]) -> dict[str, tuple[str, float]]:
-    """Phrases with more hits in 1,000 words than are allowed: phrase -> (its rule, hits in 1,000 words)."""
+    """Return phrase -> (its rule, hits in 1,000 words) for the phrases with more hits than are allowed."""
     words = sum(len(text.split()) for text in texts)
     rates = {phrase: 1000 * sum(len(re.findall(phrase, text, flags=re.I)) for text in texts) / words for phrase in PHRASES}
     return {phrase: (PHRASES[phrase][0], round(rate, 2)) for phrase, rate in rates.items() if rate > PHRASES[phrase][1]}
@@ -72,7 +72,7 @@ def test_docstrings_and_comments_are_plain() -> None:
 
 
 def test_sentences_are_short() -> None:
-    """A median of at most 15 words, and nine of ten sentences of at most 28."""
+    """The median of the docs' sentences has at most 15 words, and nine of ten have at most 28."""
     prose = [block for page in PAGES if page.name != "log.md" for block in blocks(page) if "|" not in block]
     lengths = sorted(len(s.split()) for block in prose for s in re.split(r"(?<=[.!?])\s+", block) if len(s.split()) > 3)
     assert (lengths[len(lengths) // 2] <= 15, lengths[int(0.9 * len(lengths))] <= 28) == (True, True)

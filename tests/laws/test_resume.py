@@ -48,7 +48,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }
 
-# layouts that one run passes through, two steps on each (a signal ends a start after its second step at the earliest)
+# layouts of one run that is interrupted and resumed after every two steps (a signal needs a second step to take effect)
 THROUGH_GRIDS: tuple[Layout, ...] = (
     (8, {"degrees": {"tp": 8, "ep": 2}, "tensor": {"kind": "2.5d"}}),
     (3, {"degrees": {"ep": 1}}),
@@ -78,7 +78,7 @@ def go(run: Run, out: Path, layout: str = "dp 1", **options: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def left(home: Path) -> Callable[[str], tuple[Path, Path]]:
-    """For a layout: the folder of a complete run, and the folder of a run interrupted at step AT."""
+    """Return a function: name of a layout -> (folder of a complete run, folder of a run interrupted at step AT)."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def get(layout: str) -> tuple[Path, Path]:
@@ -93,7 +93,7 @@ def left(home: Path) -> Callable[[str], tuple[Path, Path]]:
 
 
 def save_what_was_loaded(again: Path) -> None:
-    """In a process that will train: save the loaded state as a checkpoint of another folder first."""
+    """Patch this process: after a resume and before training, it saves the loaded state as a checkpoint in the folder `again`."""
     loop = trainer._loop
 
     def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:
@@ -111,11 +111,10 @@ def copied(folder: Path, to: Path) -> Path:
     return to
 
 
-# --- layouts ------------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-# Each layout is a source and a target at least once, and neighbours differ in one thing if possible. A checkpoint holds the same tensors,
-# with the same names, for every layout (tests/parallel/data/test_engines.py), so not all pairs are needed.
+# Each layout is the source and the target of a resume at least once; all layouts' checkpoints hold the same tensors, so not all pairs run.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -153,7 +152,8 @@ def test_another_layout_goes_on_with_the_same_state_and_losses(
 
 
 def test_a_run_goes_from_grids_to_rings_and_back(home: Path, tmp_path: Path) -> None:
-    """Batches of 24, which every layout can divide. Weights and moments arrive bit by bit; losses equal one uninterrupted process."""
+    """A run resumed on one layout after another (THROUGH_GRIDS) loads bitwise equal weights and moments each time. Its losses equal
+    those of one uninterrupted process. Every layout can divide the batch of 24."""
     whole, out, steps = tmp_path / "whole", tmp_path / "run", 2 * len(THROUGH_GRIDS)
     train = {"steps": steps, "global_batch": 24, "eval_sequences": 24, "save_every": steps}
     trained.train(trained.recipe(home, train=train), whole)
@@ -190,7 +190,7 @@ def test_three_resumes_on_three_layouts(home: Path, left: Callable[[str], tuple[
         assert trained.checkpoints(out)[-1] == (until or STEPS)
     trained.close(out, whole, rel=1e-5)
     assert [event for event in trained.events(out) if event[0] == "resumed"] == [("resumed", 2), ("resumed", 4), ("resumed", 7)]
-    # each step's windows once, in the order of the recipe's seed, on any rank
+    # all ranks together read every window once, in the order that the recipe's seed gives
     expected = trained.order(recipe(home), STEPS)
     found: list[int] = []
     for life, (layout, _) in enumerate(lives):
@@ -200,9 +200,8 @@ def test_three_resumes_on_three_layouts(home: Path, left: Callable[[str], tuple[
 
 
 def test_steps_without_a_drain_stop_and_go_on_where_they_drain(home: Path, tmp_path: Path) -> None:
-    """2BW drains every 2 steps and when it saves (3, 6, 9). A signal in step 5 stops after step 6, and the rest equals the uninterrupted
-    run.
-    """
+    """2BW stops only after steps at which its pipeline drains: every 2 steps. A signal in step 5 stops it after step 6; the resumed run
+    equals the uninterrupted one."""
     changed = {
         "degrees": {"pp": 2},
         "pipeline": {"schedule": "two_bw", "microbatches": 2, "drain_every": 2},
@@ -215,13 +214,13 @@ def test_steps_without_a_drain_stop_and_go_on_where_they_drain(home: Path, tmp_p
     assert all(summary["steps"] == STEPS for summary in trained.train(run, whole, ranks=2))
     assert trained.checkpoints(whole) == [6, 9] and [line["step"] for line in trained.lines(whole)] == list(range(1, STEPS + 1))
     assert trained.train(run, out, ranks=2, before=trained.stop_at(4)) == [trained.STOPPED] * 2
-    assert trained.checkpoints(out)[-1] == 6  # the segment of steps 5 and 6 was under way
+    assert trained.checkpoints(out)[-1] == 6  # the signal came between two drains, in step 5
     assert all(summary["steps"] == STEPS for summary in trained.train(run, out, ranks=2))
     assert trained.losses(out) == trained.losses(whole)
     assert trained.tensors(out / f"checkpoints/step-{STEPS}") == trained.tensors(whole / f"checkpoints/step-{STEPS}")
 
 
-# --- signals ------------------------------------------------------------------------------------------------------------
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1)])
@@ -255,7 +254,7 @@ def test_the_callers_own_signal_handlers_come_back(home: Path, tmp_path: Path) -
         signal.signal(signal.SIGUSR1, before)
 
 
-# --- starting again -----------------------------------------------------------------------------------------------------
+# --- starting again ---------------------------------------------------------------------------------------------------
 
 
 def test_fresh_sets_the_old_checkpoints_aside_and_starts_over(home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
@@ -281,7 +280,7 @@ def test_a_finished_run_started_again_keeps_its_summary(
 ) -> None:
     whole, _ = left("dp 1")
     out = copied(whole, tmp_path / "run")
-    # one too many, as after a kill: nothing is trained, so it stays
+    # an old checkpoint that a killed run had not removed: a start that trains nothing must not remove it either
     shutil.copytree(out / "checkpoints/step-9", out / "checkpoints/step-3")
     before = trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
     summary = trainer.train(recipe(home), out=out, world=World(), display=True)
@@ -304,7 +303,7 @@ def test_the_summary_counts_all_lives(home: Path, left: Callable[[str], tuple[Pa
     assert summary["tokens_per_second"] == pytest.approx(sum(line["tokens"] for line in lines) / summary["train_seconds"])
 
 
-# --- another model, other settings --------------------------------------------------------------------------------------
+# --- another model, other settings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -327,7 +326,7 @@ def test_another_model_is_refused_by_the_first_parameter_that_differs(
     (refused,) = go(recipe(home, changed=changed), out)
     assert isinstance(refused, str) and refused.startswith(f"parameter {parameter}") and "\n" not in refused, refused
     assert "fix: resume with the recipe the run was started with" in refused or "--fresh" in refused
-    assert trained.files(out) == trained.files(part)  # not one byte of the old run is touched, nor one added
+    assert trained.files(out) == trained.files(part)  # the old run is unchanged
 
 
 @pytest.mark.parametrize(
@@ -369,11 +368,11 @@ def test_what_moves_the_order_of_samples_is_said_in_one_line(
 def test_another_function_of_the_same_weights_is_refused_by_its_keys_and_allowed_by_name(
     changed: dict[str, dict[str, Any]], said: str, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """Shapes agree, so the weights would load. Only a key's statement (moe/recipe/changes.py) detects the change."""
+    """A changed key that leaves all shapes equal, but alters the model's function, is refused unless `--allow-change` names it."""
     _, part = left("dp 1")
     out, run = copied(part, tmp_path / "run"), recipe(home, changed=changed)
     keys = [f"{section}.{key}" for section, fields in changed.items() for key in fields]
-    for allowed in ([], keys[1:]):  # allowing some keys is not enough: each key needs its own permission
+    for allowed in ([], keys[1:]):  # every changed key must be allowed
         (refused,) = go(run, out, allow_changes=allowed)
         assert isinstance(refused, str) and "\n" not in refused and f"--allow-change {keys[0]}" in refused, refused
         assert refused.startswith(said) == (allowed == []), refused
@@ -382,7 +381,7 @@ def test_another_function_of_the_same_weights_is_refused_by_its_keys_and_allowed
     assert summary["steps"] == STEPS
     (event,) = [line for line in trained.lines(out, "event") if line["event"] == "resumed"]
     assert event["allowed"] == ", ".join(keys) and all(f"{key}: " in event["changed"] for key in keys)
-    (summary,) = go(run, out)  # the new function is the run's own from now on
+    (summary,) = go(run, out)  # allowed changes are not refused again
     assert summary["steps"] == STEPS
 
 
@@ -403,7 +402,7 @@ def test_every_other_changed_value_is_said_and_recorded(
 
 
 def test_other_text_keeps_the_checkpoints_tokenizer(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tokenizer trained again on other text gives token ids other meanings, and its losses would still look plausible."""
+    """A run resumed on other text uses the checkpoint's tokenizer: a tokenizer trained on the new text would change the token ids."""
     text = tmp_path / "text.txt"
     text.write_text(trained.words(3000, seed=0))
     run = recipe(home, changed={"data": {"path": str(text), "tokenizer": "bpe", "vocab_size": 300, "validation_share": 0.2}})
@@ -411,7 +410,7 @@ def test_other_text_keeps_the_checkpoints_tokenizer(home: Path, tmp_path: Path, 
     assert go(run, out, before=trained.stop_at(AT - 1)) == [trained.STOPPED]
     before = Reader(out / f"checkpoints/step-{AT}").state
     text.write_text(trained.words(3000, seed=1) + "one sentence more")
-    for told in ([["the training text is not the one this run was started with"]], []):  # the second time the text is the run's own
+    for told in ([["the training text is not the one this run was started with"]], []):  # the message comes only once
         trainer.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": STEPS + (not told)})}), out=out, world=World())
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if "training text" in line] == [line for line in lines if told and line.startswith(told[0][0])]
@@ -422,7 +421,7 @@ def test_other_text_keeps_the_checkpoints_tokenizer(home: Path, tmp_path: Path, 
     assert fresh.describe() != before["tokenizer"], "this text would have given another tokenizer, or the test shows nothing"
 
 
-# --- damage -------------------------------------------------------------------------------------------------------------
+# --- damage -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(

@@ -1,6 +1,7 @@
-"""A made-up method of selection is an object and a line in the catalog. Checks, groups, planner, model, layouts and verify ask the object.
+"""A new method of expert selection is one `Method` object and one line in the catalog. A made-up one then works in checks, groups,
+planner, model, layouts and verify.
 
-Only the plain twin of `moe verify` gets a function of its own, because it shares no code with the router.
+Only the plain twin of `moe verify` gets its own function, because it shares no code with the router.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class RunnersUp(Method):
-    """Choose a token's K best experts after its best one, which is skipped."""
+    """Skip each token's best expert, and choose the K next best."""
 
     name = "runners_up"
     uses_bias = False
@@ -53,7 +54,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_it(run: Run, **keys: object) -> Run:
-    """The recipe with the made-up method, set without validation: a recipe's text can only name the methods that RouterSpec lists."""
+    """Return the recipe with the made-up method, set without validation, which accepts only methods that RouterSpec lists."""
     return run.model_copy(update={"router": run.router.model_copy(update={"select": RunnersUp.name} | keys)})
 
 
@@ -73,7 +74,7 @@ def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
-    """One process and two, with experts on both, compared with the twin, which gets the method as a plain function."""
+    """Steps on one process, and on two with ep 2, equal the twin's. The twin computes the method by a plain Python function."""
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case), balance_weight=0.0))
     runners_up = lambda liked, *_: [sorted(range(len(row)), key=lambda e: (-row[e], e))[1:2] for row in liked.tolist()]  # noqa: E731
@@ -87,9 +88,7 @@ def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_step
 
 
 def test_no_other_file_names_a_method() -> None:
-    """A method's name may occur in its own file, in RouterSpec and the presets, in the twin, and in translations of other programs'
-    files.
-    """
+    """Quoted names of methods occur only in moe/router/methods/ and in the files of `allowed`."""
     names = "|".join(name for name in catalog.METHODS if name not in ("top_k", "hash", RunnersUp.name))
     allowed = {
         "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections/experts.py", "moe/verify/plain/layer.py",

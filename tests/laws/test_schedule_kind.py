@@ -1,6 +1,5 @@
-"""Made-up schedules are a function and a row in the catalog. Checks, simulator, planner, verify and trainer ask the row.
-
-The facts in the rows of real schedules agree with their orders, and no other file names a schedule.
+"""A new pipeline schedule is one function and one row in the catalog. Two made-up ones then work in checks, simulator, planner, verify
+and trainer. For the project's schedules: the facts in a row agree with the schedule's order, and no other file names them.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def eager(ranks: int, microbatches: int) -> Schedule:
 
 
 def eager_refusal(size: Size) -> BadInput | None:
-    """Refuses a number of micro-batches that is not a multiple of twice the number of ranks."""
+    """Return the refusal of a number of micro-batches that is no multiple of twice the number of ranks; else None."""
     each = 2 * size.ranks
     if size.microbatches % each == 0:
         return None
@@ -65,7 +64,7 @@ SYNCED = "synced"
 
 
 def synced(size: Size) -> Schedule:
-    """PipeDream with all stages reading weights as old as the first stage's."""
+    """PipeDream with vertical sync: every stage uses the weight version that the first stage used for the same micro-batch."""
     return replace(pipedream(size.ranks, size.microbatches, batches=size.batches, vertical_sync=True), name=SYNCED)
 
 
@@ -75,8 +74,6 @@ ROWS = {
     ),
     SYNCED: ScheduleKind(synced, "one age of weights", age=lambda size, stage: size.ranks - 1, advice="weights are older; better: zb_h1"),
 }
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -118,7 +115,7 @@ def test_checks_and_planner_know_that_its_updates_do_not_wait(listed: None) -> N
         changed = run.model_copy(update={section: getattr(run, section).model_copy(update=keys)})
         with pytest.raises(BadInput, match=re.escape(said)):
             check_run(changed, 3)
-        if section != "optimizer":  # a plan does not know the optimizer
+        if section != "optimizer":  # the planner's Plan has no optimizer keys to refuse
             assert SYNCED in (refusal(network_of(changed), plan_of(changed)) or "")
 
 
@@ -156,7 +153,8 @@ def test_the_planner_times_and_fills_it_as_the_simulator_does(listed: None) -> N
 
 
 def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) -> None:
-    """`moe verify` names neither, but has rows of both with legal numbers of micro-batches. The twin's gradients are equally old."""
+    """`moe verify` finds cases of both schedules with legal numbers of micro-batches. Their steps equal the twin's, which uses equally
+    old weights."""
     rows = [
         case for case in cases(2, kinds=("pipeline",)) if case.schedule in ROWS and case.precision == "fp32" and case.recompute == "none"
     ]
@@ -168,7 +166,7 @@ def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) 
         assert max(compare(found[0], twin.reference(expected.twin_of(case))).values()) < 1e-5
 
 
-# --- the rows of the real ones ----------------------------------------------------------------------------------------
+# --- rows of the project's schedules ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -214,7 +212,7 @@ MAY_NAME = {
 
 
 def test_no_other_file_names_a_schedule() -> None:
-    """Except the schedules' own files, listed files, and benches, which measure schedules by name."""
+    """Quoted names of schedules occur only in parallel/pipeline/schedules/, moe/bench/ and the files of MAY_NAME."""
     named = re.compile(rf"""["']({"|".join(SCHEDULES)})["']""")
     found = {
         path.relative_to(ROOT).as_posix()

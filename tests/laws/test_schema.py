@@ -1,4 +1,4 @@
-"""Laws of a recipe's schema: every key is a typed field that says what reads it and what changing it alters, and checks ask the field."""
+"""Laws of a recipe's schema: every key is a typed field, which states the settings under which it is read and the effect of a change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ run.router.num_choices = 2
 
 
 def test_the_schema_is_written_out() -> None:
-    """Nothing in moe/recipe makes fields or attributes as it runs: editors and mypy see each key."""
+    """No code in moe/recipe creates fields or attributes at run time, so editors and mypy see every key."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "moe/recipe").rglob("*.py")}
     names = {(path.name, getattr(node, "name", None) or getattr(node, "id", "")) for path, tree in trees.items() for node in ast.walk(tree)}
     assert {(path, name) for path, name in names if name in ("create_model", "__getattr__", "__getattribute__", "setattr")} == set()
@@ -60,7 +60,7 @@ def test_a_key_is_typed_and_says_what_changing_it_alters(key: str) -> None:
 
 
 def another(key: str) -> Any:
-    """Return a value of the key that is legal and not its default."""
+    """Return a legal value of the key other than its default."""
     *sections, name = key.split(".")
     section = section_of(field_at(sections))
     assert section is not None
@@ -87,14 +87,15 @@ def test_a_value_without_its_reader_is_refused_wherever_it_comes_from(key: str) 
 
 @pytest.mark.parametrize("key", [key for key in known_keys() if facts(key).off_without and not facts(key).of])
 def test_a_value_next_to_the_setting_that_switches_it_off_is_refused(key: str) -> None:
-    """The recipe is dense, with SGD and a constant schedule, which read almost no other keys."""
+    """In a dense recipe with SGD and a constant learning rate, `load` refuses a key that no code would read, and advises removing it."""
     off = {"optimizer.kind": "sgd", "optimizer.schedule": "constant"}
     with pytest.raises(BadInput, match=f"^{key}: got .*remove {key}$"):
         load("dense_tiny", off | {key: another(key)})
 
 
 def test_a_key_that_is_gone_may_have_the_value_that_is_built_in(tmp_path: Path) -> None:
-    """Earlier versions wrote removed keys to recipes and checkpoints, which must still load if the values equal the built-in ones."""
+    """Recipes and checkpoints of earlier versions contain keys that were removed since. They load if the value is the one that is now
+    fixed; otherwise the key is refused."""
     old: Any = {
         "optimizer": {
             "kind": "muon",

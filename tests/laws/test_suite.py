@@ -1,4 +1,4 @@
-"""The suite itself: a test that needs the machine alone gets it, in turn; the seconds of each test are recorded, with workers too."""
+"""Laws of the test suite: tests marked to run alone never overlap with other tests, and each test's seconds are recorded under xdist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_who_is_alone_waits_for_those_before_and_goes_before_those_after(tmp_pat
         return thread
 
     with workers[0].mine(alone=False):
-        begin(1, "beside", False).join(10)  # two tests that share the machine
+        begin(1, "beside", False).join(10)  # two tests that may overlap
         waiting = [begin(2, "alone", True), begin(3, "after", False)]
         assert order == ["beside"]
     for thread in waiting:
@@ -53,7 +53,7 @@ def test_seconds_are_summed_by_file(tmp_path: Path) -> None:
 
 
 def test_every_pinned_package_runs_on_the_oldest_python() -> None:
-    """Debian 12 has Python 3.11.2. A pin that needs a newer version would break `make setup` there."""
+    """No package pinned in constraints.txt needs a newer Python than pyproject.toml does; otherwise `make setup` would fail."""
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"].removeprefix(">=")
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
     needs = {name: found.metadata.get("Requires-Python") or "" for name in pinned for found in metadata.distributions(name=name)}

@@ -33,7 +33,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site-packages folder of an installation from the wheel. Built from a copy, because setuptools writes next to the sources."""
+    """Return the site-packages folder of an installation from the wheel, built from a copy: setuptools writes next to the sources."""
     pytest.importorskip("setuptools", "77", reason="a wheel is built by setuptools 77 or newer")
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__", "*.json", "*.png", "log.md")
@@ -52,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_documented_commands_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    """Every recipe that a page names is shown, and every documented `moe plan ... --as-is` of a published run is predicted."""
+    """These commands succeed: `moe recipes`, `moe show` for each recipe that a page names, each documented `moe plan ... --as-is`."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     published = sorted(set(re.findall(r"\bpublished/[a-z0-9]+(?:_[a-z0-9]+)+\b", text)))
     priced = re.findall(r"^(?:\$ )?moe (plan published/\S+ --cluster \S+ --as-is)(?= *(?:#.*)?$)", text, flags=re.M)

@@ -1,1 +1,1 @@
-"""Measurements behind the figures of the docs that users need not repeat."""
+"""Measurements of figures in the docs which users need not repeat themselves."""

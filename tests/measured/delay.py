@@ -1,11 +1,11 @@
-"""The effect on the loss of gradients at older weights: PipeDream, 2BW, and an equally long delay for all stages (vertical sync).
+"""Measures how gradients at older weights change the loss: PipeDream, 2BW, and the same age on all stages (vertical sync).
 
-Tiny models of eight layers are trained on Python's standard library. All variants have the same initial weights, batches and learning
-rates. One process simulates the pipeline: before each pass, the weights are set to their values `age` updates ago, and the update is
-applied to the newest weights. The runtime computes exactly the same (tests/moe/train/loop/test_stream.py). Gradients are not clipped,
-because a stage that updates on its own does not know the gradient norm of the whole model.
+Tiny models of eight layers are trained on the source text of Python's standard library. All variants have the same first weights, batches
+and learning rates. One process simulates the pipeline: gradients are computed at the weights of `age` updates ago, and update the newest
+weights. The pipeline runtime computes the same (tests/moe/train/loop/test_stream.py). Gradients are not clipped, because a PipeDream stage
+does not know the gradient norm of the whole model when it updates.
 
-    PipeDream of p stages   age p - 1 - s on stage s        vertical sync   age p - 1 everywhere        2BW   age 1, of whole batches
+    PipeDream of p stages   age p - 1 - s on stage s        vertical sync   age p - 1 on all stages        2BW   age 1
 
 `python -m tests.measured delay --json FILE`.
 """
@@ -41,8 +41,8 @@ from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 
 CPU = torch.device("cpu")
-Ages = Callable[[int], int]  # stage -> age of the weights that its gradients come from, in updates
-VARIANTS: dict[str, tuple[int, Ages]] = {  # variant -> (number of stages, age of each stage's weights)
+Ages = Callable[[int], int]  # stage -> age, in updates, of the weights at which its gradients are computed
+VARIANTS: dict[str, tuple[int, Ages]] = {  # variant -> (number of stages, ages)
     "none": (1, lambda stage: 0),
     "two_bw": (8, lambda stage: 1),
     "pipedream, 4 stages": (4, lambda stage: 3 - stage),
@@ -53,7 +53,7 @@ MODELS = ("dense", "sparse")
 
 
 def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
-    """Recipe values of a tiny model, `dense` or `sparse`, with eight layers."""
+    """Return the recipe of a tiny model with eight layers. model: dense or sparse."""
     sizes = {"num_layers": 8, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
     values: dict[str, Any] = {
         "model": sizes | {"tied_embeddings": False, "init_scale": 0.1, "moe_every": 4 if model == "sparse" else 0},
@@ -66,7 +66,7 @@ def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[str, int]:
-    """For each parameter, the age in updates of the weights at which its gradient is computed. Parameters of age 0 are left out."""
+    """Return name of a parameter -> age, in updates, of the weights at which its gradient is computed. Age 0 is left out."""
     stages, age = VARIANTS[variant]
     if stages == 1:
         return {}
@@ -77,7 +77,7 @@ def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[st
 
 
 def losses_of(variant: str, values: dict[str, Any]) -> tuple[list[float], float]:
-    """(the training loss of each step, the validation loss of the final weights)."""
+    """Train a variant. Return (training loss of each step, validation loss after the last)."""
     run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
@@ -114,7 +114,7 @@ def _some(rank: int, ranks: int, jobs: list[Job], steps: int) -> list[tuple[list
 
 
 def rows_of(models: list[str], steps: int, seeds: int, *, at_once: int = 2) -> list[dict[str, Any]]:
-    """One row for each model, variant and seed."""
+    """Train every variant with every seed. Return a table row for each model, variant and seed. at_once: number of processes."""
     jobs: list[Job] = list(product(models, VARIANTS, range(seeds)))
     found = run_on_ranks(_some, at_once, at_once, jobs, steps, timeout_s=1800)
     rows = []
@@ -137,7 +137,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(*, steps: int = 250, seeds: int = 3, only: str | None = None, json: str | None = None) -> int:
-    """`python -m tests.measured delay`: a study; returns 1 only if a loss is not finite."""
+    """`python -m tests.measured delay`. Returns 1 if a loss is not finite."""
     if only not in (None, *MODELS):
         raise BadInput("--only", got=only, needed=f"one of {', '.join(MODELS)}", fix=f"--only {MODELS[0]}")
     torch.set_num_threads(1)

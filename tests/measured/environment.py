@@ -1,11 +1,12 @@
-"""The cost of a process's environment: bounded caches of compiled products, and how OpenMP threads wait (moe/launch/environment.py).
+"""Measures two settings of environment variables that `moe` makes (moe/launch/environment.py).
 
-    caches     two ranks train with each cache at torch's default of 1,024 entries, and at 32: peak memory, processor seconds, same losses
-    threads    one process with a thread for each core trains, then generates, while waiting threads spin or sleep: alone, and next to two
-               busy processes of lower priority in another session, such as another user's
+    caches     size of the caches of compiled matrix products, 32 or torch's default of 1,024 entries: peak memory and processor seconds of
+               training on two ranks
+    threads    whether waiting OpenMP threads spin or sleep, in training and in generating with a thread for each core: alone, and next to
+               two busy processes of lower priority in another session, as of another user
 
-Each setting runs in its own process, in turn, round by round; ratios are taken within a round. Seconds count the whole command; processor
-seconds include its ranks. "unset" is the default of GNU's OpenMP library; `moe` sets another value.
+Each setting runs in a new process, all in turn; ratios are of times in the same round. Seconds are of the whole command, processor seconds
+include its ranks. "unset" is the default of GNU's OpenMP library.
 `python -m tests.measured environment --rounds 3 --only "threads training alone" --json FILE`. Linux.
 """
 
@@ -39,12 +40,12 @@ WAITING = {
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
 SHORT = ("--train.report=false", "--train.measure_speed=false", "--train.sample_tokens=0", "--train.eval_every=0")
-ALLOWED = 0.10  # allowed increase of processor seconds over torch's own default, as a share
+ALLOWED = 0.10  # largest allowed increase of processor seconds over torch's default: 10 %
 
 
 def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None = None, json: str | None = None) -> int:
-    """Print each row. Returns 1 if losses or texts differ, bounded caches do not save memory, or the settings of `moe` cost processor
-    time.
+    """Print the table. Returns 1 if losses or texts differ between settings, if smaller caches save no memory, or if the settings of `moe`
+    need over 10 % more processor time.
     """
     rows: list[dict[str, Any]] = []
     print(
@@ -59,7 +60,7 @@ def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None =
         words = train(folder / "threads", steps=steps, nproc=1)
         generating = ["generate", words[words.index("--out") + 1], "--tokens", str(TOKENS), "--temperature", "0"]
         if wanted:
-            command(words, WAITING["passive"])  # a run to generate with
+            command(words, WAITING["passive"])  # trains the model that generates
         for work, load in wanted:
             what = words if work == "training" else generating
             rows += compare("threads", work, WAITING, what, rounds=rounds, busy=loads[load])
@@ -71,21 +72,23 @@ def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None =
 
 
 def chosen(name: str, only: str | None) -> bool:
-    """Whether --only selects this comparison."""
+    """Whether `--only` selects the comparison with this name."""
     return only is None or only in name
 
 
 def train(out: Path, *, steps: int, nproc: int) -> list[str]:
-    """The command words of a run that only trains."""
+    """Return the words of a `moe train` command without report, samples and evaluation."""
     return ["train", RECIPE, "--out", str(out), "--fresh", "--nproc", str(nproc), f"--train.steps={steps}", *SHORT]
 
 
 def compare(
     kind: str, work: str, settings: dict[str, dict[str, str]], words: list[str], *, rounds: int, busy: int = 0
 ) -> list[dict[str, Any]]:
-    """A row for each setting: medians over the rounds, and ratios to the first setting within a round."""
+    """Run the command `words` with each setting (name -> environment variables). Return a table row for each: medians over rounds, and
+    ratios to the first setting in the same round. busy: number of busy processes at the same time.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
-    others = os.getloadavg()[0]  # measured before this comparison starts anything
+    others = os.getloadavg()[0]  # load by other programs
     with busy_processes(busy):
         for number in range(rounds):
             for name in list(settings)[:: 1 if number % 2 == 0 else -1]:
@@ -123,7 +126,7 @@ def compare(
 
 
 def command(words: list[str], settings: dict[str, str]) -> dict[str, Any]:
-    """Run one `moe` command with these settings instead of the user's: seconds, peak memory, and its results."""
+    """Run a `moe` command with these environment variables instead of the user's. Return its seconds, peak memory and results."""
     names = {name for some in (*CACHES.values(), *WAITING.values()) for name in some} | {"OMP_NUM_THREADS"}
     environment = {name: value for name, value in os.environ.items() if name not in names} | settings
     began, before = time.perf_counter(), os.times()
@@ -142,8 +145,8 @@ def command(words: list[str], settings: dict[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """`count` processes that only count, at a lower priority, each in its own session, because Linux may first share cores among
-    sessions.
+    """Within this context, `count` busy processes run at a lower priority. Each has its own session, because Linux may divide cores between
+    sessions first.
     """
     count_on = "import os\nos.nice(10)\nwhile True: pass"
     loops = [subprocess.Popen([sys.executable, "-c", count_on], start_new_session=True) for _ in range(count)]

@@ -29,9 +29,9 @@ RECIPE, LIMIT_BYTES, TRIES, TOLERANCE = "dense_wide", 1500 * 2**20, 6, 1e-5
 
 
 def main(*, steps: int = 4, json: str | None = None) -> int:
-    """Print each run and how it ended. Returns 0 if the last one trained with the same losses."""
+    """Print each run and how it ended. Returns 0 if the last one trained, with the losses of the run without a limit."""
     use_extensions_dir()
-    compile_async_io(lambda text: print(text, flush=True))  # compiled before the limit is set, because a compiler needs more memory
+    compile_async_io(lambda text: print(text, flush=True))  # compiled without the limit, because the compiler needs more memory
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "disk").mkdir()
@@ -49,7 +49,7 @@ def main(*, steps: int = 4, json: str | None = None) -> int:
 
 
 def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None) -> dict[str, Any]:
-    """Run one training in a separate process: its losses and peak memory, or the line with which it ended."""
+    """Train in a new process. Return its losses and peak memory, or the line with which it failed."""
     words = [word for key, value in flags.items() for word in (key, value)]
     command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), "--train.steps", str(steps), "--force", *words]
 
@@ -77,7 +77,7 @@ def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None
 
 
 def advised(said: str, disk: Path) -> dict[str, str]:
-    """The flags that a failing run's message proposes."""
+    """Return the flags that a failed run's message advises. disk: folder for offload to disk."""
     found = re.search(r"; fix: add (.*)$", said)
     assert found is not None, said
     words = found[1].replace("FOLDER_ON_A_DISK", str(disk)).split()
@@ -85,5 +85,5 @@ def advised(said: str, disk: Path) -> dict[str, str]:
 
 
 def same(a: list[float], b: list[float]) -> bool:
-    """Whether two lists of losses agree within TOLERANCE."""
+    """Whether two runs have the same losses, up to the relative TOLERANCE."""
     return len(a) == len(b) > 0 and all(abs(x / y - 1) <= TOLERANCE for x, y in zip(a, b, strict=True))

@@ -1,11 +1,11 @@
-"""K-FAC's gain in steps and its cost in time, computed at the ends of steps or in a pipeline's bubbles (PipeFisher).
+"""Measures how many steps K-FAC saves, and how much time it costs at the end of steps or in the bubbles of a pipeline (PipeFisher).
 
-    steps      tiny models on Python's standard library, with the same batches: steps until the mean loss of ten steps reaches AdamW's final
-               loss, each with the best of three learning rates
-    bubbles    4 processes with one stage each. Every forward and backward pass of a stage and every unit of K-FAC's work also sleeps, as if
-               a device were computing, so that two cores suffice. Seconds per step: AdamW, K-FAC at the ends of steps, K-FAC in bubbles
-    time       the same processes on the library, with the same batches: seconds until the mean loss of ten steps reaches AdamW's final one.
-               The learning rate is the best of three in one process, which takes the same steps
+    steps      tiny models on the source text of Python's standard library: steps until the mean loss of ten steps reaches AdamW's final
+               loss. Each optimizer has the best of three learning rates
+    bubbles    a pipeline of 4 processes with one stage each: seconds per step with AdamW, with K-FAC at the end of steps, and with K-FAC in
+               bubbles. Every pass and every unit of K-FAC's work also sleeps, as if a device were computing, so that two cores suffice
+    time       such a pipeline on the same text: seconds until the mean loss of ten steps reaches AdamW's final loss. The learning rate is
+               the best of three in one process
 
 `python -m tests.measured kfac --json FILE`.
 """
@@ -45,16 +45,16 @@ from parallel.process.process import World
 
 CPU = torch.device("cpu")
 RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}
-LAST = 10  # number of steps over which the loss is averaged
+LAST = 10  # number of steps over which losses are averaged
 FORWARD_S, BACKWARD_S = 0.03, 0.06
-UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # seconds per factor; K-FAC is then a third of the work of a step that has all of it
-ALLOWED = 1.10  # relative to AdamW's step time in the same schedule
+UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # seconds of a unit for one Kronecker factor; together a third of a step
+ALLOWED = 1.10  # largest allowed ratio of K-FAC's step time to AdamW's, in the same schedule
 KFAC_ENDS, KFAC_BUBBLES = "kfac at the ends", "kfac in the bubbles"
-WAYS = ("adamw", KFAC_ENDS, KFAC_BUBBLES)
+WAYS = ("adamw", KFAC_ENDS, KFAC_BUBBLES)  # the optimizers: AdamW, K-FAC at the end of steps, K-FAC in bubbles
 
 
 def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0) -> dict[str, Any]:
-    """Recipe values of a model with two layers, in one process."""
+    """Return the recipe of a model with two layers, for one process. kind: adamw or kfac; delay: steps by which K-FAC's factors are old."""
     model = {"num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
     kfac = {"kfac": {"delay": delay}} if kind == "kfac" else {}
     values: dict[str, Any] = {
@@ -67,11 +67,11 @@ def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0)
     return values
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
+# --- steps until AdamW's loss ---------------------------------------------------------------------------------------------
 
 
 def losses_of(values: dict[str, Any]) -> tuple[list[float], float]:
-    """Each step's loss, and the seconds per step."""
+    """Train the recipe in one process. Return (loss of each step, mean seconds per step)."""
     run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
@@ -91,17 +91,17 @@ def losses_of(values: dict[str, Any]) -> tuple[list[float], float]:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """The mean loss over the last LAST steps, from step LAST on."""
+    """Moving average of the losses over LAST steps."""
     return [statistics.mean(losses[i - LAST : i]) for i in range(LAST, len(losses) + 1)]
 
 
 def steps_to(losses: list[float], target: float) -> int | None:
-    """The number of steps until the mean loss over the last LAST steps is at most the target; None if it never is."""
+    """Return after how many steps the moving average of the losses is at most `target`; None if never."""
     return next((i + LAST for i, mean in enumerate(smoothed(losses)) if mean <= target), None)
 
 
 def steps_row(model: str, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The row of a model: steps to AdamW's final loss, each optimizer with its best learning rate."""
+    """Return the table row of a model (dense or sparse): for each optimizer, steps until AdamW's final loss. say: prints a line."""
     best: dict[str, tuple[list[float], float, float]] = {}
     for name, kind, delay in (("adamw", "adamw", 0), ("kfac", "kfac", 0), ("kfac, 4 steps late", "kfac", 4)):
         tried = {lr: losses_of(values_of(kind, lr, steps, sparse=model == "sparse", delay=delay)) for lr in RATES[kind]}
@@ -117,11 +117,11 @@ def steps_row(model: str, steps: int, say: Callable[[str], None]) -> dict[str, A
     return row
 
 
-# --- bubbles ----------------------------------------------------------------------------------------------------------
+# --- seconds per step of a pipeline ---------------------------------------------------------------------------------------
 
 
 class _Sleep(torch.autograd.Function):
-    """Identity, but each pass sleeps."""
+    """Identity function that sleeps in its forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _slow(kfac: Kfac) -> None:
 
 @dataclass
 class Started:
-    """One rank of a pipeline in which every pass and every unit of K-FAC sleeps. `filler`: None without K-FAC."""
+    """One rank of a pipeline, whose passes and K-FAC units also sleep. filler: does K-FAC's work in bubbles; None for other optimizers."""
 
     run: Run
     mesh: Mesh
@@ -160,7 +160,7 @@ class Started:
     filler: BubbleFiller | None
 
     def step(self, number: int, batch: Tensor, *, lr: float) -> tuple[float, float]:
-        """Train one step on this batch. Returns its loss and its seconds."""
+        """Take one training step on the batch. Return (loss, seconds)."""
         started = time.perf_counter()
         shard = TokenShard.holding(self.mesh, batch.shape)
         numbers = accumulate(self.executor, batch, shard=shard, microbatches=self.run.pipeline.microbatches, seed=0, step=number)
@@ -170,7 +170,7 @@ class Started:
 
 
 def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str) -> Started:
-    """Start one rank of the pipeline. `way`: adamw, K-FAC at the ends of steps, or K-FAC in bubbles."""
+    """Start one rank of a pipeline with this recipe. way: one of WAYS."""
     run = check_run(Run(**values | {"degrees": {"pp": ranks, "dp": 1}, "pipeline": {"schedule": schedule, "microbatches": ranks}}), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     model, layouts = build(run, mesh, device=CPU)
@@ -186,7 +186,9 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
 
 
 def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
-    """One rank's seconds per step (medians), without the first 12 steps, from which the bubble filler plans; with K-FAC also its waits."""
+    """Train on one rank. Return `seconds` per step and the last `loss`; for K-FAC in bubbles also the fraction of its work that is `placed`
+    in bubbles, and the waiting time before (`waits`) and after it is placed (`filled`).
+    """
     values = {
         "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if way != "adamw" else {},
@@ -197,15 +199,15 @@ def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[s
         batch = torch.randint(0, started.run.vocab_size, (ranks, 17), generator=torch.Generator().manual_seed(step))
         loss, took = started.step(step, batch, lr=1e-3)
         seconds.append(took)
-    planned = seconds[12:]  # two refreshes, each of 4 steps, are measured for the plan, which begins with the third
+    planned = seconds[12:]  # in the first 12 steps, the filler measures and does not place work yet
     whole = len(planned) // 4 * 4
-    phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # one median for each step after a refresh
+    phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # K-FAC's factors are refreshed in every fourth step
     found, filler = {"seconds": statistics.mean(phases), "loss": loss}, started.filler
     return found | ({} if filler is None else {"placed": filler.placed_share, "waits": filler.waits[0], "filled": filler.waits[1]})
 
 
 def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
-    """The row of a schedule: seconds of a step in each way."""
+    """Return the table row of a pipeline schedule: seconds per step with each of WAYS."""
     found = {way: run_on_ranks(staged, ranks, ranks, schedule, way, steps, timeout_s=300) for way in WAYS}
     seconds = {way: max(rank["seconds"] for rank in of) for way, of in found.items()}
     row: dict[str, Any] = {"what": "bubbles", "schedule": schedule, "stages": ranks, "microbatches": ranks, "seconds": seconds}
@@ -220,13 +222,13 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
     return row
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- seconds until AdamW's loss in a pipeline -----------------------------------------------------------------------------
 
-DELAYS = (0, 1)  # delay 1: curvature fills the waits of one step, inversions the waits of the next
+DELAYS = (0, 1)  # optimizer.kfac.delay. With 1, curvature is computed in the bubbles of one step and inverses in those of the next
 
 
 def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> dict[str, Any]:
-    """Recipe values of a model with one layer per stage."""
+    """Return the recipe of a model with `ranks` layers, one for each stage."""
     values = values_of(kind, lr, steps, sparse=False, delay=delay)
     values["model"] |= {"num_layers": ranks, "d_model": 48, "d_ff": 192, "max_length": 64}
     if kind == "kfac":
@@ -235,7 +237,7 @@ def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> di
 
 
 def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any], target: float) -> dict[str, Any]:
-    """One rank's seconds until the mean of the last LAST losses is at most the target, or until the last step."""
+    """Train on one rank until the moving average of losses is at most `target` (`reached`), or to the last step."""
     started = start(values, way, rank, ranks, schedule)
     run, losses, seconds = started.run, list[float](), 0.0
     shard = TokenShard.whole(run.train.global_batch, run.model.max_length)
@@ -252,7 +254,9 @@ def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any]
 
 
 def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[str], None]) -> float:
-    """K-FAC's learning rate with the fewest steps to the target, found in one process: numbers do not depend on where the work is done."""
+    """Return K-FAC's learning rate with the fewest steps to the target loss. One process suffices, because losses do not depend on the
+    pipeline.
+    """
     taken = {}
     for lr in RATES["kfac"]:
         taken[lr] = steps_to(losses_of(timed_values("kfac", delay, lr, steps, ranks))[0], target) or steps + 1
@@ -261,11 +265,11 @@ def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[
 
 
 def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return a pipeline schedule's row: seconds until each optimizer reaches AdamW's final loss."""
+    """Return the table row of a pipeline schedule: seconds until each optimizer reaches AdamW's final loss. say: prints a line."""
     ends = {lr: smoothed(losses_of(timed_values("adamw", 0, lr, steps, ranks))[0])[-1] for lr in RATES["adamw"]}
     say("adamw, loss in one process: " + ", ".join(f"{end:.3f} at lr {lr:g}" for lr, end in ends.items()))
     rates = {("adamw", 0): min(ends, key=lambda lr: ends[lr])}
-    target = math.ceil(min(ends.values()) * 1000) / 1000  # rounded up by more than the effect of another summation order over micro-batches
+    target = math.ceil(min(ends.values()) * 1000) / 1000  # rounded up, because a pipeline sums in another order
     rates |= {("kfac", delay): best_rate(delay, steps, ranks, target, say) for delay in DELAYS}
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for way, delay in (("adamw", 0), *((way, delay) for delay in DELAYS for way in WAYS[1:])):
@@ -292,8 +296,8 @@ def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) 
 
 
 def main(*, only: str = "steps,bubbles,time", steps: int = 200, kinds: str = "1f1b,gpipe,chimera", json: str | None = None) -> int:
-    """`python -m tests.measured kfac`: returns 1 if K-FAC does not need fewer steps than AdamW, costs more than 10 % of a pipeline's step
-    in its bubbles, or does not reach AdamW's loss first there."""
+    """`python -m tests.measured kfac`. Returns 1 if K-FAC needs as many steps as AdamW, if in bubbles it makes a step over 10 % longer, or
+    if in bubbles it is not the first to reach AdamW's loss."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if "bubbles" in only:

@@ -36,7 +36,7 @@ TOGETHER = ("--nproc", "4")
 
 
 def main(*, steps: int = 2, json: str | None = None) -> int:
-    """Print each run and how it ended. Returns 0 if all ended as required."""
+    """Print each run and how it ended. Returns 0 if all ended as described above."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = [
@@ -58,7 +58,7 @@ def main(*, steps: int = 2, json: str | None = None) -> int:
 
 
 def run(what: str, words: tuple[str, ...], out: Path, *, steps: int, limit_bytes: int | None) -> dict[str, Any]:
-    """Run one training in its own processes: its losses and a process's peak memory, or the line with which it ended."""
+    """Train in new processes. Return the losses and the peak memory of a process, or the line with which the run failed."""
     command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), f"--train.steps={steps}", "--force", *FLAGS, *words]
 
     def limited() -> None:
@@ -83,5 +83,5 @@ def run(what: str, words: tuple[str, ...], out: Path, *, steps: int, limit_bytes
 
 
 def same(a: list[float], b: list[float]) -> bool:
-    """Whether two lists of losses agree within TOLERANCE."""
+    """Whether two runs have the same losses, up to the relative TOLERANCE."""
     return len(a) == len(b) > 0 and all(abs(x / y - 1) <= TOLERANCE for x, y in zip(a, b, strict=True))

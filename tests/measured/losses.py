@@ -1,9 +1,8 @@
-"""Losses of 20 steps on two ranks, in this checkout and in another commit. A change that alters no number leaves them bitwise equal.
+"""Compares the losses of 20 steps on two ranks between this checkout and an earlier commit. They are bitwise equal if no number changed.
 
     python -m tests.measured losses --before 9c24c8f          a commit of this repository, checked out into a temporary folder
 
-Each pair of a recipe and a layout is trained from its first weights on both sides. A layout that a recipe refuses on both sides is
-printed with its refusal.
+Each pair of a recipe and a layout is trained on both sides from its first weights. If both sides refuse a pair, the refusal is printed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def agree(before: list[float] | str, after: list[float] | str) -> bool:
 
 
 def losses(tree: Path, recipe: str, flags: list[str]) -> list[float] | str:
-    """Train with the code of a tree on two ranks of one thread. Returns the loss of each step, or the line that refuses the layout."""
+    """Train with the code in the folder `tree`. Return the loss of each step, or the error message if the layout is refused."""
     with tempfile.TemporaryDirectory() as out:
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "moe", "train", recipe, "--nproc", "2", "--out", f"{out}/run", *flags]

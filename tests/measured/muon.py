@@ -1,9 +1,9 @@
-"""Seconds of Muon's step on two ranks: each matrix on one of them (parallel/optim/shared.py), compared with every matrix on both.
+"""Measures Muon's step on two ranks if each updates half of the matrices (parallel/optim/shared.py), compared with all on both ranks.
 
-    dense      7 matrices a layer, 192 and 384 wide, copied on both ranks
-    experts    8 experts of three matrices a layer instead: with ep 1 as copies, which are shared out; with ep 2 each on one rank anyway
+    dense      7 matrices in each layer, 192 and 384 wide, with copies on both ranks
+    experts    8 experts with three matrices each in place of the dense network: with ep 1 copies on both ranks, with ep 2 each on one rank
 
-Ratios are of seconds within each round: the median over rounds. FLOPs are counted in the step itself, on the rank with the most.
+Ratios are of times in the same round; the table has their median. FLOPs are counted during the step, on the rank that has the most.
 `python -m tests.measured muon --rounds 9 --json FILE`.
 """
 

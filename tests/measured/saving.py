@@ -1,11 +1,11 @@
-"""The time that a step waits for a checkpoint: asynchronous saving compared with synchronous saving of the same tensors on the same ranks.
+"""Measures how long a training step waits for a checkpoint, with synchronous and with asynchronous saving of the same tensors.
 
-    waits       synchronous: every byte is written, hashed and committed
-    copies      asynchronous: only the copy to host memory; the first save also allocates the memory that later saves reuse
-    beside      a matrix product during writing, over the same without writing: the cost of writing for the steps
+    waits       synchronous: the step waits until every byte is written, hashed and committed
+    copies      asynchronous: it waits only for the copy to host memory; the first save also allocates this memory
+    beside      time of a matrix product during asynchronous writing, divided by its time without writing
 
-Each round saves once in each way, with changed tensors. Passes if copying takes at most SHARE of waiting and both files are bitwise equal.
-Seconds are the slowest rank's.
+Every round saves changed tensors once synchronously and once asynchronously. Seconds are of the slowest rank. Passes if `copies` takes at
+most SHARE of the time of `waits`, and if both files are bitwise equal.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from parallel.store.checkpoint import Piece, sha256
 from parallel.store.saver import Saver
 
 SHARE = 0.05
-ROWS, WIDTH, MATRICES = 2048, 1024, 8  # sizes on a rank: 8 MiB each, as weight and two moments
+ROWS, WIDTH, MATRICES = 2048, 1024, 8  # of tensors on a rank: MATRICES weights of 8 MiB, each with two moments
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 PRODUCT = 512
 
 
 def main(*, nproc: int = 2, rounds: int = 5, json: str | None = None) -> int:
-    """Print one row. Returns 1 if a step waits longer than SHARE of a save, or the files differ."""
+    """Print the table row. Returns 1 if it does not pass (see above)."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_on_ranks(measured, nproc, nproc, rounds, Path(folder), timeout_s=900)
         same = all(files(Path(folder) / "waits" / name) == files(Path(folder) / "copies" / name) for name in (f"step-{rounds}",))
@@ -56,7 +56,7 @@ def main(*, nproc: int = 2, rounds: int = 5, json: str | None = None) -> int:
 
 
 def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds of each round: of a synchronous save, of the copy of an asynchronous one, and of a product alone and during writing."""
+    """Save on this rank. Return `waits`, `copies`, `beside` and `alone` -> seconds of each round, the last two of a matrix product."""
     torch.set_num_threads(1)
     world = process.connect(Degrees(dp=ranks), World(rank, ranks)).axis("world")
     draw = torch.Generator().manual_seed(rank)
@@ -80,19 +80,19 @@ def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of `work()`."""
+    """Return the wall-clock seconds of work()."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def product() -> None:
-    """Compute for about a tenth of a second on one core."""
+    """Compute matrix products for about a tenth of a second on one core."""
     x = torch.ones(PRODUCT, PRODUCT)
     for _ in range(20):
         x @ x
 
 
 def files(folder: Path) -> dict[str, str]:
-    """file name -> hash"""
+    """Return name -> SHA-256 of every file in the folder."""
     return {path.name: sha256(path) for path in folder.iterdir()}

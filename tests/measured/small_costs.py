@@ -1,8 +1,8 @@
-"""Small costs that docs/inside/log.md quotes, on one thread: products of new shapes, norms, rotary, noise, losses in chunks, recompute.
+"""Measures small costs that docs/inside/log.md quotes, on one thread: matrix products of new shapes, norms, noise, losses, recompute.
 
-    products, pieces, steps, losses, recomputed   milliseconds: medians over rounds, in turn with the others of the same set
-    bytes of losses                               peak live MiB that a loss makes, including its gradients
-    idle groups                                   processors that eight waiting ranks keep busy, by their number of process groups
+    products, pieces, steps, losses, recomputed   milliseconds: medians over rounds; the measurements of a set run in turn
+    bytes of losses                               peak MiB of tensors that a loss allocates, including gradients
+    idle groups                                   number of cores that eight waiting ranks keep busy, by their number of process groups
 
 `python -m tests.measured small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` simulates a processor without bf16 products.
 """
@@ -34,15 +34,15 @@ from tests.counted.alive import Alive
 
 TINY: dict[str, Any] = {"d_model": 128, "num_heads": 2, "d_ff": 512, "ffn": "relu", "norm": "layernorm", "tied_embeddings": False}
 GROUPS, IDLE_RANKS, IDLE_S = (15, 30, 120), 8, 2.0
-SEQUENCES, VOCABULARY = 8, 32_000  # of `losses`: number of sequences of 256 tokens, and vocabulary size
+SEQUENCES, VOCABULARY = 8, 32_000  # number of sequences of 256 tokens; vocabulary of `losses`
 Work = dict[str, Callable[[], object]]
 
 
 def main(*, rounds: int = 9, only: str = "", json: str | None = None) -> int:
-    """`python -m tests.measured small-costs`: `only` keeps the sets of measurements with this text in their name."""
+    """`python -m tests.measured small-costs`. only: text that the names of the measured sets must contain."""
     torch.set_num_threads(1)
     sets: dict[str, Callable[[], dict[str, float]]] = {
-        "idle groups": idle_groups,  # first, because forked ranks would miss threads that torch starts later
+        "idle groups": idle_groups,  # first: ranks can only be forked before torch starts threads
         "products": products,
         "bytes of losses": bytes_of_losses,
         **{work.__name__: partial(_milliseconds, work, rounds) for work in (pieces, steps, losses, recomputed)},
@@ -65,7 +65,7 @@ def _milliseconds(work: Callable[[], Work], rounds: int) -> dict[str, float]:
 
 
 def products() -> dict[str, float]:
-    """One bf16 product of 300 to 800 rows: each shape for the first time, then again."""
+    """Milliseconds of a bf16 matrix product of 300 to 800 rows: of each shape the first time, and the second time."""
     a, w = torch.randn(4096, 128).bfloat16(), torch.randn(128, 512).bfloat16()
     rows = random.Random(0).sample(range(300, 800), 500)
     found = {}
@@ -78,7 +78,7 @@ def products() -> dict[str, float]:
 
 
 def pieces() -> Work:
-    """Norms, rotary positions and noise on 4,096 tokens."""
+    """Functions to time: norms, rotary positions and random numbers for 4,096 tokens."""
     x = torch.randn(16, 256, 256).bfloat16().requires_grad_()
     q, places, tokens = torch.randn(16, 4, 256, 64).bfloat16().requires_grad_(), torch.arange(256), torch.arange(4096)
 
@@ -106,7 +106,7 @@ def _plain_rotate(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def steps() -> Work:
-    """Forward and backward of 2,048 tokens, dense and sparse."""
+    """Functions to time: forward and backward of 2,048 tokens through a dense and a sparse model."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     return {
         f"{label}_tiny, {name}, 2,048 tokens": _step(every, dtype)
@@ -116,7 +116,7 @@ def steps() -> Work:
 
 
 def recomputed() -> Work:
-    """The sparse model in fp32 with each kind of recompute."""
+    """Functions to time: forward and backward of the sparse model in fp32 with each kind of recompute."""
     kinds = [Recompute(kind=kind, every=every) for kind, every in (("none", 1), ("selective", 1), ("full", 2), ("full", 1))]  # type: ignore[arg-type]
     return {f"recompute {r.kind}, every {r.every}": _step(2, torch.float32, recompute=r) for r in kinds}
 
@@ -129,7 +129,7 @@ def _step(moe_every: int, dtype: torch.dtype, *, recompute: Recompute | None = N
 
 
 def losses() -> Work:
-    """Cross-entropy of 2,048 tokens of width 256, forward and backward, in fp32, with the head in tiles and the loss in chunks."""
+    """Functions to time: head and cross-entropy of 2,048 tokens of width 256, forward and backward in fp32, in tiles and chunks."""
     draw = torch.Generator().manual_seed(0)
     x, targets = (
         torch.randn(SEQUENCES, 256, 256, generator=draw).requires_grad_(),
@@ -147,7 +147,7 @@ def losses() -> Work:
 
 
 def bytes_of_losses() -> dict[str, float]:
-    """Peak live MiB of each loss. Gradients exist already, and the loss adds to them."""
+    """Return name in `losses` -> peak MiB of tensors during forward and backward. Gradients were allocated before."""
     found = {}
     for what, loss in losses().items():
         loss()
@@ -158,7 +158,7 @@ def bytes_of_losses() -> dict[str, float]:
 
 
 def idle_groups() -> dict[str, float]:
-    """Processors that waiting ranks keep busy, by their number of process groups."""
+    """Return text with a number of process groups -> number of cores that IDLE_RANKS waiting ranks keep busy."""
     found = {}
     for count in GROUPS:
         busy = run_on_ranks(_idle, IDLE_RANKS, count)
@@ -167,7 +167,7 @@ def idle_groups() -> dict[str, float]:
 
 
 def _idle(rank: int, count: int) -> float:
-    """Processor seconds of an idle rank with `count` process groups."""
+    """Return the CPU seconds of a rank that sleeps IDLE_S seconds with `count` process groups."""
     groups = [dist.new_group(list(range(IDLE_RANKS))) for _ in range(count)]
     dist.barrier(groups[-1])
     before = time.process_time()

@@ -1,4 +1,4 @@
-"""`python -m tests.measured environment` with fake commands: their arguments, ratios within a round, and failures."""
+"""`python -m tests.measured environment` with fake commands: the environment they get, ratios of a round, and which results fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from tests.measured import environment
 
 
-def test_a_command_gets_its_settings_and_none_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`moe` is replaced by a program that uses a processor for 0.2 s, and its environment is recorded."""
+def test_a_command_gets_the_measured_settings_instead_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`moe` is replaced by a program that computes for 0.2 s and records its environment."""
     given: dict[str, str] = {}
     run = subprocess.run
 
@@ -37,8 +37,8 @@ def test_a_command_gets_its_settings_and_none_of_the_users(monkeypatch: pytest.M
     [
         ({}, True),
         ({"result": [2.0]}, False),  # the losses differ
-        ({"peak_bytes": 1000}, False),  # no less memory
-        ({"processor_seconds": [1.0, 9.0, 4.6]}, False),  # ratios in the rounds: 0.5, 1.13 and 1.15; the median is too high
+        ({"peak_bytes": 1000}, False),  # smaller caches save no memory
+        ({"processor_seconds": [1.0, 9.0, 4.6]}, False),  # ratios 0.5, 1.13 and 1.15: the median is above 1.10
     ],
 )
 def test_bounded_caches_must_save_memory_and_change_nothing(

@@ -1,4 +1,4 @@
-"""The small costs can still be measured: figures of the log come from them, and nothing else calls these functions."""
+"""`python -m tests.measured small-costs` still runs, with small sizes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Faults that training systems had, put into the running code to see that the oracle finds them."""
+"""Puts faults that real training systems had into the running code, and checks that `moe verify` finds them."""

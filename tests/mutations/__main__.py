@@ -1,4 +1,4 @@
-"""`python -m tests.mutations`: every fault put into the running code, and whether `moe verify` finds it."""
+"""`python -m tests.mutations`: puts each fault into the running code, and prints whether `moe verify` finds it."""
 
 import sys
 

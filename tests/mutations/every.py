@@ -1,4 +1,4 @@
-"""All mutations, in the order of the table."""
+"""MUTATIONS: all mutations, in the order of the printed table."""
 
 from __future__ import annotations
 

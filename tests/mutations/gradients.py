@@ -1,4 +1,4 @@
-"""Faults in gradients: sums over wrong ranks, wrong factors, lost parts, and wrong exchanges in the backward pass."""
+"""Faults in gradients: all-reduces over wrong ranks, wrong factors, and wrong collectives in the backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _experts_times_ep(real: Any) -> Any:
 
 
 def _experts_over_dp(real: Any) -> Any:
-    """All parameters use the group of the dense ones, so different experts are summed."""
+    """All gradients are reduced over the group of the dense parameters, so gradients of different experts are added."""
 
     def wrong(grads: dict[str, Tensor], layouts: Any, mesh: Mesh) -> None:
         dense = next(layout for layout in layouts.values() if layout.family != "expert")
@@ -39,7 +39,7 @@ def _copies_alone(real: Any) -> Any:
 
 
 def _hook(wrong: Any) -> Any:
-    """Returns the hook without annotations. torch's DDP checks a hook's annotations, and does not accept strings."""
+    """Remove the hook's annotations, and return it: torch's DDP raises an error for annotations that are strings."""
     wrong.__annotations__ = {}
     return wrong
 
@@ -72,7 +72,7 @@ def _averaged(real: Any) -> Any:
 
 
 def _in_half(real: Any) -> Any:
-    """Each rank rounds its gradients to 16 bits before the sum."""
+    """Each rank rounds its gradients to bf16 before the all-reduce."""
 
     def wrong(sums: Any, bucket: Any) -> Any:
         bucket.buffer().copy_(bucket.buffer().bfloat16().float())
@@ -82,7 +82,7 @@ def _in_half(real: Any) -> Any:
 
 
 def _never_synchronised(real: Any) -> Any:
-    """The condition for the last micro-batch is off by one, so torch's DDP waits for another one."""
+    """No micro-batch is treated as the last of the step, so torch's DDP never all-reduces gradients."""
 
     def wrong(self: Any, *args: Any, last: bool) -> Any:
         return real(self, *args, last=False)
@@ -106,7 +106,7 @@ def _kept(real: Any) -> Any:
 
 
 def _splits_as_forward(real: Any) -> Any:
-    """The backward pass uses the splits of the forward pass. Surplus rows are cut off, missing rows are zeros."""
+    """The all-to-all's backward pass uses the splits of the forward pass. Surplus rows are cut off, missing rows are zeros."""
 
     def fitted(rows: Tensor, count: int) -> Tensor:
         return torch.cat((rows[:count], rows.new_zeros(max(0, count - len(rows)), *rows.shape[1:])))
@@ -118,7 +118,7 @@ def _splits_as_forward(real: Any) -> Any:
 
 
 def _own_slice(real: Any) -> Any:
-    """Each rank takes its own slice of its own gradient and ignores the other ranks' gradients for it."""
+    """The backward pass of an all-gather takes this rank's slice of its own gradient, without adding other ranks' gradients."""
 
     def wrong(grad: Tensor, axis: Axis, *, dim: int) -> Tensor:
         each = grad.shape[dim] // axis.size
@@ -128,7 +128,7 @@ def _own_slice(real: Any) -> Any:
 
 
 def _own_part(real: Any) -> Any:
-    """Each rank has only its own part of the gradient; the other parts are not gathered."""
+    """The backward pass of a reduce-scatter keeps this rank's part of the gradient, with zeros in place of other ranks' parts."""
 
     def wrong(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
         def own(grad: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _own_part(real: Any) -> Any:
 
 
 def _gates_detached(real: Any) -> Any:
-    """Gates are gathered without autograd; tokens are gathered with it."""
+    """Gates (at most four columns) are all-gathered without autograd; tokens are gathered with autograd."""
 
     def wrong(self: Any, tensor: Tensor, longest: int, **rest: Any) -> Tensor:
         gathered: Tensor = real(self, tensor.detach() if tensor.is_floating_point() and tensor.shape[-1] <= 4 else tensor, longest, **rest)
@@ -164,7 +164,7 @@ def _averaged_by_the_engine(real: Any) -> Any:
 
 
 def _experts_doubled(real: Any) -> Any:
-    """Experts' shards are divided by the size of their own group where the loss was divided for all."""
+    """Experts' gradients are multiplied by ep, as if they were averaged over their own group only."""
 
     def wrong(self: Any) -> None:
         real(self)
@@ -176,7 +176,7 @@ def _experts_doubled(real: Any) -> Any:
 
 
 def _gate_of_all_rows(real: Any) -> Any:
-    """Choices without a row also get a gradient, which belongs to another choice's row."""
+    """Gates of choices that have no row on this rank also get a gradient."""
 
     def wrong(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows, gate_TK, *rest = real(ctx, grad_TD)
@@ -187,7 +187,7 @@ def _gate_of_all_rows(real: Any) -> Any:
 
 
 def _norm(change: Any) -> Any:
-    """Replace the sum over ranks by `change(real, squares, families, world)`; squares: this rank's sums of squares by family."""
+    """Replace `norm_of` by `change`, which gets the real function too. squares: this rank's sum of squared gradients of each family."""
 
     def make(real: Any) -> Any:
         return lambda squares, *, families, world: change(real, squares, families, world)
@@ -223,7 +223,7 @@ def _copies_counted(real: Any) -> Any:
 _DENSE = Case("dense", "ddp", 2, 1, 1, "fp32")
 _DENSE_3 = Case("dense", "ddp", 2, 1, 3, "fp32")
 _EP = Case("switch", "ddp", 2, 2, 1, "fp32")
-_EDP = Case("switch", "ddp", 4, 2, 1, "fp32")  # experts over two ranks, in two copies
+_EDP = Case("switch", "ddp", 4, 2, 1, "fp32")  # ep 2 on 4 ranks: each expert has two copies
 _ROWS = Case("glam", "ddp", 2, 2, 1, "fp32", experts=8)
 
 MUTATIONS = (

@@ -2,9 +2,8 @@
 
     with applied(mutation, called):     in a forked rank: replaces the functions, and restores them afterwards; no file changes
 
-A target is "module:name" or "module:Class.name", as the running code looks it up: for a function that was imported by name, the module
-that imported it. Code moves, so a target may no longer be called. Each replacement therefore notes that it was called. A fault whose
-replacement was not called counts neither as found nor as missed.
+A target is "module:name" or "module:Class.name". For a function that was imported by name, it is the module that imported it. Each
+replacement records that it was called, because a fault in code that never runs is neither found nor missed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from moe.verify.cases import Case
 
 @dataclass(frozen=True)
 class Edit:
-    """Replaces the function at `target` by `make(function)`."""
+    """Replaces the function at `target` by `make(function at target)`."""
 
     target: str
     make: Callable[[Any], Any]
 
     def found(self) -> tuple[Any, str]:
-        """(the module or class, the name in it). Raises AttributeError if the target does not exist."""
+        """Return (module or class, name of the function in it). Raises AttributeError if the target does not exist."""
         module, _, path = self.target.partition(":")
         *outer, name = path.split(".")
         owner: Any = import_module(module)
@@ -43,9 +42,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """`fault`: one sentence on what is wrong. `source`: owner/repo#number of the issue or change, or a paper, or the reasoning if no
-    report is known. `kind`: the kind of `moe verify` that `case` belongs to.
-    """
+    """A fault in the running code. fault: one sentence on what is wrong. source: owner/repo#number of the issue or change, or a paper, or
+    the reasoning if no report is known. kind: the kind of `moe verify` to which `case` belongs."""
 
     name: str
     fault: str
@@ -55,7 +53,7 @@ class Mutation:
     edits: tuple[Edit, ...]
 
     def not_called(self) -> Tensor:
-        """bool [edits], shared with forked processes: whether an edit's replacement was called. All False at first."""
+        """Return a tensor in shared memory, bool [number of edits], all False: whether each edit's replacement was called."""
         called = torch.zeros(len(self.edits), dtype=torch.bool)
         called.share_memory_()  # type: ignore[no-untyped-call]
         return called
@@ -63,7 +61,7 @@ class Mutation:
 
 @contextmanager
 def applied(mutation: Mutation, called: Tensor) -> Iterator[None]:
-    """Apply the edits in this process while the context lasts, and set `called` (from `not_called`) for each edit that is called."""
+    """Apply the edits in this process within the context. Sets called[i] (from `not_called`) when the replacement of edit i is called."""
     with ExitStack() as undo:
         for number, edit in enumerate(mutation.edits):
             owner, name = edit.found()
@@ -76,7 +74,7 @@ def applied(mutation: Mutation, called: Tensor) -> Iterator[None]:
 
 
 def _noting(made: Callable[..., Any], called: Tensor, number: int) -> Callable[..., Any]:
-    @wraps(made)  # torch looks at the parameters of a hook
+    @wraps(made)  # keeps the signature, which torch checks for hooks
     def noted(*args: Any, **kwargs: Any) -> Any:
         called[number] = True
         return made(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Faults in the update: weight decay, clipping, optimizer steps, learning rates, and the load that moves selection biases."""
+"""Faults in the update: weight decay, clipping, optimizer steps, learning rates, and updates of the routers' selection biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _also(*words: str) -> Any:
-    """Also decay every parameter with one of the words in its name."""
+    """Apply weight decay also to every parameter with one of these words in its name."""
 
     def make(real: Any) -> Any:
         def wrong(self: Any, parameters: Any) -> Any:
@@ -26,7 +26,7 @@ def _also(*words: str) -> Any:
 
 
 def _into_the_gradient(real: Any) -> Any:
-    """Decay is added to the gradient, so that Adam scales it, instead of being subtracted from the weight."""
+    """Weight decay is added to the gradient (L2 regularization), so that Adam scales it."""
 
     def wrong(self: Any, groups: Any, wholes: Any = None) -> Any:
         optimizer = real(self, groups, wholes)
@@ -53,7 +53,7 @@ def _experts_not_clipped(real: Any) -> Any:
 
 
 def _experts_not_stepped(real: Any) -> Any:
-    """The optimizer was made before this rank's experts replaced the first ones, and holds the first ones."""
+    """The optimizer does not have this rank's experts."""
 
     def wrong(self: Any, parameters: Any) -> Any:
         return real(self, [(name, p) for name, p in parameters if ".experts." not in name])
@@ -62,7 +62,7 @@ def _experts_not_stepped(real: Any) -> Any:
 
 
 def _first_group_alone(real: Any) -> Any:
-    """A new learning rate reaches only one parameter group."""
+    """Only the first parameter group gets the new learning rate; the others get half of their old one."""
 
     def wrong(self: Any, lr: float) -> None:
         rates = [group["lr"] or lr for group in self.optimizer.param_groups]
@@ -82,7 +82,7 @@ def _first_group_alone(real: Any) -> Any:
 
 
 def _without_correction(real: Any) -> Any:
-    """Adam treats its moments as if many steps had been made."""
+    """Adam starts with step count 1000, so it makes no bias correction."""
 
     def wrong(self: Any, lr: float) -> None:
         for state in self.optimizer.state.values():
@@ -101,7 +101,7 @@ def _without_correction(real: Any) -> Any:
 
 
 def _of_this_rank(real: Any) -> Any:
-    """The load that moves the bias is not summed over ranks."""
+    """The selection bias is updated with the load of this rank alone."""
 
     def wrong(model: Any, load: dict[int, Tensor]) -> None:
         from moe.model.transformer import moe_layers
@@ -122,7 +122,7 @@ def _notes_load(real: Any) -> Any:
 
 
 def _each_microbatch(real: Any) -> Any:
-    """The bias moves after every micro-batch, so later micro-batches of a step are routed with another bias than the first."""
+    """The selection bias is updated after every micro-batch, so micro-batches of one step are routed with different biases."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         out, report = real(self, x_BLD, context)

@@ -1,4 +1,4 @@
-"""Faults in pipelines: weight versions, lost or scaled micro-batches, tied embeddings, norms and losses of a single stage."""
+"""Faults in pipelines: wrong weight versions, wrong gradients of micro-batches, tied embeddings, gradient norms, auxiliary losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _case(model: str, schedule: str, *, world: int = 2, pp: int = 2) -> Case:
-    """The case of `moe verify` in fp32 without recompute."""
+    """Return the case of `moe verify` with these properties, DDP and fp32, without recomputation."""
     wanted = (model, "ddp", world, pp, schedule, "fp32", "none")
     return next(
         c for c in cases(world, kinds=("pipeline",)) if (c.model, c.kind, c.world, c.pp, c.schedule, c.precision, c.recompute) == wanted
@@ -41,7 +41,7 @@ def _of_one_stage(real: Any) -> Any:
 
 
 def _raw_sum(real: Any) -> Any:
-    """Backward runs from the summed loss of the tokens; only the reported loss is divided."""
+    """The backward pass starts from the sum of the tokens' losses; only the reported loss is their mean."""
 
     def wrong(self: Any, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
         output: Tensor = real(self, stage, microbatch, x)
@@ -52,7 +52,7 @@ def _raw_sum(real: Any) -> Any:
 
 
 def _scaled_each_time(real: Any) -> Any:
-    """Accumulated gradients are divided again after every micro-batch."""
+    """Gradients accumulated so far are divided by 2 after every micro-batch."""
 
     def wrong(self: Any, output: Any, gradient: Tensor | None) -> None:
         real(self, output, gradient)
@@ -77,7 +77,7 @@ def _passed_on(real: Any) -> Any:
 
 
 def _replicas_forgotten(real: Any) -> Any:
-    """The last stage's ranks never run the micro-batch that sums gradients over replicas."""
+    """The data-parallel ranks of the last stage do not reduce their gradients."""
 
     def wrong(self: Any) -> None:
         if self.mesh.axis("pp").index + 1 < self.mesh.axis("pp").size:

@@ -1,4 +1,4 @@
-"""Faults of 16 bits and the loss scale: wrong scaling, wrong rounding, and overflows that only one rank knows of."""
+"""Faults of 16-bit precision and the loss scale: wrong scaling, wrong rounding, and overflows that only one rank detects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _unscaled_twice(real: Any) -> Any:
 
 
 def _own_finiteness(real: Any) -> Any:
-    """Each rank checks overflow on its own, so the other ranks make the step."""
+    """Each rank checks only its own gradients for overflow, so the other ranks do not skip the step."""
 
     def wrong(squares: Tensor, *, families: tuple[str, ...], world: Any) -> Any:
         bad = not bool(squares.isfinite().all())
@@ -47,10 +47,10 @@ def _own_finiteness(real: Any) -> Any:
 
 
 def _stepped_anyway(real: Any) -> Any:
-    """A skipped step makes an update with zero gradients: Adam's step count and moments change."""
+    """After an overflow the optimizer steps with zero gradients: Adam's step count and moments change."""
 
     def wrong(self: Any) -> None:
-        if not _overflowed(self):  # gradients are dropped after every step
+        if not _overflowed(self):  # this method is called after every step
             return real(self)  # type: ignore[no-any-return]
         for parameter in self.parameters.values():
             if parameter.grad is not None:
@@ -68,7 +68,7 @@ def _overflowed(engine: Any) -> bool:
 
 
 def _kept_when_skipped(real: Any) -> Any:
-    """A skipped step leaves its finite gradients for the next step."""
+    """After an overflow, the finite gradients are not cleared and are added to the next step's."""
 
     def wrong(self: Any) -> None:
         if not _overflowed(self):
@@ -82,7 +82,7 @@ def _kept_when_skipped(real: Any) -> Any:
 
 
 def _loss_in_16_bits(real: Any) -> Any:
-    """Logits stay in the compute dtype through softmax and loss."""
+    """Softmax and loss are computed in the compute dtype instead of fp32."""
 
     def wrong(x_BLD: Tensor, targets_BL: Tensor, matrix: Any, **rest: Any) -> Tensor:
         import torch.nn.functional as F
@@ -96,12 +96,12 @@ def _loss_in_16_bits(real: Any) -> Any:
 
 
 def _router_in_16_bits(real: Any) -> Any:
-    """The router's logits are a product in bf16."""
+    """The router's logits are computed in bf16."""
     return lambda x_TI, weight_OI: torch.nn.functional.linear(x_TI.bfloat16(), weight_OI.bfloat16()).float()
 
 
 def _half_of_the_parts(real: Any) -> Any:
-    """After the step some working weights are not refreshed from the master weights."""
+    """After the step, the attention's working weights keep their old values."""
 
     def wrong(self: Any, lr: float) -> None:
         before = {name: p.data.clone() for name, p in self.parameters.items()}
@@ -114,7 +114,7 @@ def _half_of_the_parts(real: Any) -> Any:
 
 
 def _weights_of_16_bits(real: Any) -> Any:
-    """The update is written to 16-bit weights, so changes smaller than their spacing are lost."""
+    """Weights are rounded to bf16 after each update, so small changes are lost."""
 
     def wrong(self: Any, lr: float) -> None:
         real(self, lr)

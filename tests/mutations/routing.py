@@ -1,4 +1,4 @@
-"""Faults of routers: choices, slots, gates and losses; and of layers: dropped tokens and recompute."""
+"""Faults of MoE layers: choice of experts, capacity, gates, auxiliary losses, dropped tokens and recomputation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _one_more(real: Any) -> Any:
-    """A position that counts from 1 is compared as if it counted from 0."""
+    """Each expert accepts one token more than its capacity."""
 
     def wrong(*args: Any, slots_each: int | None, **rest: Any) -> Tensor:
         kept: Tensor = real(*args, slots_each=None if slots_each is None else slots_each + 1, **rest)
@@ -27,7 +27,7 @@ def _no_capacity(real: Any) -> Any:
 
 
 def _choices_twice(real: Any) -> Any:
-    """Rows, which are tokens times choices, are multiplied by the number of choices again."""
+    """Capacity is computed from tokens * choices rows, multiplied by the number of choices again."""
 
     def wrong(spec: Any, group_tokens: int, **rest: Any) -> int | None:
         return real(spec, group_tokens * spec.num_choices, **rest)  # type: ignore[no-any-return]
@@ -36,7 +36,7 @@ def _choices_twice(real: Any) -> Any:
 
 
 def _last_come_first(real: Any) -> Any:
-    """Dropping depends on how a sort orders equal values; here the first tokens are dropped."""
+    """A full expert drops the first tokens instead of the last."""
 
     def wrong(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, **rest: Any) -> Tensor:
         def turned(x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _last_come_first(real: Any) -> Any:
 
 
 def _seconds_from_the_start(real: Any) -> Any:
-    """Second choices count their positions from 0, as if there were no first choices."""
+    """Second choices do not queue behind first choices, so an expert accepts up to its capacity of each."""
 
     def wrong(expert_TK: Tensor, active_TK: Tensor, **rest: Any) -> Tensor:
         columns = [real(expert_TK[:, k : k + 1], active_TK[:, k : k + 1], **rest) for k in range(expert_TK.shape[1])]
@@ -58,7 +58,7 @@ def _seconds_from_the_start(real: Any) -> Any:
 
 
 def _negative_outranked(real: Any) -> Any:
-    """Tokens that did not choose an expert count with a logit of 0, and are ranked before tokens with a negative logit."""
+    """Tokens with a negative logit for their expert are dropped, because tokens that did not choose it rank as if their logit were 0."""
 
     def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, **rest: Any) -> Any:
         made = real(self, scores_TE, logits_TE, **rest)
@@ -75,7 +75,7 @@ def _cut_off(real: Any) -> Any:
 
 
 def _jitter_in_place(real: Any) -> Any:
-    """The router's input is multiplied in place, so experts read it with jitter too."""
+    """Jitter multiplies the layer's input in place, so experts also read the input with jitter."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         if self.router.spec.jitter:
@@ -92,12 +92,12 @@ def _undisturbed(real: Any) -> Any:
 
 
 def _added_to_logits(real: Any) -> Any:
-    """Jitter, a number near 1, is added instead of multiplied."""
+    """The jitter factor, a number near 1, is added to the router's input instead of multiplied with it."""
     return lambda x_TD, uniform_TD, size: x_TD + uniform_TD * 2 * size + (1 - size)
 
 
 def _made_one(real: Any) -> Any:
-    """A top-1 gate is divided by the sum of the gates, which is the gate itself."""
+    """Gates are normalised to sum 1, so a top-1 gate is always 1."""
 
     def wrong(*args: Any, **rest: Any) -> Tensor:
         gate_TK: Tensor = real(*args, **rest)
@@ -115,7 +115,7 @@ def _scaled_twice(real: Any) -> Any:
 
 
 def _biased(real: Any) -> Any:
-    """Gates are taken from the scores with the selection bias, which should only affect the choice."""
+    """The selection bias, which should only affect the choice of experts, is added to the gates."""
 
     def wrong(self: Any, x_TD: Tensor, **rest: Any) -> Any:
         routing = real(self, x_TD, **rest)
@@ -127,7 +127,7 @@ def _biased(real: Any) -> Any:
 
 
 def _dropped_keep_input(real: Any) -> Any:
-    """A token without a slot returns its input times its gate."""
+    """For a dropped token, the MoE layer returns its input times its gate instead of 0."""
 
     def wrong(self: Any, x_TD: Tensor, routing: Any, experts: Any, **rest: Any) -> Tensor:
         y_TD: Tensor = real(self, x_TD, routing, experts, **rest)
@@ -139,7 +139,7 @@ def _dropped_keep_input(real: Any) -> Any:
 
 
 def _pass_lost(real: Any) -> Any:
-    """A token without a slot is zero in the residual stream too."""
+    """A dropped token is set to 0 in the residual stream."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         out_BLD, report = real(self, x_BLD, context)
@@ -154,7 +154,7 @@ def _pass_lost(real: Any) -> Any:
 
 
 def _discarded(real: Any) -> Any:
-    """The tensor that carries the auxiliary loss into the backward pass is made but not used."""
+    """The result of `join` is not used, so the auxiliary loss has no gradient."""
 
     def wrong(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
         real(x, loss, scale=scale)
@@ -177,7 +177,7 @@ def _without_share(real: Any) -> Any:
 
 
 def _joined_again(real: Any) -> Any:
-    """The loss is added in the first forward pass and again in the recomputed one."""
+    """The auxiliary loss counts in the first forward pass and again in the recomputed one."""
 
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         doubled = context if context.replay is None else replace(context, auxiliary_scale=2 * context.auxiliary_scale)
@@ -187,7 +187,7 @@ def _joined_again(real: Any) -> Any:
 
 
 def _too_small(real: Any) -> Any:
-    """The loss over the global batch is divided by the number of ranks once more."""
+    """The balance loss over the global batch is divided by the number of ranks once too often."""
 
     def wrong(*args: Any, step: Any = None, **rest: Any) -> Tensor:
         loss: Tensor = real(*args, step=step, **rest)
@@ -198,7 +198,7 @@ def _too_small(real: Any) -> Any:
 
 
 def _other_choices(real: Any) -> Any:
-    """All choices count as load, although the router's paper counts the first only."""
+    """The load in the balance loss counts all choices, although the router's paper counts only first choices."""
     return lambda layer, spec, routing, context: real(layer, spec.model_copy(update={"balance_counts": "all"}), routing, context)
 
 
@@ -207,7 +207,7 @@ def _kept_alone(real: Any) -> Any:
 
 
 def _local_share(real: Any) -> Any:
-    """The share of choices is this rank's own, although the loss is over the global batch."""
+    """The load in the balance loss is that of this rank, although the loss is over the global batch."""
 
     def wrong(*args: Any, whole: Any, **rest: Any) -> Any:
         return real(*args, whole=lambda mine: mine, **rest)
@@ -216,7 +216,7 @@ def _local_share(real: Any) -> Any:
 
 
 def _padding_counted(real: Any) -> Any:
-    """Auxiliary losses count padding as tokens."""
+    """Padding counts as tokens in the auxiliary losses."""
 
     def wrong(layer: int, spec: Any, routing: Any, context: Any) -> Any:
         return real(layer, spec, replace(routing, valid_T=None), context)
@@ -225,7 +225,7 @@ def _padding_counted(real: Any) -> Any:
 
 
 def _padding_routed(real: Any) -> Any:
-    """Padding takes slots, and real tokens are dropped."""
+    """Padding is routed and uses capacity, so real tokens are dropped."""
 
     def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, *, context: Any, **rest: Any) -> Any:
         return real(self, scores_TE, logits_TE, context=replace(context, valid_T=None), **rest)
@@ -234,7 +234,7 @@ def _padding_routed(real: Any) -> Any:
 
 
 def _same_on_all(real: Any) -> Any:
-    """Random numbers depend on a token's index on its rank instead of in the batch, so every rank draws the same."""
+    """Random numbers depend on a token's index on its rank instead of in the global batch, so all ranks draw the same."""
 
     def wrong(self: Any, name: str, width: int) -> Tensor:
         drawn: Tensor = real(replace(self, position_T=self.position_T - self.position_T[0]), name, width)
@@ -244,7 +244,7 @@ def _same_on_all(real: Any) -> Any:
 
 
 def _each_counts_alike(real: Any) -> Any:
-    """A micro-batch's loss is the mean over its own tokens, and these means are averaged."""
+    """The loss is the mean of the micro-batches' mean losses, although their numbers of tokens differ."""
 
     def wrong(x_BLD: Tensor, targets_BL: Tensor, matrix: Any, **rest: Any) -> Tensor:
         loss: Tensor = real(x_BLD, targets_BL, matrix, **rest)
@@ -254,7 +254,7 @@ def _each_counts_alike(real: Any) -> Any:
 
 
 def _decided_again(real: Any) -> Any:
-    """A recomputed pass makes other choices. Each expert gets the same number of rows, because torch would notice another shape."""
+    """A recomputed pass routes to other experts. Each expert has the same number of rows, because torch would detect other shapes."""
     seen: set[tuple[int, str, int, int]] = set()
 
     def wrong(self: Any, name: str, decide: Any) -> Any:
@@ -271,7 +271,7 @@ def _decided_again(real: Any) -> Any:
 
 
 def _first_run(real: Any) -> Any:
-    """Every rank of the ep axis gets the values of the first experts."""
+    """Every ep rank initialises its experts with the values of the first rank's experts."""
 
     def wrong(name: str, layout: Any, mesh: Any, within: Any = None) -> Any:
         for tensor in real(name, layout, mesh, within):

@@ -1,11 +1,10 @@
-"""`python -m tests.mutations`: puts each fault into the running code, and checks that the oracle fails and names the place.
+"""`python -m tests.mutations`: puts each fault into the running code, and checks that `moe verify` fails and names the place.
 
-    control     each case without a fault must pass, and its tape must not deviate
+    control     each case without a fault must pass, without a deviating layer
     mutation    the same case with the fault on every rank: a column must fail, and a layer or parameter must be named
 
-The twin runs in this process, which no fault touches. A fault whose replacement no rank called is "not exercised": neither found nor
-missed, and the run fails. A fault also fails if its ranks fail, for example because a replacement no longer fits its arguments. A missing
-target is an error before anything runs.
+The reference model runs in this process, without faults. A run also fails if no rank called a replacement ("not exercised") or if ranks
+raise an error. If a target does not exist, the run ends before the first case.
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ from tests.mutations.mutation import Mutation, applied
 
 
 def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Suppress[Say] = say_now) -> int:
-    """Print the table. Returns 1 if a fault was not found, or found without a place. `only` keeps the mutations with this text in their
-    name.
-
-    Raises AttributeError or ModuleNotFoundError if a mutation's target no longer exists.
-    """
-    torch.set_num_threads(1)  # as in `moe verify`
+    """Print the table. Return 1 if a fault is not found, or found without a place. only: runs only mutations with this text in their name.
+    Raises AttributeError or ModuleNotFoundError if a mutation's target does not exist."""
+    torch.set_num_threads(1)  # like `moe verify`, so that sums are rounded equally
     started = time.perf_counter()
     chosen = [m for m in MUTATIONS if only is None or only in m.name]
     if not chosen:
@@ -69,7 +65,7 @@ def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Sup
 
 
 class Standards(dict[Case, Standard]):
-    """The standard of each twin, made when it is first used."""
+    """Case of a reference run -> its Standard, computed at the first access."""
 
     def __missing__(self, twin: Case) -> Standard:
         self[twin] = Standard(Expected.of(twin))
@@ -77,7 +73,7 @@ class Standards(dict[Case, Standard]):
 
 
 def controls(chosen: list[Mutation], standards: Standards) -> Iterator[dict[str, Any]]:
-    """A row for each case of these mutations without a fault, as soon as it is done."""
+    """Run each case of these mutations without a fault, and yield its row."""
     kinds = {m.case: m.kind for m in chosen}
     for world in sorted({case.world for case in kinds}):
         for case, ran in run_world([case for case in kinds if case.world == world], world, taped=True):
@@ -91,7 +87,7 @@ def controls(chosen: list[Mutation], standards: Standards) -> Iterator[dict[str,
 
 
 def found(mutation: Mutation, ran: Ran, standard: Standard, *, idle: list[str]) -> dict[str, Any]:
-    """The row of one mutation. It is found if a number fails and a layer or parameter is named. `idle`: targets that no rank called."""
+    """Return the row of one mutation. It passes if a number fails and a layer or parameter is named. idle: targets that no rank called."""
     case = mutation.case
     row = judged(case, ran, standard.expected)
     where = None if idle else _where(case, ran, standard)
@@ -109,14 +105,15 @@ def _where(case: Case, ran: Ran, standard: Standard) -> Deviation | None:
 
 
 def _said(where: Deviation | None) -> str:
-    """The layer or parameter; for a norm, its family and the first parameter with a wrong update."""
+    """Return the name of the deviating layer or parameter; for a gradient norm, the first parameter with a wrong update and the norm's
+    family."""
     if where is None:
         return ""
     return f"{where.then} (norm of {where.name})" if where.then else where.name
 
 
 def _columns(kind: str, row: dict[str, Any], standard: Standard) -> str:
-    """The kind of the case, and the columns that failed."""
+    """Return "kind: columns that failed", or an empty string if none failed."""
     if "error" in row:
         return "its ranks failed"
     failed = [n for n in NUMBERS if not row[n] <= standard.expected.tolerance[n]]

@@ -1,4 +1,4 @@
-"""Faults of sequence parallelism: keys that meet wrong queries, gradients sent to wrong ranks, and decisions made from one slice only."""
+"""Faults of sequence parallelism: wrong pairs of keys and queries, gradients on wrong ranks, and decisions from one shard of a sequence."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _first_keys(real: Any) -> Any:
-    """The backward pass uses the keys and values of its first step, the rank's own, in every step."""
+    """Every step of the ring's backward pass uses the rank's own keys and values instead of those received."""
 
     def stale(tensors: list[Tensor], axis: Axis) -> Any:
         return (((axis.index - step) % axis.size, tensors) for step in range(axis.size))
 
-    return FunctionType(real.__code__, real.__globals__ | {"ring_round": stale})  # the forward pass keeps its own
+    return FunctionType(real.__code__, real.__globals__ | {"ring_round": stale})  # the forward pass keeps the real ring_round
 
 
 def _not_home(real: Any) -> Any:
-    """Gradients of keys and values miss the last hop home: here they are shifted back by one rank."""
+    """Gradients of keys and values end one rank before the rank that holds the keys."""
 
     def wrong(self: Any, *args: Any) -> Any:
         found = real(self, *args)
@@ -44,7 +44,8 @@ def _from_zero(real: Any) -> Any:
 
 
 def _same_place_seen(real: Any) -> Any:
-    """Every pair of ranks uses a triangle with its diagonal. On a later rank, the key at the query's own index comes after the query."""
+    """Every pair of ranks uses a causal mask with its diagonal. So a query also sees the key with its own index on a later rank, which is a
+    later token."""
 
     def wrong(self: Any, query_rank: int, key_rank: int) -> tuple[Block, ...]:
         return (Block(ALL, ALL, True),)
@@ -53,7 +54,7 @@ def _same_place_seen(real: Any) -> Any:
 
 
 def _around_the_mean(real: Any) -> Any:
-    """Log-sum-exps are of scores with the part's mean key subtracted: correct within a part, wrong as weights of parts."""
+    """The log-sum-exp of each block is that of scores from which its mean key was subtracted, so blocks are merged with wrong weights."""
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, **known: Any) -> Partial:
         out, lse_BHL = real(q, k, v, **known)
@@ -72,7 +73,7 @@ def _none_to_merge(real: Any) -> Any:
 
 
 def _heads_inside_out(real: Any) -> Any:
-    """Heads gathered from several ranks are ordered with the rank as the inner index."""
+    """After Ulysses' all-to-all, heads are ordered by (head on a rank, rank) instead of (rank, head)."""
 
     def wrong(self: Any, x_BHSC: Tensor) -> Tensor:
         moved: Tensor = rearrange(real(self, x_BHSC), "b (n h) l c -> b (h n) l c", n=self.axis.size)
@@ -99,13 +100,13 @@ def _first_heads_bias(real: Any) -> Any:
 
 
 def _times_sp(real: Any) -> Any:
-    """Each rank's loss is the mean over its slice, and gradients are summed."""
+    """Gradients are sp times too large, as if each rank's loss were the mean over its own shard of the sequence."""
 
     def wrong(sums: Any, bucket: Any) -> Any:
         bucket.buffer().mul_(sums.axis.size)
         return real(sums, bucket)
 
-    wrong.__annotations__ = {}  # torch checks a hook's annotations, and does not accept strings
+    wrong.__annotations__ = {}  # torch raises an error if a hook's annotations are strings
     return wrong
 
 
@@ -122,12 +123,12 @@ def _no_group(real: Any) -> Any:
 
 
 def _by_rank(real: Any) -> Any:
-    """Gathered tokens stay ordered by rank instead of by position."""
+    """Tokens all-gathered over sp are ordered by rank instead of by position."""
     return lambda self, x_BL: all_gather(x_BL, self.axis, dim=1)
 
 
 def _shifted_after_cutting(real: Any) -> Any:
-    """The last token of a chunk has no target, because its target is on another rank."""
+    """Tokens whose next token is on another rank have no target."""
 
     def wrong(self: Any, part: Tensor) -> Tensor:
         targets: Tensor = real(self, part).clone()

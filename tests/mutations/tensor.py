@@ -1,4 +1,4 @@
-"""Faults of tensor parallelism: sums over ranks that are missing or made twice, and blocks of a grid that meet wrong blocks."""
+"""Faults of tensor parallelism: missing and repeated all-reduces, and products of wrong blocks on a grid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.mutations.mutation import Edit, Mutation
 
 
 def _identity(real: Any) -> Any:
-    """Nothing is summed, transposed or exchanged."""
+    """A collective returns its input."""
     return lambda tensor, *_, **__: tensor
 
 
@@ -26,7 +26,7 @@ def _not_started(real: Any) -> Any:
 
 
 def _as_they_come(real: Any) -> Any:
-    """Chunks are joined in the order of arrival, so tokens are ordered by (chunk, rank); a sequence is ordered by (rank, chunk)."""
+    """Gathered chunks are joined as (chunk, rank), although the tokens of a sequence are ordered by (rank, chunk)."""
     return lambda runs_RBnI: torch.cat([rearrange(run, "r b n i -> b (r n) i") for run in runs_RBnI], 1)
 
 
@@ -35,7 +35,7 @@ def _summed_both_ways(real: Any) -> Any:
 
 
 def _slices_alike(real: Any) -> Any:
-    """Copies whose ranks saw different slices are treated as copies that saw the same tokens."""
+    """Layout of a norm as if all tp ranks had seen the same tokens, although each saw another shard of the sequence."""
     return lambda self, name, shape: Layout(shape)
 
 
@@ -60,7 +60,7 @@ def _first_slice(real: Any) -> Any:
 
 
 def _rows_of_others_kept(real: Any) -> Any:
-    """Tokens of other ranks' rows are looked up in row 0, and the result is not set to zero."""
+    """A token whose embedding row is on another rank gets row 0 of this rank instead of zeros."""
 
     def wrong(tokens: Tensor, matrix: Any, others: Any) -> Tensor:
         row = tokens - matrix.first
@@ -71,7 +71,7 @@ def _rows_of_others_kept(real: Any) -> Any:
 
 
 def _counted_by_every_rank(real: Any) -> Any:
-    """Every rank counts the logits of all rows, so the sum of exponentials over ranks is t times too large."""
+    """The sum of exponentials over ranks is t times too large, as if every rank counted the logits of all rows."""
 
     def wrong(scores_2N: Tensor, axis: Axis) -> Tensor:
         total_N, target_N = real(scores_2N, axis)
@@ -82,12 +82,12 @@ def _counted_by_every_rank(real: Any) -> Any:
 
 
 def _own_maximum(real: Any) -> Any:
-    """Each rank subtracts its own maximum, and the merged sum is corrected by one rank's maximum."""
+    """Each rank subtracts its own maximum of the logits instead of the maximum over ranks."""
     return lambda tensor, axis: tensor
 
 
 def _one_block_on(real: Any) -> Any:
-    """In the forward pass each step uses the weights' block of the step before."""
+    """In the forward pass, each step of SUMMA uses the weights' block of the previous step."""
 
     def wrong(mine: Tensor, axis: Axis) -> Any:
         found = list(real(mine, axis))
@@ -98,7 +98,7 @@ def _one_block_on(real: Any) -> Any:
 
 
 def _own_share(real: Any) -> Any:
-    """Each rank of a column keeps only its own share; the shares are not summed."""
+    """Each rank of a column keeps its own partial weight gradient instead of the sum."""
 
     def wrong(shares: Any, axis: Axis) -> Tensor:
         if axis.name != "tp_row":

@@ -1,4 +1,4 @@
-"""The mutations are data that fits the code: their targets exist, `moe verify` has their layouts; and some of them run."""
+"""The mutations fit the code: their targets exist and `moe verify` has their cases. Some of them are run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ UNREPORTED = "no public report known to us; reasoned from "
 ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
 
 
-def test_what_a_mutation_replaces_is_there_and_is_put_back() -> None:
-    """A function that was renamed would leave a mutation that changes nothing."""
+def test_applied_replaces_each_mutations_targets_and_restores_them() -> None:
     for mutation in MUTATIONS:
         before = [vars(owner)[name] for owner, name in (edit.found() for edit in mutation.edits)]
         with applied(mutation, mutation.not_called()):
@@ -33,7 +32,7 @@ def test_what_a_mutation_replaces_is_there_and_is_put_back() -> None:
         assert all(new is old for new, old in zip(after, before, strict=True)), mutation.name
 
 
-def test_mutations_are_many_their_layouts_are_those_of_verify_and_each_has_a_source() -> None:
+def test_every_mutation_has_a_case_of_verify_and_a_source() -> None:
     assert len(MUTATIONS) >= 60 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
     listed = {kind: set(cases(8, kinds=(kind,))) for kind in KINDS}
     assert [m.name for m in MUTATIONS if m.case not in listed[m.kind]] == []
@@ -42,8 +41,8 @@ def test_mutations_are_many_their_layouts_are_those_of_verify_and_each_has_a_sou
     assert [m.name for m in MUTATIONS if not (m.source.startswith(UNREPORTED) or reported.search(m.source))] == []
 
 
-def test_the_page_says_what_the_whole_run_found() -> None:
-    """The page lists every mutation in the order of the table, with the failed columns and the place from the JSON."""
+def test_the_docs_page_equals_the_recorded_run() -> None:
+    """docs/inside/mutations.md lists every mutation in the order of the table, with the failed columns and the place from the JSON."""
     rows = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
     cells = re.findall(r"^\| `(\w+)` .* \| (.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
     assert [name for name, _, _ in cells] == [m.name for m in MUTATIONS]
@@ -55,28 +54,28 @@ def _nothing(real: Any) -> Any:
 
 
 def _stale(real: Any) -> Any:
-    """A replacement with a signature that the call no longer fits."""
+    """Return a replacement with a wrong signature, so that its calls raise TypeError."""
     return lambda x: real(x)
 
 
 CHOSEN = {
-    "one_slot_too_many": ("found", "layers.1.router"),  # in the forward pass, in code that the reference once shared
-    "routers_decay": ("found", "layers.1.router.weight"),  # in the optimizer's update
-    "expert_gradients_times_ep": ("found", "layers.1.experts.0.w2"),  # in the backward pass, on two ranks
+    "one_slot_too_many": ("found", "layers.1.router"),  # a fault in the forward pass
+    "routers_decay": ("found", "layers.1.router.weight"),  # a fault in the optimizer's update
+    "expert_gradients_times_ep": ("found", "layers.1.experts.0.w2"),  # a fault in the backward pass, on two ranks
     "harmless": ("MISSED", ""),
     "elsewhere": ("NOT EXERCISED", ""),
     "stale": ("FAILED", ""),
 }
 JOIN = "moe.experts.layer:join"
 HARMLESS = Mutation("harmless", "Nothing is wrong", "nobody/nothing#1", "data", ONE, (Edit(JOIN, _nothing),))
-NOBODY = Edit("parallel.mesh.collectives:_wide_scattered_sum", _nothing)  # never called on one rank, which gathers nothing
-ELSEWHERE = Mutation("elsewhere", "What is wrong is not called", "nobody/nothing#2", "data", ONE, (HARMLESS.edits[0], NOBODY))
+NOT_CALLED = Edit("parallel.mesh.collectives:_wide_scattered_sum", _nothing)  # never called on one rank
+ELSEWHERE = Mutation("elsewhere", "What is wrong is not called", "nobody/nothing#2", "data", ONE, (HARMLESS.edits[0], NOT_CALLED))
 STALE = Mutation("stale", "What stands there was written for other code", "nobody/nothing#3", "data", ONE, (Edit(JOIN, _stale),))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Any], list[str]]]:
-    """Exit code, JSON and lines of a run of six mutations. They share one twin, because a twin takes most of the time."""
+    """Return (exit code, JSON, printed lines) of a run of six mutations, which share one reference run to save time."""
     path, said = tmp_path_factory.mktemp("mutations") / "m.json", list[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "MUTATIONS", (*(m for m in MUTATIONS if m.name in CHOSEN), HARMLESS, ELSEWHERE, STALE))
@@ -85,25 +84,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_fault_is_found_and_named_missed_or_not_run(whole: tuple[int, dict[str, Any], list[str]], name: str) -> None:
+def test_the_verdict_of_each_mutation(whole: tuple[int, dict[str, Any], list[str]], name: str) -> None:
     _, written, said = whole
     verdict, layer = CHOSEN[name]
     row = next(row for row in written["rows"] if row["mutation"] == name)
     assert row["passed"] is (verdict == "found") and row["layer"] == layer
-    by = {"found": "data: ", "MISSED": "", "NOT EXERCISED": f"not exercised: {NOBODY.target}", "FAILED": "its ranks failed"}
+    by = {"found": "data: ", "MISSED": "", "NOT EXERCISED": f"not exercised: {NOT_CALLED.target}", "FAILED": "its ranks failed"}
     assert row["found_by"].startswith(by[verdict])
     assert next(line for line in said if line.startswith(name)).endswith(verdict)
 
 
-def test_layouts_without_a_fault_run_first_and_the_exit_code_says_what_was_missed(whole: tuple[int, dict[str, Any], list[str]]) -> None:
+def test_controls_run_first_and_missed_faults_give_exit_code_1(whole: tuple[int, dict[str, Any], list[str]]) -> None:
     code, written, said = whole
-    controls = written["rows"][:2]  # the two layouts that six mutations use
+    controls = written["rows"][:2]  # the six mutations have two different cases
     assert [(row["mutation"], row["found_by"], row["layer"], row["passed"]) for row in controls] == [("none", "", "", True)] * 2
     assert code == 1 and written["verb"] == "mutations" and (written["passed"], written["failed"]) == (5, 3)
     assert said[-1].startswith("3 of 6 faults found and named")
 
 
-def test_a_target_that_is_gone_is_an_error_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_target_is_an_error_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Mutation("gone", "Nothing is wrong", "nobody/nothing#4", "data", ONE, (Edit("moe.experts.layer:joined", _nothing),))
     monkeypatch.setattr(run, "MUTATIONS", (HARMLESS, gone))
     said: list[str] = []

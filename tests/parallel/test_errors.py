@@ -1,4 +1,4 @@
-"""Words of messages: a number of one has its noun in the singular."""
+"""Words of error messages, such as "1 file" and "2 files"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fix's words are made from its values, and applying it gives those values."""
+"""The text of a Fix names its values, and `apply` sets them in a recipe."""
 
 from __future__ import annotations
 

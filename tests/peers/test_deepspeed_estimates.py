@@ -1,4 +1,4 @@
-"""DeepSpeed's estimates of model states (its functions estimate_zero*) against the closed forms of moe/plan/job/states.py."""
+"""DeepSpeed's estimates of model states (its functions estimate_zero*) equal the formulas of moe/plan/job/states.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ PARAMETERS, LARGEST = 2_851_000_000, 32_800_000
 
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (8, 4), (16, 8)])
-def test_stage_2_is_its_estimate(gpus: int, nodes: int) -> None:
-    """16-bit weights are whole; gradients (16-bit and fp32), master weights and moments are sharded. With offload the GPU has weights."""
+def test_states_of_stage_2_equal_deepspeeds_estimate(gpus: int, nodes: int) -> None:
+    """Stage 2: 16-bit weights are whole; gradients (16-bit and fp32), master weights and moments are sharded. With offload only the weights
+    are on the GPU."""
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     states = model_states(PARAMETERS, stage=2, copies=gpus * nodes, storage=MIXED_BOTH_GRADIENTS)
@@ -24,8 +25,9 @@ def test_stage_2_is_its_estimate(gpus: int, nodes: int) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (8, 4), (16, 8)])
-def test_stage_3_is_its_estimate(gpus: int, nodes: int) -> None:
-    """All states sharded, plus the largest layer's whole 16-bit weights and gradients. With offload only weights' shards, or none."""
+def test_states_of_stage_3_equal_deepspeeds_estimate(gpus: int, nodes: int) -> None:
+    """Stage 3: all states are sharded, and the largest layer's 16-bit weights and gradients are whole. With offload only the shards of
+    weights are on the GPU; with offloaded parameters none."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 
     live = 4 * LARGEST

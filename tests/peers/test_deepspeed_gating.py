@@ -1,11 +1,12 @@
-"""DeepSpeed's gating functions, their random options off, agree with our router where the two define the same thing.
+"""DeepSpeed's gating functions, with their random options off, agree with this project's router where both define the same thing.
 
-capacity        the same formula, but theirs is never cut to the number of tokens
-balance loss    top-1: the same; top-2: theirs counts first choices only
-drops           top-1: as many per expert; which ones is torch.topk's order of ties there, and by position here
-                top-2: the same choices
-                top-3 and more, by probability: the same choices
-top-2 gates     theirs are renormalised after dropping, as in our preset deepspeed; in glam before: equal where nothing was dropped
+capacity        same formula, but DeepSpeed does not limit it to the number of tokens
+balance loss    top-1: same; top-2: DeepSpeed counts first choices only
+drops           top-1: same number for each expert; DeepSpeed drops in torch.topk's order of equal numbers, this router by position
+                top-2: same choices
+                top-3 and more, by probability: same choices
+top-2 gates     DeepSpeed renormalises them after dropping, as preset deepspeed does; preset glam does it before dropping, so they are
+                equal for tokens without a dropped choice
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def logits_of(*, seed: int, skew: float = 0.0) -> Tensor:
 
 
 def ours(logits_TE: Tensor, **options: Any) -> Routing:
-    """Our router's decision for these logits, as one group."""
+    """Return this project's routing for these logits, with all tokens in one group."""
     router = Router(sections.Router(**options), num_experts=E, d_model=E)
     router.weight.data.copy_(torch.eye(E))
     return router(logits_TE, sequence_tokens=T, context=Context.of(torch.zeros(1, T)))  # type: ignore[no-any-return]
 
 
 def top1(gating: ModuleType, logits_TE: Tensor, factor: float, minimum: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Their balance loss, combine weights [T, E, C] and dispatch mask."""
+    """Return DeepSpeed's (balance loss, combine weights [T, E, C], dispatch mask [T, E, C]) for top-1."""
     loss, combine_TEC, mask_TEC, _ = gating.top1gating(logits_TE, factor, minimum, use_rts=False)
     return loss, combine_TEC, mask_TEC
 
@@ -57,7 +58,7 @@ def top2(gating: ModuleType, logits_TE: Tensor, factor: float, minimum: int = 4)
 
 
 def dispatched(routing: Routing) -> Tensor:
-    """Bool [T, E]: the token has a slot at the expert."""
+    """Return bool [T, E]: whether the token has a slot at the expert."""
     return torch.zeros_like(routing.probs_TE, dtype=torch.bool).scatter(1, routing.expert_TK, routing.kept_TK)
 
 
@@ -111,7 +112,7 @@ def test_top_1_with_slots_for_all_is_the_same_assignment_gates_and_gradients(gat
 @pytest.mark.parametrize("skew", [0.0, 0.4, 2.0])
 @pytest.mark.parametrize("factor", [0.4, 0.8, 1.0, 2.0])
 def test_top_2_drops_the_same_choices(gating: ModuleType, skew: float, factor: float) -> None:
-    """Second choices queue after all first choices, in order of position; the capacity is proportional to k."""
+    """Preset glam and DeepSpeed's top-2 drop the same choices: all first choices get slots before second choices, by position."""
     logits = logits_of(seed=5, skew=skew)
     _, combine_TEC, _ = top2(gating, logits, factor)
     routing = ours(logits, preset="glam", capacity_factor=factor)
@@ -133,7 +134,8 @@ def test_top_2_without_drops_has_the_same_gates_and_gradients(gating: ModuleType
 @pytest.mark.parametrize("skew", [0.0, 0.4])
 @pytest.mark.parametrize("factor", [0.4, 0.8, 1.0])
 def test_the_preset_has_their_gates_and_gradients_with_drops(gating: ModuleType, skew: float, factor: float) -> None:
-    """preset deepspeed: gates that sum to 1 over the choices that found a slot, and the loss of first choices with its gradient."""
+    """Preset deepspeed has DeepSpeed's gates, which sum to 1 over the choices with a slot, its balance loss of first choices, and the
+    gradient of both."""
     logits = logits_of(seed=7, skew=skew).requires_grad_()
     loss, combine_TEC, mask_TEC = top2(gating, logits, factor)
     routing = ours(logits, preset="deepspeed", capacity_factor=factor)
@@ -149,7 +151,8 @@ def test_the_preset_has_their_gates_and_gradients_with_drops(gating: ModuleType,
 
 @pytest.mark.parametrize("gates", ["as_is", "before_drop", "after_drop"])
 def test_top_3_drops_the_choices_of_lowest_probability(gating: ModuleType, gates: str) -> None:
-    """By the probability over all experts, with any normalisation of gates: a renormalised gate compares only the token's own choices."""
+    """With drop lowest_gate, the dropped choices are those of lowest probability over all experts, as in DeepSpeed, whether or not gates
+    are renormalised."""
     logits = logits_of(seed=8, skew=0.4)
     _, combine_TEC, _, _ = gating.topkgating(logits, 3, 0.5, 4, drop_policy="probs")
     routing = ours(logits, num_choices=3, gates=gates, drop="lowest_gate", queue="tokens_first", capacity_factor=0.5, min_capacity=4)
@@ -158,8 +161,9 @@ def test_top_3_drops_the_choices_of_lowest_probability(gating: ModuleType, gates
         torch.testing.assert_close(routing.gate_TK, combine_TEC.sum(2).gather(1, routing.expert_TK))
 
 
-def test_trap_top_2_gates_after_dropping_are_one_and_teach_nothing(gating: ModuleType) -> None:
-    """Theirs: a token left with one choice has gate 1, whatever the router thinks. Ours keeps the gate that the choice had."""
+def test_trap_deepspeeds_top_2_gate_is_one_if_one_choice_is_left(gating: ModuleType) -> None:
+    """DeepSpeed renormalises gates after dropping, so a token with one choice left has gate 1, and the router gets no gradient. Preset glam
+    keeps the gate that the choice had."""
     logits = logits_of(seed=5, skew=0.4)
     _, combine_TEC, _ = top2(gating, logits, 0.8)
     routing = ours(logits, preset="glam", capacity_factor=0.8)
@@ -170,7 +174,8 @@ def test_trap_top_2_gates_after_dropping_are_one_and_teach_nothing(gating: Modul
 
 
 def test_trap_top_1_slots_are_not_given_by_position(gating: ModuleType) -> None:
-    """64 tokens choose expert 0, which has 16 slots: ours keeps tokens 0 to 15; theirs depends on torch.topk's order of equal numbers."""
+    """64 tokens choose expert 0, which has 16 slots. This router keeps tokens 0 to 15; which tokens DeepSpeed keeps depends on torch.topk's
+    order of equal numbers."""
     logits = torch.zeros(64, 4)
     logits[:, 0] = 5
     _, _, mask_TEC = top1(gating, logits, 1.0)

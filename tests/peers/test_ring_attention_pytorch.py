@@ -1,9 +1,10 @@
-"""ring-attention-pytorch's ring on the same gloo ranks: output and gradients of its causal and striped forms are those of ours.
+"""Ring attention of ring-attention-pytorch (the peer) and of this project, on the same gloo ranks, have the same output and gradients.
 
-Its layout is [B, L, H, C], and its key-value head h serves heads h, h + K, ...; ours serves a run of heads. For zigzag it gathers all
-keys, so that order has no ring to compare with. Its gradients of keys and values (0.2.9 to 0.5.20) are not the true ones: after the last
-hop it unpacks the pair (what came, what was sent) as if it were (of keys, of values), and autograd sums the two that came. So what it
-gives for the keys must be the sum of ours for keys and values; tests/parallel/sequence compares each alone with plain attention.
+Compared are causal attention with contiguous and with striped positions; with zigzag positions the peer gathers all keys, which is no ring.
+The peer's layout is [B, L, H, C], and its key-value head h serves heads h, h + K, ...; here key-value heads serve neighbouring heads.
+In versions 0.2.9 to 0.5.20 the peer returns the sum of the gradients of keys and values as the gradient of keys, because it unpacks a pair
+of messages wrongly after the last hop. So its result is compared with the sum of both gradients here. tests/parallel/sequence compares each
+gradient with plain attention.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The same weights in Hugging Face transformers' layers and in ours give the same outputs, losses and gradients.
+"""Layers of Hugging Face transformers and layers of this project with the same weights give the same outputs, losses and gradients.
 
-Their layouts: Switch keeps one Linear ([out, in]) per expert; Mixtral keeps `gate_up_proj` [E, 2F, D] (gate first) and
-`down_proj` [E, D, F]. Ours are [E, in, out]: w1 is the gate, w3 the other half, w2 the way down.
+In variables, `theirs` is a layer of transformers. Switch has one Linear ([out, in]) for each expert; Mixtral has `gate_up_proj` [E, 2F, D]
+(gate first) and `down_proj` [E, D, F]. `ours` has [E, in, out]: w1 is the gate projection, w3 the up projection, w2 the down projection.
 """
 
 from __future__ import annotations
@@ -47,14 +47,12 @@ def same(got: Tensor | None, want: Tensor | None) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6 * max(1.0, want.abs().max().item()))
 
 
-# --- Switch -------------------------------------------------------------------------------------------------------------
-
-
 def switch_pair(slots: int, ffn: str = "relu") -> tuple[Any, MoELayer]:
-    """Their sparse MLP, filled with numbers, and ours with the same: jitter 0, `slots` per expert and sequence."""
+    """Return transformers' sparse MLP of Switch and this project's MoE layer with the same weights, without jitter, with `slots` per expert
+    and sequence."""
     sizes = {"d_model": D, "d_ff": F, "num_experts": E, "expert_capacity": slots}
     off = {"router_jitter_noise": 0.0, "dropout_rate": 0.0}
-    act = {"gelu": "gelu_new"}.get(ffn, ffn)  # the tanh form
+    act = {"gelu": "gelu_new"}.get(ffn, ffn)  # transformers' name of GELU by tanh
     theirs = switch.SwitchTransformersSparseMLP(switch.SwitchTransformersConfig(**sizes, **off, dense_act_fn=act))
     fill(theirs)
     # ceil(L * (slots E / L) / E) = slots
@@ -73,7 +71,7 @@ def routed(layer: MoELayer, x_BLD: Tensor) -> Routing:
 
 @pytest.mark.parametrize("slots", [1, 3, 17])
 def test_switchs_router(slots: int) -> None:
-    """Same expert, probability and logits; the same tokens find a slot."""
+    """Both routers give the same experts, gates and logits, and the same tokens have a slot."""
     theirs, ours = switch_pair(slots)
     x_BLD = random(B, L, D, seed=20)
     mask_BLE, gate_BL1, logits_BLE = theirs.router(x_BLD.clone())
@@ -88,7 +86,7 @@ def test_switchs_router(slots: int) -> None:
 @pytest.mark.parametrize("slots", [1, 3, 17])
 @pytest.mark.parametrize("ffn", ["relu", "gelu"])
 def test_switchs_sparse_mlp(slots: int, ffn: str) -> None:
-    """Equal outputs and gradients of the input, the router and every expert, with too few slots and with enough."""
+    """Both layers give the same output and the same gradients of input, router and experts, with too few slots and with enough."""
     theirs, ours = switch_pair(slots, ffn)
     x_BLD = random(B, L, D, seed=20).requires_grad_()
     twin_BLD = x_BLD.detach().clone().requires_grad_()
@@ -108,7 +106,7 @@ def test_switchs_sparse_mlp(slots: int, ffn: str) -> None:
 
 
 def test_switchs_losses() -> None:
-    """Equal values and gradients of one layer's balance and z losses, with each sequence as a group."""
+    """Balance loss and z loss of a layer, with each sequence as a group, equal transformers' in value and gradient."""
     logits = random(B, L, E, seed=30).requires_grad_()
     expert_BL = logits.detach().argmax(-1)
     flat = logits.flatten(0, 1)
@@ -120,7 +118,7 @@ def test_switchs_losses() -> None:
 
 
 def test_jitter_spares_the_input_of_our_experts_and_not_of_theirs() -> None:
-    """Trap: theirs multiplies the input in place, so in fp32 training its experts read jittered inputs. Our experts do not."""
+    """Transformers jitters the router's input in place, so in fp32 training its experts read jittered inputs. Experts here do not."""
     theirs, ours = switch_pair(17)
     theirs.router.jitter_noise = 0.9
     x_BLD = random(B, L, D, seed=20)
@@ -133,11 +131,8 @@ def test_jitter_spares_the_input_of_our_experts_and_not_of_theirs() -> None:
     assert torch.equal(x_BLD, before)
 
 
-# --- Mixtral ------------------------------------------------------------------------------------------------------------
-
-
 def mixtral_pair() -> tuple[Any, MoELayer]:
-    """Their sparse block and ours with the same weights: top-2, dropless, SwiGLU; theirs runs experts one by one ("eager")."""
+    """Return transformers' sparse block of Mixtral (`eager`: experts run one by one) and this project's with the same weights."""
     settings = mixtral.MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=2)
     settings.router_jitter_noise = 0.0
     settings._experts_implementation = "eager"
@@ -156,7 +151,7 @@ def mixtral_pair() -> tuple[Any, MoELayer]:
 
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "two experts take all"])
 def test_mixtrals_sparse_block(crowded: bool) -> None:
-    """Equal outputs and gradients of the input, the router and every expert, also if three experts get no token."""
+    """Both blocks give the same output and the same gradients of input, router and experts, also if three experts get no token."""
     theirs, ours = mixtral_pair()
     x_BLD = random(B, L, D, seed=20)
     if crowded:
@@ -183,7 +178,7 @@ def test_mixtrals_sparse_block(crowded: bool) -> None:
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_mixtrals_balance_loss_of_one_layer_is_k_times_ours(k: int) -> None:
-    """Theirs counts all k choices and does not divide by k."""
+    """Transformers' loss counts all k choices of a token without dividing by k."""
     logits_TE = random(B * L, E, seed=31).requires_grad_()
     ours = balance_loss(logits_TE.softmax(-1), logits_TE.detach().topk(k).indices, num_groups=1)
     theirs = mixtral.load_balancing_loss_func((logits_TE,), num_experts=E, top_k=k)
@@ -191,15 +186,13 @@ def test_mixtrals_balance_loss_of_one_layer_is_k_times_ours(k: int) -> None:
     same(*(torch.autograd.grad(v, logits_TE)[0] for v in (k * ours, theirs)))
 
 
-def test_mixtrals_balance_loss_does_not_see_two_collapsed_layers_and_ours_does() -> None:
-    """Trap: theirs averages over layers before the product. Two layers that collapse on different experts give 1, as for even use."""
+def test_trap_mixtrals_balance_loss_of_two_collapsed_layers_is_that_of_even_use() -> None:
+    """Transformers averages loads and probabilities over layers before it multiplies them. So two layers that send all tokens to one expert
+    each, but to different ones, have the loss of even use. This project's loss of each such layer is 2, twice that of even use."""
     layers = [torch.tensor([[40.0, -40.0]]).repeat(9, 1), torch.tensor([[-40.0, 40.0]]).repeat(9, 1)]
     assert mixtral.load_balancing_loss_func(tuple(layers), num_experts=2, top_k=1).item() == pytest.approx(1)
     ours = [balance_loss(logits.softmax(-1), logits.argmax(-1, keepdim=True), num_groups=1).item() for logits in layers]
     assert ours == pytest.approx([2, 2])
-
-
-# --- T5's positions, norms ----------------------------------------------------------------------------------------------
 
 
 def test_t5s_relative_position_buckets() -> None:
@@ -224,5 +217,5 @@ def test_rmsnorm_is_mixtrals(dtype: torch.dtype) -> None:
     x = (random(B, L, D) * 3).to(dtype)
     got, want = ours(x), theirs(x)
     assert got.dtype == dtype
-    # theirs rounds to bf16 before the gain, ours after
+    # transformers rounds to bf16 before it multiplies by the gain, this project afterwards
     torch.testing.assert_close(got.float(), want.float(), rtol=1e-5 if dtype == torch.float32 else 2.0**-6, atol=1e-6)

@@ -1,10 +1,11 @@
-"""Sparse blocks of transformers with random weights, and ours with the preset of that model: same output and all gradients.
+"""Sparse blocks of transformers and this project's MoE layer with the preset of that model: with the same random weights they give the same
+output and gradients.
 
-Mixtral           softmax over the chosen             preset mixtral; its order in theirs is softmax, top-k, renormalise
-Qwen3-MoE         renormalised top-k                  preset qwen3_moe
-OLMoE             top-k as it is                      preset qwen3_moe with gates as_is
-DeepSeek-V3       sigmoid, bias, groups, factor,      preset deepseek_v3 with a shared expert
-                  shared expert
+Mixtral           softmax over the chosen experts     preset mixtral; transformers does softmax, top-k, renormalise
+Qwen3-MoE         top-k of softmax, renormalised      preset qwen3_moe
+OLMoE             top-k of softmax                    preset qwen3_moe with gates as_is
+DeepSeek-V3       sigmoid, selection bias, groups,    preset deepseek_v3 with a shared expert
+                  scaled gates, shared expert
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def pair(name: str) -> tuple[Any, MoELayer]:
 
 
 def weights(ours: MoELayer, theirs: Any, *, grad: bool = False) -> list[tuple[Any, Tensor]]:
-    """Pairs of (our parameter or its gradient, theirs in our layout: [E, in, out], gate and up separate)."""
+    """Return pairs (a parameter of `ours`, the same of `theirs` as [E, in, out], gate and up projections separate). `grad`: gradients
+    instead."""
     of: Callable[[Any], Any] = lambda p: p.grad if grad else p  # noqa: E731
     gate, up = (p.transpose(1, 2) for p in of(theirs.experts.gate_up_proj).detach().chunk(2, dim=1))
     down = of(theirs.experts.down_proj).detach().transpose(1, 2)
@@ -128,7 +130,7 @@ def test_block_forward_and_every_gradient(name: str) -> None:
 
 @EVERY
 def test_gates_and_experts(name: str) -> None:
-    """Their order among the chosen may differ; the gate of each expert does not."""
+    """Both routers choose the same experts with the same gates; a token's choices may be in another order."""
     theirs, ours = pair(name)
     x = random(B, L, D, seed=22)
     _, gates, experts = theirs.gate(x.flatten(0, 1))
@@ -138,7 +140,7 @@ def test_gates_and_experts(name: str) -> None:
 
 
 def test_deepseeks_bias_and_groups_matter_in_this_test() -> None:
-    """Without the bias, or without the groups, other experts would be chosen, so the tests above do test both."""
+    """The tests above depend on DeepSeek's selection bias, without which other experts are chosen, and on groups: each token uses two."""
     _, ours = pair("deepseek")
     x = random(B * L, D, seed=20)
     route = lambda: ours.router(x, sequence_tokens=L, context=Context.of(torch.zeros(B, L))).expert_TK.sort(1).values  # noqa: E731

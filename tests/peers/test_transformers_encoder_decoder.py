@@ -1,8 +1,8 @@
-"""T5 and Switch of transformers, whole, with random weights, and ours with the same: logits and the gradient of every parameter.
+"""T5 and Switch models of transformers and models of this project with the same random weights give the same logits and gradients.
 
 T5, v1.0     plain ReLU networks, tied embedding, logits scaled
-T5, v1.1     gated GELU; logits not scaled (transformers 5 ties its table all the same, so its gradient is the sum of our two)
-Switch       experts in every second layer of both halves, and tokens without a slot
+T5, v1.1     gated GELU; logits not scaled. transformers 5 ties embedding and head, so its gradient is the sum of these two gradients here
+Switch       experts in every second layer of encoder and decoder, and tokens without a slot
 
 Only these tests detect a position bias in the wrong direction, a missing scale, and cross-attention keys from the wrong half.
 """
@@ -23,7 +23,7 @@ from moe.train.use.decode import Cached, Sampling, continued, for_continuing
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
-V, READ, WRITTEN, EXPERTS = 60, 140, 33, 4  # 140 tokens reach T5's exact, logarithmic and last distance buckets
+V, READ, WRITTEN, EXPERTS = 60, 140, 33, 4  # 140 tokens have distances in T5's exact, logarithmic and last buckets
 SIZES = {
     "vocab_size": V, "d_model": 24, "d_kv": 5, "d_ff": 20, "num_layers": 4, "num_decoder_layers": 2, "num_heads": 3, "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
@@ -55,12 +55,12 @@ def ours_of(kind: str) -> Transformer:
         kind="encoder_decoder", num_layers=6, encoder_layers=4, d_model=24, head_size=5, num_heads=3, d_ff=20, positions="t5",
         ffn="geglu" if gated else "relu", moe_every=2 if kind == "switch" else 0, tied_embeddings=tied, max_length=READ,
     )  # fmt: skip
-    router = sections.Router(preset="switch", capacity_factor=1e-9, min_capacity=30, balance_weight=0.0)  # 30 slots, whatever the length
+    router = sections.Router(preset="switch", capacity_factor=1e-9, min_capacity=30, balance_weight=0.0)  # 30 slots for any length
     return Transformer(model, sections.Experts(num_experts=EXPERTS), router, vocab_size=V).train()
 
 
 def named(ours: str) -> str:
-    """Their name of our parameter; for stacked experts with {} in place of the expert's number."""
+    """Return transformers' name of the parameter `ours`; {} stands for the number of an expert."""
     if not ours.startswith("layers."):
         ends = {"encoder_norm": "encoder.final_layer_norm", "norm": "decoder.final_layer_norm", "embedding": "shared", "head": "lm_head"}
         return ends[ours.removesuffix(".weight")] + ".weight"
@@ -82,7 +82,7 @@ def named(ours: str) -> str:
 
 
 def there(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """Their tensor (or stacked tensors) of this name from `named`, in our layout."""
+    """Return transformers' tensor with this name (a result of `named`) in this project's layout; experts are stacked and transposed."""
     if "{}" in name:
         return torch.stack([tensors[name.format(expert)].t() for expert in range(EXPERTS)])
     if ".ffn." in name:
@@ -108,7 +108,7 @@ def pair(kind: str) -> tuple[Any, Transformer]:
 def test_greedy_texts_are_theirs(kind: str) -> None:
     theirs, ours = (model.eval() for model in pair(kind))
     for_continuing(ours)
-    read = torch.randint(1, V, (2, 25), generator=torch.Generator().manual_seed(5))  # fewer tokens than slots: no token is dropped
+    read = torch.randint(1, V, (2, 25), generator=torch.Generator().manual_seed(5))  # fewer tokens than slots, so no token is dropped
     want = theirs.generate(read, max_new_tokens=12, min_new_tokens=12, do_sample=False, num_beams=1, eos_token_id=V - 1, pad_token_id=0)
     prompts = [[*row, 0] for row in read.tolist()]
     steps = continued(

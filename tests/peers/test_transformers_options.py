@@ -1,13 +1,14 @@
-"""Sparse blocks of transformers with options of their own, and ours with the preset of that model: same output and all gradients.
+"""Sparse blocks of transformers with special options and this project's MoE layer with the preset of that model: with the same random
+weights they give the same output and gradients.
 
 GPT-OSS           affine logits, softmax over the chosen, biases of experts, bounded swiglu       preset gpt_oss
-Qwen2-MoE         as it is, a gated shared expert                                          preset qwen2_moe
-Llama 4           sigmoid of the chosen, which scales the expert's input                   preset llama4
-LongCat-Flash     skip experts, a bias for selection, gates times a factor                 a key each
-NLLB              the router alone: transformers 5.23 gives tokens to experts 0 and 1      preset nllb
+Qwen2-MoE         top-k of softmax, not renormalised; a gated shared expert                       preset qwen2_moe
+Llama 4           sigmoid of the chosen, which scales the expert's input                          preset llama4
+LongCat-Flash     skip experts, a bias for selection, gates times a factor                        a recipe key each
+NLLB              its router alone: transformers 5.23 gives all tokens to experts 0 and 1         preset nllb
 DeepSeek-V2       groups ranked by their best expert, gates times a factor, shared experts        preset deepseek_v2
 
-(The blocks whose weights lie as Mixtral's do: tests/peers/test_transformers_blocks.py.)
+Blocks with Mixtral's layout of weights: tests/peers/test_transformers_blocks.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
 # B sequences, L length, D model, F hidden, E experts, K choices
 B, L, D, F, E, K = 3, 17, 10, 12, 8, 3
-Pairs = list[tuple[nn.Parameter, nn.Parameter, Callable[[Tensor], Tensor]]]  # ours, theirs, function from their layout to ours
+Pairs = list[
+    tuple[nn.Parameter, nn.Parameter, Callable[[Tensor], Tensor]]
+]  # parameter here, in transformers, function from transformers' layout to this
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -138,7 +141,7 @@ def longcat() -> tuple[Any, MoELayer, Pairs]:
 
 @pytest.mark.parametrize("capacity", [64, 6])
 def test_nllbs_router(capacity: int) -> None:
-    """The same tokens have a slot, and gates sum to 1 over the kept choices. Theirs counts slots over all tokens of the call."""
+    """Both routers give the same kept choices and gates, which sum to 1 over a token's kept choices."""
     from transformers.models.nllb_moe import modeling_nllb_moe as m
 
     sizes = m.NllbMoeConfig(d_model=D, num_experts=E, expert_capacity=capacity, router_bias=False, router_dtype="float32")
@@ -155,7 +158,7 @@ def test_nllbs_router(capacity: int) -> None:
 
 
 def fused(ours: MoELayer, theirs: Any) -> Pairs:
-    """Pairs for experts whose weights theirs stores as gate_up_proj [E, 2 F, D], gate first, and down_proj [E, D, F]."""
+    """Return Pairs of experts' weights. transformers stores them as gate_up_proj [E, 2 F, D], gate first, and down_proj [E, D, F]."""
     half: Callable[[int], Callable[[Tensor], Tensor]] = lambda i: lambda w: w.chunk(2, dim=1)[i].transpose(1, 2)  # noqa: E731
     x, mine = theirs.experts, ours.experts
     assert mine.w3 is not None

@@ -1,6 +1,6 @@
-"""Mixtral on two ranks of gloo, by transformers' own tensor-parallel plan and by ours: the same logits, the same gradient of every weight.
+"""Mixtral on two gloo ranks, once with transformers' tensor-parallel plan and once with this project's: same logits and gradients.
 
-Theirs cuts each expert's hidden units over the ranks, so ours is tp 2 with etp 2. Both begin with the same checkpoint.
+transformers cuts each expert's hidden units over the ranks, so here it is tp 2 with etp 2. Both begin with the same checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.support.ranks import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
-# B sequences, L length, D model, F hidden (of an expert a multiple of 8: their grouped product wants 16 bytes), E experts, V vocabulary
+# B sequences, L length, D model, F hidden (transformers' grouped product needs a multiple of 8), E experts, V vocabulary,
+# H query heads, K key-value heads
 B, L, D, F, E, V, H, K = 2, 5, 32, 24, 4, 264, 4, 2
 VALUES: dict[str, dict[str, Any]] = {
     "model": {
@@ -42,7 +43,7 @@ TOKENS = torch.tensor([[3, 17, 8, 39, 0], [5, 3, 21, 30, 11]])
 
 
 def ours_of(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their weights or gradients by our names and in our layout."""
+    """Return this project's parameter name -> weight or gradient of transformers, in this project's layout."""
     block = "model.layers.0."
     gate, up = theirs[f"{block}mlp.experts.gate_up_proj"].chunk(2, 1)  # [E, F, D] each
     found = {
@@ -79,9 +80,8 @@ def test_mixtral_by_transformers_plan_and_by_ours(tmp_path: Path) -> None:
         run = check_run(build_run(VALUES), 2)
         mesh = process.connect(run.mesh_degrees(), World(rank, 2))
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-        transformers.integrations.accelerate.is_accelerate_available = lambda *_: (
-            True
-        )  # transformers asks for accelerate, but does not use it without a device map
+        # transformers asks whether accelerate is installed, but does not use it without a device map
+        transformers.integrations.accelerate.is_accelerate_available = lambda *_: True
         theirs = transformers.MixtralForCausalLM.from_pretrained(tmp_path, tp_plan="auto", dtype=torch.float32)
         assert any(p.to_local().shape != p.shape for p in theirs.parameters() if hasattr(p, "to_local"))
         want = theirs(TOKENS).logits

@@ -1,8 +1,8 @@
-"""Whether `moe plan` ranks the fastest plan first: random recipes and clusters, each planned as usual and with all combinations of degrees.
+"""Compares the plan that `moe plan` ranks first with the plans of all combinations of degrees, for random recipes and clusters.
 
-`python -m tests.planner best --json FILE`. A draw passes if no plan that fits is faster than the first one, and if the first is no slower
-than the recipe's own plan, if that fits. As usual means two rounds, of which the second tries only the fastest degrees of the first
-(moe/plan/choose/planned.py). So this measures the loss caused by the first round.
+`python -m tests.planner best --json FILE`. `moe plan` works in two rounds, of which the second tries only the fastest degrees of the first
+(moe/plan/choose/planned.py). So this measures what the first round loses. A draw passes if no plan that fits is faster than the first plan,
+and if the first plan is no slower than the recipe's own plan, if that fits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Draw(NamedTuple):
 
 
 def drawn(draw: random.Random, clusters: tuple[str, ...] = CLUSTERS) -> Draw:
-    """A random recipe without a layout of its own, dense or with experts in every other layer, and a random cluster."""
+    """Return a random recipe without a layout of its own, dense or with experts in every other layer, and a random cluster."""
     heads = draw.choice((4, 8, 12, 16, 32))
     width, batch = heads * draw.choice((64, 128)), draw.choice((8, 16, 32, 48, 64, 128, 256, 512, 1024))
     model: dict[str, Any] = {"num_layers": draw.choice((4, 6, 8, 12, 16, 24)), "d_model": width, "num_heads": heads}
@@ -47,13 +47,13 @@ def drawn(draw: random.Random, clusters: tuple[str, ...] = CLUSTERS) -> Draw:
 
 
 def row_of(of: Draw) -> dict[str, Any] | None:
-    """One draw's row of the JSON; None if no plan fits or runs there."""
+    """Return one draw's row of the JSON; None if no plan fits the cluster or can run."""
     run, cluster = of
     try:
         usual = planned(run, cluster, checked=check_run, top=1)
     except BadInput:
         return None
-    whole = planned(run, cluster, checked=check_run, top=1, ways=None)
+    whole = planned(run, cluster, checked=check_run, top=1, num_degrees=None)
     first, best = usual.found.ranked[0], whole.found.ranked[0]
     own = _own_seconds(usual)
     return {
@@ -71,14 +71,14 @@ def row_of(of: Draw) -> dict[str, Any] | None:
 
 
 def _own_seconds(made: Planned) -> float | None:
-    """Seconds of the recipe's own plan; None if it does not run or fit."""
+    """Return the seconds of the recipe's own plan; None if it cannot run or does not fit."""
     own = made.own
     fits = own is not None and held_bytes(made.network, own, made.cluster) <= made.cluster.memory_bytes()
     return made.time(own).step if own is not None and fits else None
 
 
 def rows(draws: int = DRAWS) -> list[dict[str, Any]]:
-    """Print and return each draw's row."""
+    """Print and return a row for each draw."""
     draw, found = random.Random(SEED), list[dict[str, Any]]()
     print(f"{'cluster':<11}{'devices':>8}{'plans':>8}{'of':>8}{'first s':>10}{'best s':>10}  first")
     for _ in range(draws):

@@ -1,11 +1,12 @@
-"""Whether the predicted order of plans is the measured one: the cost of choosing by predictions.
+"""Compares the predicted order of plans with the measured order: what it costs to choose a plan by its predicted time.
 
-    ranking(...)     groups with the same network, batch and number of GPUs: measured time of the plan ranked first, over the best, minus 1
-    in_order(...)    whether predictions never contradict the measured order of some rows
+    ranking(...)     for runs of one network, batch and number of GPUs: measured time of the plan with the least predicted time, over the
+                     least measured time, minus 1
+    in_order(...)    whether some rows are predicted in the order of their measured times
     crossing(...)    Megatron SC21, Table 2: ZeRO-3 compared with tensor and pipeline parallelism as GPUs grow and micro-batches shrink
-    identity(...)    T = sum t + (m - 1) max t on measured times of stages, compared with measured steps (vocabulary parallelism's profiles)
+    identity(...)    T = sum t + (m - 1) max t for measured stage times t, compared with the measured step (vocabulary parallelism)
 
-Also makes the lines and the numbers of `python -m tests.planner` about time.
+The file also makes the lines and numbers of `python -m tests.planner` about time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from typing import Any
 
 from moe.plan.job.network import Plan
@@ -25,11 +27,9 @@ from tests.planner.time import Errors, Predicted, errors, predictions
 
 @dataclass(frozen=True)
 class Ranking:
-    """Quality of choosing, in each group of comparable runs, the plan with the shortest predicted time.
-
-    groups: their number. first: share of groups in which the chosen plan is the fastest. mean, largest: the regret over groups. A regret is
-    the chosen plan's measured time over the fastest plan's, minus 1.
-    """
+    """How good it is to choose, in each group of comparable runs, the plan with the shortest predicted time. groups: number of groups.
+    first: fraction of groups in which the chosen plan is the fastest. mean, largest: regret over the groups. The regret of a group is the
+    chosen plan's measured time over the fastest plan's, minus 1."""
 
     groups: int
     first: float
@@ -38,18 +38,14 @@ class Ranking:
 
 
 def group_key(row: Row) -> tuple[Any, ...]:
-    """The key of a row's group: the network, the batch, the number of GPUs and their kind."""
+    """Return the key of a row's group: the network, the batch, the number and kind of GPUs."""
     n = row.network
     return (row.table, n.layers, n.width, n.hidden, n.heads, n.length, n.vocab, row.plan.global_batch, row.gpus, row.gpu, row.precision)
 
 
 def ranking(made: Sequence[Predicted], key: Callable[[Row], Any] = group_key) -> Ranking | None:
-    """Return how well the plan with the shortest predicted time is chosen, over all groups with at least two plans; None without such a
-    group.
-
-    made: measured rows with their predictions. key: rows with the same key form a group, by default runs of the same model on the same
-    GPUs.
-    """
+    """Return the Ranking over all groups with at least two rows; None without such a group. key: rows with the same key form a group, by
+    default runs of the same model on the same GPUs."""
     groups = defaultdict(list)
     for one in made:
         groups[key(one.row)].append(one)
@@ -65,18 +61,14 @@ def ranking(made: Sequence[Predicted], key: Callable[[Row], Any] = group_key) ->
 
 
 def in_order(made: Sequence[Predicted]) -> bool:
-    """Return whether of any two rows, the one that was measured slower is also predicted slower."""
-    return all(
-        a.time.step < b.time.step
-        for a in made
-        for b in made
-        if a.row.seconds and b.row.seconds and a.row.seconds < b.row.seconds * (1 - 1e-9)
-    )
+    """Return whether, for any two rows, the row with the longer measured time also has the longer predicted time."""
+    pairs = ((a, b) for a, b in permutations(made, 2) if a.row.seconds and b.row.seconds)
+    return all(a.time.step < b.time.step for a, b in pairs if (a.row.seconds or 0.0) < (b.row.seconds or 0.0) * (1 - 1e-9))
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Time of ZeRO-3 over time of tensor and pipeline parallelism, for one network and number of GPUs: measured and predicted."""
+    """Ratio of two times, measured and predicted: ZeRO-3 over tensor and pipeline parallelism, for a network of `width` on `gpus` GPUs."""
 
     width: int
     gpus: int
@@ -85,10 +77,8 @@ class Crossing:
 
 
 def crossing(made: Sequence[Predicted]) -> list[Crossing]:
-    """Compare each ZeRO-3 run with the run with pipeline stages of the same network that has the nearest number of GPUs.
-
-    Numbers of GPUs and batches may differ, so times are per sequence, times the number of GPUs.
-    """
+    """Compare each ZeRO-3 run with a run of the same network with pipeline stages: the one with the nearest number of GPUs. Times are
+    GPU-seconds per sequence, because the two runs may have different numbers of GPUs and batches."""
     found = []
     for one in (o for o in made if o.row.plan.stage == 3 and o.row.plan.tp == 1):
         near = [o for o in made if o.row.plan.pp > 1 and o.row.network == one.row.network]
@@ -105,7 +95,7 @@ def _by_gpu(one: Predicted, kind: str) -> float:
 
 
 def identity(rows: Sequence[Row]) -> list[float]:
-    """Relative errors of a pipeline's step time by formula, for rows whose notes give the microseconds of each stage's passes."""
+    """Return the relative errors of T = sum t + (m - 1) max t against the measured step, for rows whose notes have each stage's times t."""
     off = []
     for row in rows:
         found = re.search(r"fwd us per stage ([\d ]+); bwd us per stage ([\d ]+)", row.cells["notes"])
@@ -117,7 +107,7 @@ def identity(rows: Sequence[Row]) -> list[float]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The errors and rankings of one table's rows, for the JSON of `python -m tests.planner`."""
+    """Return the errors and rankings of one table's rows, for the JSON of `python -m tests.planner`."""
     made = predictions(rows)
     found, ranked, closed = errors(made), ranking(made), identity(rows)
     return {
@@ -129,7 +119,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def time_lines(tables: Sequence[Table]) -> list[str]:
-    """Lines about time: a row for each table, then all dense rows of A100 and H100, rows with experts, rankings, and single findings."""
+    """Return the printed lines about time: one for each table, one for the dense rows of A100 and H100, one for rows with experts; then the
+    crossings of ZeRO-3, the order of one model's layouts, and the errors of T = sum t + (m - 1) max t."""
     lines = [
         f"{'table':<42}{'rows':>6}{'mean':>8}{'median':>8}{'largest':>9}{'bias':>8}"
         f"{'calibrated':>12}{'by layer':>10}{'groups':>8}{'first':>7}{'regret':>8}"
@@ -140,13 +131,9 @@ def time_lines(tables: Sequence[Table]) -> list[str]:
         everything += made
         if found := errors(made):
             lines.append(_line(table.name, found, ranking(made)))
-    kinds = (
-        (
-            "dense rows of A100 and H100",
-            [one for one in everything if one.row.network.experts is None and one.cluster[:4] in ("a100", "h100", "jean")],
-        ),
-        ("rows with experts", [one for one in everything if one.row.network.experts is not None]),
-    )
+    dense = [one for one in everything if one.row.network.experts is None and one.cluster[:4] in ("a100", "h100", "jean")]
+    sparse = [one for one in everything if one.row.network.experts is not None]
+    kinds = (("dense rows of A100 and H100", dense), ("rows with experts", sparse))
     lines += [_line(name, found, ranking(made)) for name, made in kinds if (found := errors(made))]
     lines += [
         f"{one.width} wide on {one.gpus} GPUs: ZeRO-3 over tensor and pipelines {one.measured:.2f}, predicted {one.predicted:.2f}"

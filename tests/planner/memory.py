@@ -1,11 +1,11 @@
 """Predicted bytes (moe/plan/memory/memory.py) compared with tables of measured runs, of published formulas, and of runs that fitted or not.
 
-    memory      a row's peak, counted as its kind says: allocated, reserved (with the allocator's factor), nvidia-smi (plus the context)
-    fits        rows that ran should fit their GPU, rows that ran out of memory should not; only with a GPU of known size, a stated
-                micro-batch and a stated recomputation
+    memory      a row's peak, of the kind that it states: allocated, reserved (with the allocator's factor), nvidia-smi (with the context)
+    fits        predicted to fit: right if the run ran, wrong if it ran out of memory; only for a GPU of known size, a stated micro-batch
+                and a stated recomputation
     formulas    the ZeRO paper's table, and Korthikanti's Figure 1: equal to the printed digits
 
-A row without both its micro-batch and its recomputation is not compared, because both decide its memory.
+Predicted and measured memory are compared only if a row states its micro-batch or its recomputation, because both decide its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe.plan.memory.memory import Memory, fits, memory, peak
 from parallel.errors import BadInput
 from tests.planner.read_tables import Row
 
-# GPUs by name that have only one memory size. A card reserves about 1 %: 79.1 to 79.3 GiB of an 80 GB card are usable.
+# memory of the GPUs that are sold with one size only. A card reserves about 1 %: 79.1 to 79.3 GiB of an 80 GB card are usable.
 CAPACITY_GB = {"h200": 141, "h800": 80, "b200": 180, "gb200": 185, "h100": 80, "b300": 270, "gb300": 275, "rtx3090": 24}
 USABLE = 0.99
 ZERO_COLUMNS = ("ddp_GB(16P)", "zero1_Pos_GB(4P+12P/N)", "zero2_Posg_GB(2P+14P/N)", "zero3_Posgp_GB(16P/N)")
@@ -37,7 +37,7 @@ class Predicted:
 
     @property
     def bytes(self) -> float:
-        """Predicted bytes by the row's own measure: `reserved` by the allocator, used by `nvidia-smi`, else allocated."""
+        """Return the predicted bytes of the kind that the row measured: reserved by the allocator, used by nvidia-smi, or allocated."""
         return {"reserved": self.needed.reserved, "nvidia-smi": self.needed.used}.get(self.row.memory_kind, self.needed.allocated)
 
     @property
@@ -46,7 +46,8 @@ class Predicted:
 
     @property
     def right(self) -> bool | None:
-        """Whether the prediction of fitting is correct; None for a run that failed for another reason, or a GPU of unknown size."""
+        """Return whether it was predicted correctly that the run fits or does not; None if the run failed otherwise, or too little is
+        stated."""
         capacity = capacity_of(self.row.gpu)
         stated = "microbatch" not in self.row.inferred and self.row.cells["recompute"].strip()
         if capacity is None or self.row.status == "failed" or self.row.formula or not stated:
@@ -55,14 +56,13 @@ class Predicted:
 
 
 def comparable(row: Row) -> bool:
-    """Whether the row states everything that decides its memory."""
+    """Return whether the row was measured and states its micro-batch or its recomputation."""
     return not row.formula and not ("microbatch" in row.inferred and not row.cells["recompute"].strip())
 
 
 def capacity_of(gpu: str) -> float | None:
-    """Return the usable bytes of the GPU that `gpu` describes: 99 % of the GB in the text, or of the memory of a model sold with one size
-    only. None if neither is known.
-    """
+    """Return the usable bytes, 99 %, of the GPU that the text `gpu` describes: by its GB, or by a model that is sold with one size only.
+    None if it has neither."""
     name = gpu.lower()
     stated = re.search(r"(\d+)\s*gb(?![/\w])", name)
     size = int(stated[1]) if stated else next((CAPACITY_GB[key] for key in sorted(CAPACITY_GB, key=len, reverse=True) if key in name), None)
@@ -70,7 +70,7 @@ def capacity_of(gpu: str) -> float | None:
 
 
 def predictions(rows: Sequence[Row]) -> list[Predicted]:
-    """Predictions for measured rows. A row is left out if its schedule refuses its sizes."""
+    """Return predictions for measured rows, without rows whose sizes their schedule refuses."""
     made = []
     for row in rows:
         if row.formula:
@@ -83,7 +83,7 @@ def predictions(rows: Sequence[Row]) -> list[Predicted]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The memory fields of a table's row: errors over rows that state memory, counted by their own kind; None if there are none."""
+    """Return the fields about memory in a table's row of the JSON: errors over rows that state their memory, and counts of right `fits`."""
     made = predictions(rows)
     errors = sorted(abs(p.error) for p in made if p.error is not None)
     right = [p.right for p in made if p.right is not None]
@@ -102,7 +102,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The quantile, interpolated between two neighbours."""
+    """Return the quantile at `share`, interpolated between two neighbours; None without numbers."""
     if not ordered:
         return None
     place = share * (len(ordered) - 1)
@@ -111,18 +111,15 @@ def _quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-# --- formulas ---------------------------------------------------------------------------------------------------------
-
-
 def formulas(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows of Korthikanti's Figure 1, which give GiB of activations on the first stage: the number of equal rows."""
+    """Return how many rows of Korthikanti's Figure 1 (GiB of activations on the first stage) equal the prediction, and their number."""
     stated = [row for row in rows if row.formula and row.memory and "activations" in row.cells["memory_kind"]]
     right = [abs(memory(r.network, r.plan, r.stack)[0].parts["activations"] / (r.memory or 1.0) - 1) < 1e-9 for r in stated]
     return {"formula_right": sum(right), "formula_total": len(right)}
 
 
 def zero_table(file: Path) -> dict[str, Any] | None:
-    """The ZeRO paper's table of model states in GB, if the file is one: the number of lines that are equal to the last digit."""
+    """Return how many lines of the ZeRO paper's table of model states equal the prediction to the last digit; None for another file."""
     with file.open(newline="") as opened:
         lines = list(csv.DictReader(opened))
     if not lines or any(name not in lines[0] for name in ("params_b", "dp", *ZERO_COLUMNS)):

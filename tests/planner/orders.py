@@ -2,9 +2,9 @@
 
 `python -m tests.planner orders --json FILE`. A case is p ranks with one stage each, m micro-batches, a time of F, I and W for each rank, a
 time of messages, and a limit of micro-batches that a rank keeps until W, all at random. The rival is the shortest of eight orders by the
-paper's rules (zero_bubble_auto.py). The plain clock of this file times both; it shares nothing with the simulator of the search. The
-search begins with the best of many orders and then moves actions. Here it must win without moves, which take most of its time. No
-searched order may be slower.
+paper's rules (zero_bubble_auto.py). `clock` times both orders; it shares nothing with the search and its simulator. The search takes the
+best of many orders and then improves it by moving actions, which takes most of its time. Here it moves none. A row passes if no searched
+order is slower than its rival.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule
 from parallel.pipeline.schedules.search import search
 from tests.planner.zero_bubble_auto import Order, auto
 
-CASES, ROUNDS, SEED = 1_000, 0, 17  # no moves: only the orders with which the search begins
+CASES, ROUNDS, SEED = 1_000, 0, 17  # ROUNDS of moved actions: none
 STAGES = (2, 3, 4, 5, 6, 8)
 HEAD = f"{'stages':>6}{'cases':>7}{'slower':>8}{'equal':>7}{'faster':>8}{'mean gain':>11}{'largest':>9}"
 
 
 class Case(NamedTuple):
-    """One random pipeline to order. forward, inputs, weights: integer times of the actions F, I and W on each rank.
-
-    sent: time of a message. memory: the largest number of micro-batches that a rank keeps from F to W.
-    """
+    """One random pipeline to order. forward, inputs, weights: integer times of the actions F, I and W on each rank. sent: time of a
+    message. memory: number of micro-batches that a rank may keep from F to W."""
 
     forward: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -38,7 +36,7 @@ class Case(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds from the first start to the last end, of both orders."""
+    """Seconds from the first start to the last end, of the searched order and of the rival."""
 
     searched: float
     rival: float
@@ -49,14 +47,14 @@ class Times(NamedTuple):
 
 
 def drawn(draw: random.Random) -> Case:
-    """A random case. Messages are shorter than any action, so that none waits for a link."""
+    """Return a random case. Messages are shorter than any action, so that no message waits for the one before it."""
     p = draw.choice(STAGES)
     forward, inputs, weights = (tuple(draw.randint(10, 90) for _ in range(p)) for _ in range(3))
     return Case(forward, inputs, weights, draw.randint(1, 12), sent=draw.choice((0, 2, 5, 9)), memory=draw.randint(1, 2 * p))
 
 
 def compared(case: Case, *, rounds: int = ROUNDS) -> Times:
-    """Return the times of a case in both orders by the plain clock. Raises AssertionError for an order that exceeds the memory."""
+    """Return the times of a case in both orders by `clock`. Raises AssertionError for an order that exceeds the case's memory."""
     f, i, w, m, sent, memory = case
     length = {Op.F: f, Op.I: i, Op.W: w, Op.B: tuple(a + b for a, b in zip(i, w, strict=True))}
 
@@ -70,15 +68,15 @@ def compared(case: Case, *, rounds: int = ROUNDS) -> Times:
 
 
 def plain_orders(schedule: Schedule) -> list[Order]:
-    """The orders with the paper's names. A backward pass that the search did not split is B followed by W."""
+    """Return the orders with the paper's names F, B and W. A backward pass that is not split has the name `both`."""
     names = {Op.F: ("F",), Op.I: ("B",), Op.W: ("W",), Op.B: ("both",)}
     return [[(name, a.microbatch) for a in order if a.op in COMPUTE for name in names[a.op]] for order in schedule.orders]
 
 
 def clock(orders: Sequence[Order], forward: Sequence[int], inputs: Sequence[int], weights: Sequence[int], sent: int) -> float:
-    """Return the time at which the last action ends, if every rank runs its actions in order, each as soon as its inputs have arrived."""
+    """Return the end of the last action if every rank runs its actions in order, each as soon as its input has arrived."""
     p, at, now = len(orders), [0] * len(orders), [0] * len(orders)
-    down: dict[tuple[int, int], int] = {}  # (rank, micro-batch): end of its forward pass
+    down: dict[tuple[int, int], int] = {}  # (rank, micro-batch) -> end of the forward pass; `up`: of the backward pass
     up: dict[tuple[int, int], int] = {}
     while any(at[rank] < len(orders[rank]) for rank in range(p)):
         before = list(at)
@@ -94,12 +92,12 @@ def clock(orders: Sequence[Order], forward: Sequence[int], inputs: Sequence[int]
                 now[rank] = start + (took[rank] if took else inputs[rank] + weights[rank])
                 (down if kind == "F" else {} if kind == "W" else up)[rank, j] = now[rank]
                 at[rank] += 1
-        assert at != before, "a deadlock"
+        assert at != before, "deadlock"
     return max(now)
 
 
 def most_kept(orders: Sequence[Order]) -> int:
-    """The most micro-batches that a rank keeps from F to W."""
+    """Return the largest number of micro-batches that any rank keeps at a time, from F to W."""
     most = 0
     for order in orders:
         kept = 0
@@ -110,9 +108,7 @@ def most_kept(orders: Sequence[Order]) -> int:
 
 
 def rows(cases: int = CASES) -> list[dict[str, Any]]:
-    """Compare both orders on `cases` random cases. Print and return a row of counts and gains (see `row_of`) for each number of stages,
-    then one for all cases.
-    """
+    """Compare both orders on `cases` random cases. Print and return a row (see `row_of`) for each number of stages, then one for all."""
     print(HEAD)
     draw, found = random.Random(SEED), []
     for _ in range(cases):
@@ -124,21 +120,14 @@ def rows(cases: int = CASES) -> list[dict[str, Any]]:
 
 def row_of(stages: int | None, times: Sequence[Times]) -> dict[str, Any]:
     """Print and return one row: how often the searched order was slower, equal or faster than the rival, and its mean and largest gain.
-
-    stages: number of stages of these cases; None: the row covers all cases. `times`: the two times of each case. Returns {} without cases.
-    """
+    stages: number of stages of these cases; None for all cases. times: the two times of each case. Returns {} without cases."""
     if not times:
         return {}
     slower = sum(one.searched > one.rival for one in times)
     equal = sum(one.searched == one.rival for one in times)
     gains = [one.gain for one in times]
-    row: dict[str, Any] = {
-        "stages": stages or "all",
-        "cases": len(times),
-        "slower": slower,
-        "equal": equal,
-        "faster": len(times) - slower - equal,
-    }
+    faster = len(times) - slower - equal
+    row: dict[str, Any] = {"stages": stages or "all", "cases": len(times), "slower": slower, "equal": equal, "faster": faster}
     row |= {"gain_mean": statistics.mean(gains), "gain_largest": max(gains), "rounds": ROUNDS, "passed": slower == 0}
     counts = f"{row['stages']:>6}{row['cases']:>7}{slower:>8}{equal:>7}{row['faster']:>8}"
     print(f"{counts}{row['gain_mean']:>11.1%}{row['gain_largest']:>9.1%}", flush=True)

@@ -8,7 +8,7 @@
     python -m tests.planner best        plans of random recipes that are faster than the first plan (best.py)
     python -m tests.planner steps       steps and memory of this project's trainer on this machine (steps.py)
 
-Rows of a table that cannot be used are counted with their reason. A table of other columns is named with the columns that it lacks.
+Unusable rows of a table are counted by reason. A table that lacks columns is printed with their names.
 """
 
 from __future__ import annotations
@@ -35,12 +35,8 @@ HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90
 
 
 def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None, only: str | None = None, json: str | None = None) -> int:
-    """Returns 1 if a published formula is not met, or a run here differs by more than a tenth; other errors are printed and written.
-
-    `part`: `runs`, small runs on this machine; `tables`, the published tables of this checkout; `published`, the runs of
-    recipes/published/; `speed`, the time that planning them takes; `orders`, searched orders of actions against a rival's; `best`, plans
-    of random recipes that are faster than the first one. `folder`: other tables. `only`: runs with this text in their name.
-    """
+    """Run one `part` (top of this file). Returns 1 if a row fails: a formula that is not met, a run that differs by more than a tenth.
+    folder: other tables. only: runs with this text in their name. json: file for the rows."""
     parts: dict[Part, Callable[[], list[dict[str, Any]]]] = {
         "runs": lambda: _runs(only),
         "tables": lambda: table_rows(folder or TABLES),
@@ -56,7 +52,7 @@ def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None
 
 
 def _runs(only: str | None) -> list[dict[str, Any]]:
-    from tests.planner import runs as planner_runs  # imports torch, which tables do not need
+    from tests.planner import runs as planner_runs  # imported here, because it imports torch, which tables do not need
 
     return planner_runs.rows(only)
 
@@ -77,7 +73,7 @@ def table_rows(tables: str | Path) -> list[dict[str, Any]]:
 
 
 def row_of(table: Table, formula: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One table's row of the JSON."""
+    """Return one table's row of the JSON. formula: the numbers of `zero_table`, for the ZeRO paper's table."""
     row: dict[str, Any] = {"table": table.name, "rows": len(table.rows), "unusable": dict(table.reasons())}
     row |= planner_choice.summary(table.rows)
     row |= planner_memory.summary(table.rows) | (formula or planner_memory.formulas(table.rows))

@@ -32,11 +32,12 @@ SAME = 0.035  # tolerance of the printed number of parameters: GLaM's 1.2T is ro
 
 @dataclass(frozen=True)
 class Published:
-    """One run. Parameters in 10^9 as printed. At most one of: `seconds` of a step, `tflops` of a device, `device_seconds` of a token.
+    """One run. `parameters`, `active`: number of all, and of those that a token uses, in 10^9 as printed. Speed is printed in at most one
+    way: `seconds` of a step, `tflops` of a device, or `device_seconds` of a token.
 
-    `recomputed`: the TFLOP/s count recomputed layers, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: differences of the
-    recipe or the planner from the run. `seen`: whether constants of the planner were fitted to this run or to similar rows. `recompute`:
-    what the run's own software recomputes, if it differs from the recipe.
+    `recomputed`: the printed TFLOP/s count recomputed layers too, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: how the
+    recipe or the planner differs from the run. `seen`: constants of the planner were fitted to this run or to similar rows. `recompute`:
+    what the run's own software recomputes, if not what the recipe recomputes.
     """
 
     recipe: str
@@ -116,12 +117,12 @@ RUNS = (
 
 
 def resolved(run: Published) -> Run:
-    """The recipe for the number of devices of its run. Raises BadInput if the checks refuse it."""
+    """Return the run's recipe, resolved for the run's number of devices. Raises BadInput if the checks refuse it."""
     return check_run(load(f"published/{run.recipe}")[0], load_cluster(run.cluster).world)
 
 
 def published_seconds(of: Published, run: Run, devices: int) -> float | None:
-    """Seconds of a step from the printed figures; None if there are none."""
+    """Return the seconds of a step by the printed speed; None if no speed is printed."""
     tokens = run.train.global_batch * run.model.max_length
     if of.device_seconds is not None:
         return of.device_seconds * tokens / devices
@@ -131,14 +132,14 @@ def published_seconds(of: Published, run: Run, devices: int) -> float | None:
 
 
 def _printed_flops(of: Published, run: Run) -> float:
-    """FLOPs for each token as the source counts. Recomputation repeats the layers' forward pass, but not the head's."""
+    """Return the FLOPs of a token as the run's source counts them. Recomputation repeats the layers' forward pass, but not the head's."""
     counted = counted_training(run)
     head = 6.0 * run.vocab_size * run.model.d_model
     return counted + (counted - head) / 3 if of.recomputed else counted
 
 
 def row_of(of: Published) -> dict[str, Any]:
-    """One run's row of the JSON."""
+    """Return one run's row of the JSON."""
     run, cluster = resolved(of), load_cluster(of.cluster)
     network, plan = network_of(run), plan_of(run)
     as_run = replace(plan, storage=of.storage, recompute=of.recompute or plan.recompute)
@@ -184,7 +185,7 @@ HEAD = (
 
 
 def rows() -> list[dict[str, Any]]:
-    """Print and return each run's row."""
+    """Print and return a row for each run."""
     print(HEAD)
     found = []
     for of in RUNS:

@@ -1,12 +1,11 @@
-"""Measured runs from tables: a line of CSV -> Row(network, plan, software, measured seconds and memory), or the reason why it is not
-usable.
+"""Reads tables of measured runs: a line of CSV -> Row(network, plan, software, measured seconds and memory), or a reason why it has none.
 
-    read_folder(folder)    every table there; a table with other columns is named with its missing columns
+    read_folder(folder)    Table of every file there; a table that lacks columns has only their names
     read_table(file)       Table(rows, unusable)
 
-COLUMNS names the columns; an empty cell is not stated (tests/planner/table_rules.py fills gaps, or refuses). Memory is in bytes; tools
-of torch, XLA and nvidia-smi count in powers of two, so only a plain "GB" of another tool is 10^9. Seconds of a step are stated or computed
-from
+COLUMNS names the columns. An empty cell is not stated: tests/planner/table_rules.py fills the gap by a rule, or the row is unusable. Memory
+is in bytes; tools of torch, XLA and nvidia-smi count in powers of two, so only a plain "GB" of another tool is 10^9. Seconds of a step are
+stated or computed from
 
     samples/s, tokens/s and GPU      divided into the batch
     TFLOP/s and GPU, MFU             72 B s L h^2 (1 + s/6h + V/12Lh) and its general form, per token 6 N + 12 L w s
@@ -55,7 +54,7 @@ Status = Literal["ok", "out of memory", "failed"]
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `formula`: its source computed the numbers instead of measuring them. `inferred`: columns that rules filled in."""
+    """One run. `formula`: the numbers were computed by its source, not measured. `inferred`: columns that rules filled."""
 
     table: str
     line: int
@@ -81,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table's rows, and its unusable lines with reasons. `missing`: missing columns; then there are no rows."""
+    """A table's rows, and its `unusable` lines: (line number, reason). `missing`: names of missing columns; then there are no rows."""
 
     name: str
     rows: tuple[Row, ...]
@@ -89,14 +88,12 @@ class Table:
     missing: tuple[str, ...] = ()
 
     def reasons(self) -> Counter[str]:
-        """The number of unusable lines by reason."""
+        """Return reason -> number of unusable lines."""
         return Counter(reason for _, reason in self.unusable)
 
 
 def read_folder(folder: str | Path) -> tuple[Table, ...]:
-    """Every CSV file of a folder, by name; `missing` lists a table's missing columns. Raises BadInput if no file has the columns of
-    COLUMNS.
-    """
+    """Return a Table for every CSV file of a folder, sorted by name. Raises BadInput if no file has all columns."""
     path = Path(folder).expanduser()
     files = sorted(path.glob("*.csv"))
     if not files:
@@ -113,7 +110,7 @@ def read_folder(folder: str | Path) -> tuple[Table, ...]:
 
 
 def read_table(file: str | Path) -> Table:
-    """One table. Raises BadInput for a file without a header, and for missing columns, with their names."""
+    """Read one table. Raises BadInput for a file without a header, and for missing columns, with their names."""
     path = Path(file).expanduser()
     header, lines = _lines(path)
     missing = tuple(name for name in COLUMNS if name not in header)
@@ -174,7 +171,7 @@ def _row(table: str, number: int, line: dict[str, str]) -> Row:
 
 
 def _status(cells: Cells) -> Status:
-    """The status of a run. Only a stated lack of memory counts as out of memory, because a run without a result may have another reason."""
+    """Return the status of a run. It is out of memory only if this is stated: a run without a result may have failed for another reason."""
     said = cells.text("status").lower()
     if said in ("oom", "out of memory"):
         return "out of memory"
@@ -191,11 +188,8 @@ def _memory(cells: Cells) -> tuple[Kind, float | None]:
     return kind, None if value is None else value * (2**30 if binary else 1e9)
 
 
-# --- seconds ----------------------------------------------------------------------------------------------------------
-
-
 def seconds_of(cells: Cells, network: Network, plan: Plan) -> float | None:
-    """Seconds of one step, stated or converted; None if the row has no speed."""
+    """Return the seconds of one step, as stated or converted from another speed; None if the row has no speed."""
     tokens = plan.global_batch * network.length
     if cells.number("iteration_time_s"):
         return cells.number("iteration_time_s")
@@ -216,9 +210,7 @@ def seconds_of(cells: Cells, network: Network, plan: Plan) -> float | None:
 
 
 def _same_work(cells: Cells, network: Network, plan: Plan) -> None:
-    """Raise NotUsable if the stated seconds and TFLOP/s belong to different batches or networks, with work that differs by more than
-    half.
-    """
+    """Raise NotUsable if seconds * TFLOP/s of a row differ by more than half from the FLOPs of its network and batch."""
     seconds, tflops = cells.number("iteration_time_s"), cells.number("measured_tflops_per_gpu")
     if seconds and tflops and "global_batch" not in cells.inferred:
         done = seconds * tflops * 1e12 * plan.world
@@ -228,22 +220,22 @@ def _same_work(cells: Cells, network: Network, plan: Plan) -> None:
 
 
 def counts_recompute(cells: Cells) -> bool:
-    """Whether the source's TFLOP/s count the forward pass twice, as in the SC21 paper and for BLOOM."""
+    """Return whether the source's TFLOP/s count recomputed forward passes, as in the SC21 paper and for BLOOM."""
     said = f"{cells.text('source')} {cells.text('notes')}".lower()
     stated = "count recompute" in said or "counts recompute" in said or "sc21" in said or "readme jan 2021" in said
     return stated and cells.text("recompute").lower().startswith("full")
 
 
 def pairs(cells: Cells) -> Literal["all", "causal"]:
-    """Which pairs of attention the source's TFLOP/s count. Megatron-Core counts only pairs of a causal mask since 2025: rows of the model
-    zoo that state both TFLOP/s and seconds agree with that within a thousandth.
-    """
+    """Return which pairs of query and key the source's TFLOP/s count. Megatron-Core counts only those of a causal mask since 2025: rows of
+    its model zoo that state TFLOP/s and seconds show it, within a thousandth."""
     said = f"{cells.text('source')} {cells.text('seen')}".lower()
     return "causal" if "modelzoo" in said or "megatron-bridge" in said or "megatron bridge" in said else "all"
 
 
 def step_flops(network: Network, tokens: float, *, counts_recompute: bool, pairs: Literal["all", "causal"] = "all") -> float:
-    """FLOPs of one step as publications count: all pairs of attention, the head once; with recomputation the layers' forward pass twice."""
+    """Return the FLOPs of one step as publications count them. counts_recompute: the layers' forward pass counts twice, the head's once.
+    pairs: pairs of query and key that attention counts."""
     inner, keys = network.heads * network.channels, network.groups * network.channels
     attention = 2.0 * network.width * (2 * inner + 2 * keys)
     dense = 2 * layer_parameters(network) - attention

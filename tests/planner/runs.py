@@ -1,8 +1,8 @@
 """Predicted bytes compared with this project's own trainer: a small recipe with each kind of data parallelism, counting every live tensor.
 
-Runs two steps on gloo ranks of this machine and takes the peak of the second, which includes moments (tests/counted/alive.py). The
-prediction is moe/plan/memory/memory.py for the recipe's own network and plan and the same rank, as torch counts: without allocator and
-context.
+Each case runs two steps on gloo ranks of this machine and takes the peak of the second step, which includes moments
+(tests/counted/alive.py). The prediction is made by moe/plan/memory/memory.py for the recipe's network and plan and the same rank, without
+the memory of allocator and context, which is not counted either.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from moe.bench.training.sharded import CPU, kind_of, load_engines, tokens_of
+from moe.bench.training.sharded import kind_of, load_engines, tokens_of
+from moe.calibrate.own_step import CPU
 from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
 from moe.parallelize.build import build
@@ -78,7 +79,7 @@ def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
 
 
 def rows(only: str | None = None) -> list[dict[str, Any]]:
-    """Print and return each case's row, for the rank with the largest error."""
+    """Print and return a row for each case, of the rank with the largest error."""
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(case) for case in chosen if case in ("fsdp", "zero1", "zero2", "zero3")])

@@ -14,7 +14,7 @@ PROGRAMS = {
         OWN_ON_CPU,
         # Megatron-LM of 2021: fused softmax and bias kernels, gradient sums after the backward pass, partial messages between stages
         Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),
-        # Megatron-LM of 2022: products add to the gradient sums themselves
+        # Megatron-LM of 2022: a weight gradient's product adds to the sum in memory, without an addition of its own
         Program("megatron-2022", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", accumulates="within"),
         # Megatron-DeepSpeed: the same layers under DeepSpeed's engine; pointwise kernels less fused
         Program("megatron-deepspeed", attention="scores", launch_us=28, checkpoint_us=50, gradients="after", pointwise=1.25),
@@ -50,7 +50,7 @@ PROGRAMS = {
         # torch's FSDP, eager and compiled; torchtitan's selective recomputation repeats every second product
         Program("fsdp", launch_us=20, pointwise=2.0, selective="half"),
         Program("fsdp-compiled", launch_us=10, selective="half"),
-        # XLA's programs: fused pointwise work, scores written, one launch a program
+        # XLA: pointwise operators are fused, attention scores are written to memory, one launch runs a whole program
         Program("xla", attention="scores", launch_us=2, gradients="after", transfers="whole"),
     )
 }
@@ -58,7 +58,7 @@ PROGRAMS = {
 # Logits: 2 in 16 bits, 4 in fp32 and 4 for their exponentials.
 MEGATRON = Stack("megatron", masks="always", logits=10)
 MEGATRON_2022 = Stack("megatron-2022", masks="always", core="scores", lse=0, logits=10)
-# Its pipeline keeps the sent outputs of stages. DeepSpeed's buckets have 5e8 elements.
+# its pipeline keeps the outputs of stages that were sent. DeepSpeed's buckets have 5e8 elements.
 MEGATRON_DEEPSPEED = Stack(
     "megatron-deepspeed", masks="always", core="scores", lse=0, logits=10, outputs="kept", bucket_elements=5e8, reduce_bytes=2
 )
@@ -76,10 +76,10 @@ FSDP = Stack("fsdp", gated=4, activation_of=2, logits=12)
 DEEPSPEED = Stack(
     "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
 )
-# DeepSeek-V3's software (arXiv 2412.19437, sections 3.2.3 and 3.3.3): norms, up-projections and SwiGLU's output are recomputed, and inputs
-# of products are kept in 8 bits. Attention keeps its output, the latents before their norms and the log-sum-exp, in 16 bits: 18,752 of
-# 86,336 elements a token with its sizes. Experts keep a row and the outputs of gate and up, (D + 2 F) / 2 (D + 3 F); dense networks keep
-# the outputs of gate and up.
+# DeepSeek-V3's software (arXiv 2412.19437, sections 3.2.3 and 3.3.3) recomputes norms, up-projections and SwiGLU's output.
+# It keeps inputs of products in 8 bits. `selective`: fraction that is kept of attention, 18,752 of 86,336 elements a token (its output, the
+# latents before their norms, the log-sum-exp, in 16 bits); of experts, (D + 2 F) / 2 (D + 3 F) (a row, the outputs of
+# gate and up); of dense networks, half (the outputs of gate and up).
 DEEPSEEK = replace(
     MEGATRON,
     name="deepseek",

@@ -19,12 +19,12 @@ from moe.plan.machine.cluster import load_cluster
 from moe.recipe.load import load
 from tests.planner.published import RUNS
 
-SMALL, ALLOWED = 1_024, (10.0, 60.0)  # number of devices; seconds allowed up to it, and beyond
+SMALL, ALLOWED = 1_024, (10.0, 60.0)  # number of devices; seconds allowed up to this number, and beyond
 HEAD = f"{'run':<14}{'cluster':<14}{'devices':>8}{'plans':>9}{'fit':>8}{'seconds':>9}{'at most':>9}  the best"
 
 
 def rows() -> list[dict[str, Any]]:
-    """Print and return each recipe's row."""
+    """Print and return a row for each recipe."""
     print(HEAD)
     found = []
     for run in sorted(RUNS, key=lambda run: load_cluster(run.cluster).world):
@@ -37,7 +37,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def row_of(recipe: str, cluster: str) -> dict[str, Any]:
-    """One recipe's row of the JSON."""
+    """Plan one recipe and return its row of the JSON."""
     run, machines = load(f"published/{recipe}")[0], load_cluster(cluster)
     began = time.process_time()
     made = planned(run, machines, checked=check_run)

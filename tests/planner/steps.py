@@ -4,13 +4,13 @@
 
     memory    every live tensor over two steps (tests/counted/alive.py), of the rank with the largest error
     time      the fastest of some later steps, of the slowest rank
-    core      seconds that all ranks together had a core in such a step, over the number of cores that they can use at once
+    core      seconds of a step in which a rank had a core, summed over all ranks, over the number of cores that they can use together
 
-`time` is the time that a user waits, and includes effects of other work on the machine. `core` is nearly free of them. If a layout waits
-for cores only, as with more ranks than cores, both are equal on an idle machine. `core` is predicted as `time` without waits.
+`time` is the time that a user waits, and includes effects of other work on the machine. `core` is nearly free of such effects. On an idle
+machine with more ranks than cores both are equal, because a layout then waits for cores only. `core` is predicted as `time` without waits.
 
-The speed of a machine changes within minutes, which an earlier calibration cannot know. Therefore everything is done `--rounds` times, and
-medians of measured and predicted values are compared.
+The speed of a machine changes within minutes, which an earlier calibration cannot know. Therefore calibration and runs are repeated
+`--rounds` times, and medians of measured and predicted values are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from moe.bench.training.sharded import kind_of, load_engines
 from moe.calibrate import calibrate
-from moe.calibrate.own_step import WARM_UP, Trained
+from moe.calibrate.own_step import WARM_UP, Training
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.choose.predicted import Place, Prediction, predict
@@ -54,7 +54,7 @@ SEQUENCES, STEPS, ROUNDS, TIMEOUT_S = 16, 3, 3, 300.0
 
 
 def layout(ranks: int, *, schedule: str = "1f1b", microbatches: int = 1, chunks: int | None = None, **values: Any) -> dict[str, Any]:
-    """The values of a case: degrees by name, and sections of the recipe."""
+    """Return a case: number of ranks, degrees by name, and sections of the recipe."""
     degrees = {name: values.pop(name) for name in ("tp", "sp", "pp", "ep", "etp") if name in values}
     apart = degrees.get("tp", 1) * degrees.get("sp", 1) * degrees.get("pp", 1)
     pipeline = {"schedule": schedule, "microbatches": microbatches, "chunks": chunks}
@@ -130,9 +130,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(*, only: str | None = None, json: str | None = None, rounds: int = ROUNDS) -> int:
-    """Returns 1 if a median |error| of memory or time exceeds a tenth. `only`: cases with this text in their name; `rounds`: number of
-    calibrations, and of runs of each case.
-    """
+    """Measure all cases, or those with the text `only` in their name, in `rounds` calibrations and runs each. Returns 1 if the median
+    |error| of memory or time exceeds a tenth."""
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(name) for name in ("zero1", "fsdp") if any(name[:4] in str(CASES[case].get("sharding")) for case in chosen)])
@@ -163,7 +162,7 @@ def main(*, only: str | None = None, json: str | None = None, rounds: int = ROUN
 
 
 def _run(case: str, machine: Cluster) -> dict[str, Any] | None:
-    """The measured and predicted values of one run of a case; None if it did not run, which is printed."""
+    """Run a case once. Returns measured and predicted values; None if the run failed, which is printed."""
     ranks, values = CASES[case]["ranks"], recipe(case)
     try:
         measured = run_on_ranks(measure, ranks, ranks, values, STEPS, timeout_s=TIMEOUT_S)
@@ -183,7 +182,7 @@ def _run(case: str, machine: Cluster) -> dict[str, Any] | None:
 
 
 def _row(case: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over a case's runs. `parts`: the parts of its last prediction."""
+    """Return a case's row: medians of measured and predicted values over its runs, and the parts of the last prediction."""
     row: dict[str, Any] = {"case": case, "ranks": CASES[case]["ranks"], "parts": runs[-1]["parts"]}
     for name in ("step", "core", "memory"):
         was, predicted = (median(run[name][i] for run in runs) for i in (0, 1))
@@ -198,7 +197,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def core_seconds(found: Prediction, cluster: Cluster) -> float:
-    """The predicted step without waits between stages: the work of all ranks over the cores, plus their messages."""
+    """Return the predicted seconds of a step without waits between stages: work of all ranks / cores, plus messages."""
     network, plan, time = found.network, found.plan, found.time
     assert time is not None
     stages = stage_times(network, plan, cluster, tuple(map(sum, rank_layers(network, plan))))
@@ -209,7 +208,7 @@ def core_seconds(found: Prediction, cluster: Cluster) -> float:
 
 
 def recipe(case: str) -> dict[str, Any]:
-    """The recipe values of a case."""
+    """Return the recipe of a case, section -> key -> value."""
     values = {name: value for name, value in CASES[case].items() if name != "ranks"}
     train = {"global_batch": SEQUENCES, "eval_sequences": SEQUENCES} | values.pop("train", {})
     precision = values.pop("precision", {"compute": "fp32"})
@@ -218,18 +217,18 @@ def recipe(case: str) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
-    """This rank's peak of tensors in the second step, its median step afterwards, and its stage in the pipeline."""
+    """Return this rank's peak of live bytes in the second step, its seconds of a later step, and its pipeline stage."""
     with Alive() as alive:
-        trained = Trained.start(values, World(rank, ranks, rank, ranks))
+        trained = Training.start(values, World(rank, ranks, rank, ranks))
         for number in range(2):
             alive.most = alive.now
-            trained.step(number)
+            trained.random_step(number)
         held = alive.most
     seconds, core = [], []
     for number in range(2, WARM_UP + steps):
         dist.barrier()
         began, had = time.perf_counter(), time.process_time()
-        trained.step(number)
+        trained.random_step(number)
         seconds.append(time.perf_counter() - began)
         core.append(time.process_time() - had)
     fastest = torch.tensor(seconds[WARM_UP - 2 :])

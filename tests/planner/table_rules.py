@@ -1,9 +1,10 @@
 """Written rules for values that a row of a measured table does not state, and for the meaning of its free text.
 
-    network    heads of 128 channels, hidden 4 widths (a gated network's must be stated), GPT-2's vocabulary; missing layers, or a missing
-               vocabulary, from the number of parameters; properties of published models by name (gate, latent attention, ties)
-    plan       cp 1, dp from the number of GPUs; one sequence a micro-batch with stages, else a replica's share, at most 8
-    software   by the words of source, model and notes: which modules and which bytes per parameter
+    network    heads of 128 channels; hidden size 4 widths (a gated network must state it); GPT-2's vocabulary; missing layers, or a missing
+               vocabulary, from the number of parameters; properties of published models by name (gate, latent attention, tied embedding)
+    plan       cp 1; dp from the number of GPUs; micro-batches of one sequence with pipeline stages, else of a replica's whole batch, at
+               most 8
+    software   by words in source, model and notes: its memory model and its bytes per parameter
 
 A rule that fills a gap adds the gap's name to `inferred`. A row with a gap without a rule is not usable, with the reason.
 """
@@ -37,12 +38,12 @@ PEAK_TFLOPS = {  # dense 16-bit TFLOP/s from the data sheets
 
 
 class NotUsable(Exception):
-    """The reason why a row cannot be used, in words."""
+    """Raised with the reason why a row cannot be used, in words."""
 
 
 @dataclass
 class Cells:
-    """One line of a table, and the names of the values inferred for it."""
+    """One line of a table: column -> text. inferred: columns that rules filled."""
 
     values: dict[str, str]
     inferred: list[str] = field(default_factory=list)
@@ -51,7 +52,7 @@ class Cells:
         return (self.values.get(name) or "").strip()
 
     def number(self, name: str) -> float | None:
-        """The cell's number; `250k` is 250,000. None for an empty cell or words. Raises NotUsable for an impossible number."""
+        """Return the cell's number; `250k` is 250,000. None for an empty cell or words. Raises NotUsable below 0 and for infinity."""
         found = re.fullmatch(r"(-?\d*\.?\d+(?:e[+-]?\d+)?|\d+\.)\s*([kK]?)", self.text(name).replace(",", ""))
         value = float(found[1]) * (1000 if found[2] else 1) if found else None
         if value is not None and not 0 <= value < math.inf:
@@ -63,18 +64,15 @@ class Cells:
         return None if value is None else round(value)
 
     def infer(self, name: str, value: int) -> int:
-        """The cell's number, or `value`, which is then added to `inferred`."""
+        """Return the cell's number; without one, `value`, and add the column to `inferred`."""
         stated = self.count(name)
         if stated is None:
             self.inferred.append(name)
         return value if stated is None else stated
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
-
-
 def network_of(cells: Cells) -> Network:
-    """The network of a row. Raises NotUsable."""
+    """Return the network of a row. Raises NotUsable if a size is neither stated nor given by a rule."""
     name, sparse = cells.text("model").lower(), bool(cells.count("experts"))
     if cells.text("family") not in ("dense", "moe", ""):
         raise NotUsable(f"family {cells.text('family')}: no Transformer")
@@ -123,14 +121,14 @@ def _experts(cells: Cells, *, gated: bool, shared: int) -> Experts:
 
 
 def _sized(cells: Cells, network: Network) -> Network:
-    """The network with its number of layers and vocabulary: stated, or from the number of parameters."""
+    """Return the network with its number of layers and its vocabulary, as stated or from the number of parameters."""
     stated, layers, vocab = cells.number("params_b"), cells.count("layers"), cells.count("vocab")
     if layers is None and (stated is None or network.experts):
         raise NotUsable("layers not stated")
     if vocab is None:
         cells.inferred.append("vocab")
         rest = stated * 1e9 - layers * layer_parameters(network) if stated and layers and not network.experts else 0
-        near = rest / network.width  # the remaining parameters are the embedding, if the size is plausible
+        near = rest / network.width  # vocabulary if all remaining parameters are the embedding; taken if plausible
         vocab = round(near) if 30000 <= near <= 300000 else GPT2_VOCAB
     if layers is None:
         cells.inferred.append("layers")
@@ -139,14 +137,16 @@ def _sized(cells: Cells, network: Network) -> Network:
     sparse = tuple(range(_dense_first(cells, layers), layers, _sparse_every(cells))) if network.experts else ()
     network = replace(network, layers=layers, vocab=vocab, sparse_layers=sparse)
     if stated and not network.experts:
-        least = layers * layer_parameters(network) / 1e9  # sources count two vocabulary tables, one, or none
+        least = (
+            layers * layer_parameters(network) / 1e9
+        )  # at least this many parameters in 10^9: a source counts none, one or two vocabulary tables in addition
         if not 0.85 * least <= stated <= 1.15 * (least + 2 * vocab * network.width / 1e9):
             raise NotUsable(f"layers and width make {least:.3g}B parameters, {stated:g}B are stated")
     return network
 
 
 def layer_parameters(network: Network) -> float:
-    """Number of elements in a dense layer's matrices."""
+    """Return the number of elements in a dense layer's matrices."""
     inner, keys = network.heads * network.channels, network.groups * network.channels
     return network.width * (2 * inner + 2 * keys + (3 if network.gated else 2) * network.hidden)
 
@@ -163,11 +163,9 @@ def _sparse_every(cells: Cells) -> int:
     return 2 if "every other" in cells.text("notes").lower() else 1
 
 
-# --- the software -----------------------------------------------------------------------------------------------------
-
-
 def software_of(cells: Cells) -> Stack:
-    """Return the memory model of the software that the row's text names. Selective recomputation drops the parts that the text names."""
+    """Return the memory model of the software that the row's text names. With selective recomputation it keeps no part that the text
+    names."""
     said = " ".join(cells.text(name) for name in ("source", "source_ref", "seen", "model", "notes")).lower()
     by_word = {
         "torchtitan": stacks.TORCHTITAN,
@@ -190,7 +188,7 @@ def software_of(cells: Cells) -> Stack:
 
 
 def _selective(said: str, stack: Stack) -> Any:
-    """Recomputed parts, by the names that Megatron-Core gives to modules: norm, act, mlp, moe, shared_expert, core attention."""
+    """Return the recomputed parts that the text names by Megatron-Core's modules: norm, act, mlp, moe, shared_expert, core attention."""
     words = {"norm": "norm_outputs", "layernorm": "norm_outputs", "act": "activation", "moe": "experts", "mlp": "network", "core": "core"}
     said = re.sub(r"mlp[-_ ]act|moe[-_ ]act", "act", said)
     parts = [part for word in re.findall(r"[a-z]+", said) for key, part in words.items() if word.startswith(key)]
@@ -199,7 +197,7 @@ def _selective(said: str, stack: Stack) -> Any:
 
 
 def storage_of(cells: Cells, stack: Stack) -> Storage:
-    """Bytes of states: fp32 shards with FSDP; gradients in fp32 with bf16, and in 16 bits with fp16, as in Megatron-LM."""
+    """Return the bytes of a parameter's states. FSDP: fp32 shards. Otherwise gradients are in fp32 with bf16, in 16 bits with fp16."""
     precision, said = cells.text("precision").lower(), cells.text("notes").lower()
     if stack.name in ("torchtitan", "fsdp") or cells.text("zero").lower() == "fsdp" and stack.name != "megatron" or "fp32" in precision:
         return FP32
@@ -211,14 +209,12 @@ def storage_of(cells: Cells, stack: Stack) -> Storage:
     return MIXED if "fp16 grads" in said or precision.startswith("fp16") else MIXED_FP32_GRADIENTS
 
 
-# --- the plan ---------------------------------------------------------------------------------------------------------
-
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "gpipe": "gpipe", "zb": "zb_h1", "zbv": "zb_v", "dualpipe": "dualpipe_v"}
-WITH_SEQUENCE_PARALLEL = ("megatron", "torchtitan", "nanotron")  # systems whose sequence parallelism is on whenever tp is used
+WITH_SEQUENCE_PARALLEL = ("megatron", "torchtitan", "nanotron")  # software with sequence parallelism whenever it uses tp
 
 
 def plan_of(cells: Cells, network: Network, stack: Stack) -> Plan:
-    """The plan of a row. Raises NotUsable if the row does not state its layout."""
+    """Return the plan of a row. Raises NotUsable if the row does not state its layout."""
     dp, tp, pp, cp = _degrees(cells)
     moe = network.experts is not None
     microbatch, microbatches = _batch(cells, dp=dp, pp=pp)
@@ -277,7 +273,7 @@ def _batch(cells: Cells, *, dp: int, pp: int) -> tuple[int, int]:
         cells.inferred.append("microbatch")
     if whole is None:
         cells.inferred.append("global_batch")
-        return stated or 1, 2 * pp if pp > 1 else 1  # if not stated, twice as many micro-batches as stages
+        return stated or 1, 2 * pp if pp > 1 else 1  # without a stated number, twice as many micro-batches as stages
     share = max(1, -(-whole // dp))
     if stated is None and pp > 1 and "torchtitan" in cells.text("source"):
         stated = max(1, share // pp)  # the default: as many micro-batches as stages
@@ -286,7 +282,7 @@ def _batch(cells: Cells, *, dp: int, pp: int) -> tuple[int, int]:
 
 
 def _schedule(cells: Cells, pp: int) -> tuple[int, str]:
-    """(chunks, name in the catalog). Raises NotUsable for a schedule that this project does not have."""
+    """Return (chunks of a rank, name of the schedule). Raises NotUsable for a schedule that this project does not have."""
     said, chunks = cells.text("schedule").lower(), cells.count("vpp") or 1
     unknown = re.search(r"\((?!baseline)([\w-]+)\)|heterogen|searched|parax\.(?:auto|heuristic|inter|intra|equal|ppdp)|grid", said)
     if unknown and pp > 1 or "heterogen" in said:
@@ -331,15 +327,12 @@ def _offload(said: str) -> dict[str, Any]:
 
 
 def _share(said: str) -> float:
-    """The share of activations that is offloaded: a number in the text; `50 %` is 0.5."""
+    """Return the fraction of activations that is offloaded: a number in the text; `50 %` is 0.5."""
     found = re.search(r"([\d.]+)\s*(%?)", said)
     value = float(found[1]) / (100 if found[2] else 1) if found and found[1].strip(".") else 0.0
     return value if 0 <= value <= 1 else 0.0
 
 
-# --- the cluster ------------------------------------------------------------------------------------------------------
-
-
 def peak_tflops(gpu: str) -> float | None:
-    """Dense 16-bit TFLOP/s from the data sheet, by the GPU's name in the text; longer names are tried first."""
+    """Return the dense 16-bit TFLOP/s of the GPU that the text names, from the data sheet; longer names are tried first."""
     return next((PEAK_TFLOPS[key] for key in sorted(PEAK_TFLOPS, key=len, reverse=True) if key in gpu.lower()), None)

@@ -1,4 +1,4 @@
-"""Searched orders against the zero-bubble paper's rules: the rival and the clock by hand on small cases, and a sample of the comparison."""
+"""Laws of tests/planner/orders.py: the rival has the paper's times, `clock` is right, no searched order of a sample is slower."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.planner.zero_bubble_auto import auto
 from tests.support.plain_simulation import plain_simulate
 
 
-def test_the_rival_is_the_papers_zero_bubble_where_it_has_one() -> None:
-    """For F = B = W: as fast as ZB-H2 if a rank may keep 2 p - 1 micro-batches, and no slower than ZB-H1 if it may keep p."""
+def test_the_rival_is_the_papers_zero_bubble_for_equal_times() -> None:
+    """For F = B = W the rival is as fast as ZB-H2 with a memory of 2 p - 1 micro-batches, and no slower than ZB-H1 with a memory of p."""
     p, m = 4, 12
     even = [10] * p
     seconds, orders = auto(even, even, even, m, sent=0, memory=2 * p - 1)
@@ -44,7 +44,7 @@ def test_the_clock_is_the_plain_simulators() -> None:
 
 
 def test_no_searched_order_is_slower_in_a_sample() -> None:
-    """40 random cases, and one in which an earlier version of the search was slower. `python -m tests.planner orders` compares 1,000."""
+    """The sample: 40 random cases, and one in which an earlier version of the search was slower."""
     draw = random.Random(23)
     cases = [drawn(draw) for _ in range(40)]
     cases.append(Case((19, 62, 84, 41, 70, 45), (85, 47, 78, 32, 53, 67), (28, 51, 43, 45, 18, 70), 5, sent=9, memory=7))

@@ -1,4 +1,5 @@
-"""The planner's bench on tables: formulas to the last digit, errors by the row's own kind, and what fits told from what does not."""
+"""Comparison of predicted and measured memory: formulas are met to the last digit, errors are of the memory that a row measured (allocated,
+reserved or nvidia-smi), and runs that fit are told from runs that do not."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ MEASURED = BENCHMARKS / "planner-steps.json"
 
 
 def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
-    """Live tensors at the peak of a step of 4 layers, for every layout of tests/planner/steps.py. The aim is an error of at most 10 %."""
+    """Predicted peaks of live tensors equal the peaks that tests/planner/steps.py measured, within 7 % for every layout and 1 % in the
+    median."""
     errors = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
         run = build_run(planner_steps.recipe(row["case"])).resolve(row["ranks"])
@@ -106,8 +108,8 @@ def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
     assert len(errors) > 40 and median(errors.values()) < 0.01 and max(errors.values()) < 0.07, errors
 
 
-def test_a_storage_counts_what_it_has_while_it_lives() -> None:
-    """A resized storage counts with its new size: FSDP frees gathered weights by resizing, without an operator."""
+def test_a_storage_counts_its_present_size_while_it_lives() -> None:
+    """`Alive` counts a resized storage with its new size: FSDP frees gathered weights by resizing them to 0, without an operator."""
     with Alive() as alive:
         x = torch.empty(100)
         counted = [alive.now]
@@ -122,7 +124,7 @@ def test_a_storage_counts_what_it_has_while_it_lives() -> None:
 
 
 def test_the_published_figures_are_made_from_the_tables_of_a_checkout(tmp_path: Path) -> None:
-    """Every table has its row. All rows but the two longest tables' equal the page's JSON."""
+    """Every table of the checkout has a row in the page's JSON, and `table_rows` gives the same rows, except for the two longest tables."""
     rows = {row["table"]: row for row in json.loads((BENCHMARKS / "planner-tables.json").read_text())["rows"]}
     assert sorted(rows) == sorted(path.stem for path in planner.TABLES.glob("*.csv"))
     for file in planner.TABLES.glob("*.csv"):

@@ -63,7 +63,7 @@ def test_experts_stages_and_precision(tmp_path: Path) -> None:
         ({"iteration_time_s": "8.25"}, 8.25),
         ({"samples_per_s": "96"}, 1536 / 96),
         ({"tokens_per_s_per_gpu": "300"}, 1536 * 2048 / 300 / 512),
-        # the SC21 paper's equation 3, which has the layers' forward pass twice, and Korthikanti's, which has it once
+        # the SC21 paper's equation 3, which counts the recomputed forward pass of layers, and Korthikanti's, which does not
         (
             {"measured_tflops_per_gpu": "135"},
             96 * 1536 * 2048 * 48 * 8192**2 * (1 + 2048 / (6 * 8192) + 51200 / (16 * 48 * 8192)) / 135e12 / 512,

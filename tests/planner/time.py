@@ -1,11 +1,10 @@
 """Predicted step times compared with measured ones: errors by table, with and without a factor.
 
-    predictions(rows)   each row that states a speed: cluster and program by its text, step_time of moe/plan/time/cost.py
-    errors(...)         mean, median and largest |predicted / measured - 1|; calibrated: divided by the median of other rows' ratios
-                        (with the same cluster and program, or among these only rows with the same layer)
+    predictions(rows)   step time (moe/plan/time/cost.py) of each row that states a speed, with the cluster and program that its text names
+    errors(...)         mean, median and largest |predicted / measured - 1|. Calibrated: the prediction is first divided by the median
+                        ratio of other rows with the same cluster and program (or of only those rows with the same layer)
 
-Rankings are in tests/planner/choice.py. Unstated properties of a row's program follow from its year and source (PROGRAM_OF), the same
-for all rows of a source.
+Rankings are in tests/planner/choice.py. A row's program follows from its source and year (PROGRAM_OF), the same for all rows of a source.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from moe.plan.time.cost import Time, step_time
 from tests.planner.read_tables import Row
 from tests.planner.software import PROGRAMS
 
-# Words of a GPU's description -> cluster file; the first that is found counts.
+# word in a GPU's description -> cluster file; the first word that is found counts
 CLUSTER_OF = (
     ("jeanzay", "jeanzay"),
     ("500w", "h100-500w-8"),
@@ -40,7 +39,7 @@ CLUSTER_OF = (
     ("p3.16xlarge", "v100-8"),
     ("v100", "v100-32"),
 )
-# Words of a row's source -> program.
+# word in a row's source -> name of its program (tests/planner/software.py); the first word that is found counts
 PROGRAM_OF = (
     ("torchtitan", "fsdp"),
     ("llm-foundry", "fsdp"),
@@ -59,7 +58,7 @@ PROGRAM_OF = (
     ("alpa", "xla"),
     ("deepspeed", "deepspeed"),
 )
-REAL_ROUTING = 1.3  # token rows of the busiest rank over the mean, assumed for table rows that state an unconstrained router
+REAL_ROUTING = 1.3  # tokens of the busiest rank over the mean, assumed for table rows with "real routing" in their notes
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,13 @@ class Predicted:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
+        """Return predicted over measured seconds."""
         assert self.row.seconds
         return self.time.step / self.row.seconds
 
 
 def cluster_of(row: Row) -> Cluster | None:
-    """The cluster with the row's number of nodes; None if no file describes its GPU."""
+    """Return the cluster with the row's number of nodes; None if no cluster file describes its GPU."""
     name = next((name for word, name in CLUSTER_OF if word in row.gpu.lower()), None)
     if name is None:
         return None
@@ -124,16 +123,16 @@ def program_of(row: Row) -> Program:
 def plan_of(row: Row) -> Plan:
     """Return the row's plan with settings that affect only time: the order of positions, whether weights stay gathered, ZeRO-1."""
     plan, said = row.plan, f"{row.cells['source']} {row.cells['notes']}".lower()
-    # torchtitan: contiguous positions (inferred from its times). With pipeline stages, weights stay gathered for all micro-batches.
+    # torchtitan has contiguous positions (inferred from its times). With pipeline stages, weights stay gathered for all micro-batches.
     if "torchtitan" in said:
         plan = replace(plan, order="contiguous", reshard=plan.pp == 1)
-    if "overlap on" in said and plan.stage == 0:  # the distributed optimizer gathers parameters during the forward pass
+    if "overlap on" in said and plan.stage == 0:  # this is Megatron's distributed optimizer
         plan = replace(plan, engine="zero1")
     return plan
 
 
 def predictions(rows: Iterable[Row]) -> list[Predicted]:
-    """Predictions for measured rows that ran on a known GPU."""
+    """Return predictions for the measured rows that state a speed and a known GPU."""
     made = []
     for row in rows:
         cluster = cluster_of(row)
@@ -147,11 +146,9 @@ def predictions(rows: Iterable[Row]) -> list[Predicted]:
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors |predicted / measured - 1| over `rows` rows; `bias`: the mean with its sign.
-
-    `calibrated`: mean error after each prediction is divided by the median ratio of other rows with its cluster and program. `by_layer`:
-    the same, but only rows with the same layer give the median, as a profile of it would; `same_layer`: number of rows with such others.
-    """
+    """Errors |predicted / measured - 1| over `rows` rows. `bias`: mean of predicted / measured - 1. `calibrated`: mean error after each
+    prediction is divided by the median ratio predicted / measured of other runs with its cluster and program. `by_layer`: the same, but
+    with the median of only the runs with the same layer, where there are any; `same_layer`: number of rows that have such runs."""
 
     rows: int
     mean: float
@@ -164,7 +161,7 @@ class Errors:
 
 
 def errors(made: Sequence[Predicted]) -> Errors | None:
-    """The errors of these predictions; None without rows."""
+    """Return the errors of these predictions; None without predictions."""
     if not made:
         return None
     off = [one.ratio - 1 for one in made]
@@ -190,7 +187,7 @@ def _program(one: Predicted) -> tuple[Any, ...]:
 
 
 def _layer(one: Predicted) -> tuple[Any, ...]:
-    """Everything that the seconds of one layer and micro-batch depend on, without the number of layers and of other ranks."""
+    """Return everything on which the seconds of one layer and micro-batch depend: not the number of layers, stages or replicas."""
     network, plan = replace(one.row.network, layers=1, sparse_layers=()), one.row.plan
     return one.cluster, one.program, network, plan.tp, plan.sp, plan.ep, plan.tensor, plan.microbatch, plan.recompute, one.row.precision
 
@@ -203,7 +200,7 @@ def _grouped(made: Sequence[Predicted], key: Callable[[Predicted], Any]) -> dict
 
 
 def _others(made: Sequence[Predicted], one: Predicted) -> float | None:
-    """The median ratio of other runs than `one`; None without others. Rows with the same network and plan are one run, printed twice."""
+    """Return the median ratio of the runs other than `one`; None without others. Rows with equal network and plan are one run."""
     of = one.row
     ratios = [other.ratio for other in made if (other.row.network, other.row.plan) != (of.network, of.plan)]
     return statistics.median(ratios) if ratios else None

@@ -1,15 +1,15 @@
 """The zero-bubble paper's automatic order, written from its text [2401.10241, section 3.1]. Searched orders are compared with it.
 
-    warm-up     as many F as memory allows before the first B arrives; if a wait shorter than F remains, one more or not      `one_more`
+    warm-up     as many F as memory allows before the first B arrives; if a wait shorter than F remains, perhaps one F more      `one_more`
     then        one F and one B in turn on every rank
-    W           into a wait of at least its length; into a shorter one if that wait would increase the longest sum of waits of all
-                ranks, or always                                                                                            `any_wait`
+    W           into a wait of at least its length; into a shorter one if the rank's waits would otherwise become the longest of
+                all ranks, or always                                                                                        `any_wait`
                 and before the next F if memory is full
-    skip        a rank that is more than one F ahead of the next rank leaves one out, if that causes no wait                     `skip`
+    skip        a rank that is more than one F ahead of the next rank omits its F, if its longest wait stays the same            `skip`
     last        the remaining W
 
-B is the gradient of the input alone, W the gradient of the weights. The paper tries both values of its choices and keeps the best.
-Nothing is shared with parallel/pipeline: times are added up when actions are placed.
+B is the gradient of the input alone, W the gradient of the weights. The three names on the right are yes-or-no choices. The paper tries
+all eight combinations and keeps the shortest order. Nothing is shared with parallel/pipeline: times are added up when actions are placed.
 """
 
 from __future__ import annotations
@@ -23,27 +23,17 @@ Order = list[tuple[str, int]]  # actions of one rank: ("F", 0), ("B", 0), ("W", 
 def auto(
     forward: Sequence[float], inputs: Sequence[float], weights: Sequence[float], microbatches: int, *, sent: float, memory: int
 ) -> tuple[float, list[Order]]:
-    """The shortest of the eight orders, with one stage on each rank: (seconds from first start to last end, actions of each rank).
-
-    `sent`: seconds of a message; `memory`: number of micro-batches that a rank keeps from F to W.
-    """
+    """Return (seconds from first start to last end, actions of each rank) of the shortest of the eight orders, with one stage on each rank.
+    `sent`: seconds of a message. `memory`: number of micro-batches that a rank may keep from F to W."""
     tries = (_Growing(forward, inputs, weights, microbatches, sent, memory, *choice).grown() for choice in product((False, True), repeat=3))
     return min(tries, key=lambda found: found[0])
 
 
 class _Growing:
     def __init__(
-        self,
-        forward: Sequence[float],
-        inputs: Sequence[float],
-        weights: Sequence[float],
-        microbatches: int,
-        sent: float,
-        memory: int,
-        one_more: bool,
-        any_wait: bool,
-        skip: bool,
-    ) -> None:
+        self, forward: Sequence[float], inputs: Sequence[float], weights: Sequence[float], microbatches: int, sent: float, memory: int,
+        one_more: bool, any_wait: bool, skip: bool,
+    ) -> None:  # fmt: skip
         self.length = {"F": forward, "B": inputs, "W": weights}
         self.p, self.m, self.sent, self.memory = len(forward), microbatches, sent, memory
         self.one_more, self.any_wait, self.skip = one_more, any_wait, skip
@@ -70,9 +60,9 @@ class _Growing:
         return max(self.clock), self.orders
 
     def _warm_up(self) -> list[int]:
-        """Number of forward passes of each rank before its first backward pass."""
+        """Return the number of forward passes of each rank before its first backward pass."""
         forward, most = self.length["F"], min(self.m, self.memory)
-        ends: list[list[float]] = []  # ends of forward passes, if ranks did nothing else
+        ends: list[list[float]] = []  # [rank][micro-batch]: end of the forward pass if ranks ran only forward passes
         for rank in range(self.p):
             ends.append([])
             for j in range(most):
@@ -86,7 +76,7 @@ class _Growing:
             ):
                 counts[rank] += 1
             first = max(arrives, ends[rank][counts[rank] - 1]) + self.length["B"][rank]
-        for rank in range(1, self.p):  # at least one less than the previous rank, unless that has none left
+        for rank in range(1, self.p):  # at most one less than the previous rank, unless that rank has run all its forward passes
             if counts[rank - 1] < self.m:
                 counts[rank] = max(1, min(counts[rank], counts[rank - 1] - 1))
         return counts
@@ -109,7 +99,7 @@ class _Growing:
         self.orders[rank].append((kind, microbatch))
 
     def _fill(self, rank: int, kind: str) -> None:
-        """Place W into the wait before the next action of this kind."""
+        """Place W actions into the rank's wait before its next action of this kind."""
         arrives = self._arrives(kind, rank, self._done(kind, rank))
         while (gap := arrives - self.clock[rank]) > 0 and self._done("W", rank) < self._done("B", rank):
             if gap < self.length["W"][rank] and not (self.any_wait or self.waits[rank] + gap > max(self.waits)):
@@ -117,7 +107,7 @@ class _Growing:
             self._place("W", rank)
 
     def _forward_ranks(self) -> list[int]:
-        """The ranks that run a forward pass in this turn: all with passes left that come after the last rank that skips its pass."""
+        """Return the ranks that run a forward pass in this turn: the ranks with passes left, after the last rank that skips its pass."""
         found = []
         for rank in reversed(range(self.p)):
             if self._done("F", rank) < self.m:
@@ -127,11 +117,12 @@ class _Growing:
         return found[::-1]
 
     def _without_wait(self, rank: int) -> bool:
-        """Whether the next rank has a forward pass to run while this rank runs its next backward pass instead."""
+        """Return whether to wait for the next backward pass is shorter than the next forward pass, and no rank's waits become the longest.
+        Only if the next rank is at least two forward passes behind."""
         after = rank + 1
         if self._done("F", rank) - self._done("F", after) < 2:
             return False
         gap = self.clock[after] + self.length["F"][after] + self.length["B"][after] + self.sent - self.clock[rank]
-        full = self._done("F", rank) - self._done("W", rank) == self.memory  # then W runs before F, to free memory
+        full = self._done("F", rank) - self._done("W", rank) == self.memory  # if so, W runs before F to free memory
         took = self.length["F"][rank] + (self.length["W"][rank] if full else 0.0)
         return gap < took and self.waits[rank] + gap <= max(self.waits)

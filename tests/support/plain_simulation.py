@@ -41,11 +41,11 @@ def _after(node: Node) -> Node:
     return Node(node.rank, node.at + 1)
 
 
-def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], list[str]]:
+def plain_order(schedule: Schedule, *, all_reduce_blocks: bool) -> tuple[list[Node], list[str]]:
     """Return (all actions that can run, in a possible order; for each rank the action at which it is stuck, "" if all its actions ran)."""
 
     def needs(node: Node) -> tuple[Node, ...]:
-        held = sums_block and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
+        held = all_reduce_blocks and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
         return needs_of(schedule, node) + (schedule.replicas(Node(node.rank, node.at - 1)) if held else ())
 
     done: set[Node] = set()
@@ -78,7 +78,7 @@ def plain_simulate(
     link: dict[tuple[int, int], float] = {}
     arrived: dict[Message, float] = {}
     at_sum: dict[tuple[int, int], dict[int, tuple[Node, float]]] = {}
-    for node in plain_order(schedule, sums_block=not overlap)[0]:
+    for node in plain_order(schedule, all_reduce_blocks=not overlap)[0]:
         action = schedule.action(node)
         start = free[node.rank]
         for need in needs_of(schedule, node):

@@ -1,12 +1,12 @@
-"""Seconds of a pipeline's step, compared with its simulated timeline, and with torch's own pipelining.
+"""Measures the time of a pipeline's step, and compares it with a simulation (`times`) and with torch's own pipelining (`peers`).
 
     times      every schedule: compared with the timeline simulated from the mean seconds of each of its actions (Recorder)
     peers      GPipe, 1F1B and interleaved 1F1B on two processes: compared with torch.distributed.pipelining on the same modules and
                micro-batches, in turn; losses and all gradients must be the same
 
-For `times`, the stages sleep for the time in which devices would compute, so that two cores suffice for four processes. The remaining
-differences are unknown to a simulator: the runtime's own work between actions, waiting for messages, and sends that block a rank.
-`moe bench pipeline --json FILE`; `--only times` (or peers) and `--kinds 1f1b,zb_v` select some of it.
+For `times`, each stage sleeps for as long as a device would compute, so that two cores suffice for four processes. The simulation leaves
+out the runtime's own work between actions, waiting for messages, and sends that block a rank, so the measured time may differ by these.
+`moe bench pipeline --json FILE`; `--only times` or `--only peers` runs one comparison, `--kinds 1f1b,zb_v` only these schedules.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.bench.grids.stages import CPU, Asleep, Seconds, Stages, batch, connect, descend, layers, runtime_for, schedule_for
-from moe.bench.timing import conclude, in_turn, ratio, slowest
+from moe.bench.grids.stages import Asleep, Stages, batch, connect, descend, layers, runtime_for, schedule_for
+from moe.bench.timing import CPU, conclude, in_turn, ratio, slowest
 from moe.recipe.sections import Model
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Axis, Mesh
@@ -34,11 +34,13 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # sleeping time of all stages of a rank together
-ROWS, WIDTH = 32, 256  # size of the tensors sent between sleeping stages
-WITHIN = 0.10  # largest relative difference of simulated and measured seconds
+PASS_S = 0.02  # seconds for which the stages of a rank sleep together: in a forward pass, in the backward pass for inputs or for weights
+UPDATE_S = 0.005  # likewise in an update of the weights
+ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
+WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
+Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, target token ids) of a micro-batch -> its loss
 PEERS = ("gpipe", "1f1b", "interleaved")
-SAME = 1e-6  # largest relative difference of losses and gradients from torch's
+SAME = 1e-6  # largest allowed relative difference between our losses and gradients and those of torch
 _OF = f"{'schedule':<12}{'ranks':>6}{'stages':>7}{'micro':>7}"
 HEADS = {
     "times": f"{_OF}{'measured':>14}{'simulated':>14}{'error':>9}",
@@ -49,7 +51,9 @@ HEADS = {
 def main(
     *, nproc: int | None = None, only: str = ",".join(HEADS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`: returns 1 if a step's time is over 10 % off the simulated one, or torch is faster or differs."""
+    """`moe bench pipeline`. Returns 1 if a measured time differs by over 10 % from the simulated one, or if torch's pipelining is faster
+    than ours or gives other results.
+    """
     parts = only.split(",")
     for part in parts:
         if part not in HEADS:
@@ -58,7 +62,7 @@ def main(
     for name in names:
         kind_of(name)
     if nproc is not None and (nproc < 2 or nproc % 2):
-        raise BadInput("--nproc", got=nproc, needed="an even number of processes, as chimera needs", fix="--nproc 2")
+        raise BadInput("--nproc", got=nproc, needed="an even number of processes, which the schedule chimera needs", fix="--nproc 2")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for part in parts:
@@ -88,17 +92,17 @@ def _line(row: dict[str, Any]) -> str:
 # --- compared with the simulated timeline -------------------------------------------------------------------------------------
 
 
-def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 5, scale: float = 1.0) -> list[dict[str, Any]]:
-    """Return a row for each schedule: median seconds of a step, measured, and simulated from its actions. scale: multiplies SECONDS."""
-    by_rank = run_on_ranks(_timed, ranks, ranks, names, microbatches, steps, scale, timeout_s=300)
+def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 5) -> list[dict[str, Any]]:
+    """Return a table row for each schedule in `names`: a step's median measured seconds, and its median simulated seconds."""
+    by_rank = run_on_ranks(_timed, ranks, ranks, names, microbatches, steps, timeout_s=300)
     rows = []
     for name, *found in zip(names, *by_rank, strict=True):
         schedule = schedule_for(name, ranks, microbatches)
-        transfer, summation = found[0]["transfer"], max(rank["sum"] for rank in found)
+        transfer, reduction = found[0]["transfer"], max(rank["all_reduce"] for rank in found)
         each, timelines = [], []
         for step in zip(*(rank["steps"] for rank in found), strict=True):
             each.append(max(rank["end"] for rank in step) - min(rank["start"] for rank in step))
-            timelines.append(_simulated(schedule, [rank["actions"] for rank in step], transfer=transfer, summation=summation))
+            timelines.append(_simulated(schedule, [rank["actions"] for rank in step], transfer=transfer, reduction=reduction))
         measured, simulated = statistics.median(each), statistics.median(t.makespan for t in timelines)
         error = simulated / measured - 1
         rows.append(
@@ -110,29 +114,30 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
     return rows
 
 
-def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int, scale: float) -> list[dict[str, Any]]:
-    """Run each schedule on this rank. Return for each `steps` (see `_time`), seconds of a message `transfer`, of an all-reduce `sum`."""
+def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int) -> list[dict[str, Any]]:
+    """Run every schedule on this rank. Return for each: `steps` (see `_time`) and the seconds of a `transfer` and of an `all_reduce`."""
     mesh = connect(rank, ranks)
-    found = []
+    axis, found = mesh.axis("pp"), []
     for name in names:
-        timed = _time(mesh, schedule_for(name, ranks, microbatches), steps, scale)
-        found.append({"steps": timed, "transfer": _transfer_seconds(mesh.axis("pp")), "sum": _sum_seconds(mesh.axis("pp"))})
+        timed = _time(mesh, schedule_for(name, ranks, microbatches), steps)
+        found.append({"steps": timed, "transfer": _transfer_seconds(axis), "all_reduce": _all_reduce_seconds(axis)})
     return found
 
 
-def _time(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> list[dict[str, Any]]:
-    """Run steps after a warm-up. Return for each: `start` and `end` in seconds, `actions`: operation and stage ("F0") -> mean seconds."""
+def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
+    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end` (clock), `actions` (such as "F0", forward of stage 0 ->
+    mean seconds).
+    """
     axis = mesh.axis("pp")
-    copied = len(schedule.homes[0]) > 1  # a stage with copies on several ranks takes as long as all stages of a rank
-    share = scale if copied else scale * schedule.num_ranks / schedule.num_stages
-    slow = Seconds(SECONDS.forward * share, SECONDS.inputs * share, SECONDS.weights * share, SECONDS.update * share)
-    stages: dict[int, nn.Module] = {stage: Asleep(WIDTH, slow) for stage in range(schedule.num_stages)}
+    # PASS_S is divided among a rank's stages; if each stage has copies on several ranks (chimera), every copy takes PASS_S
+    share = 1.0 if len(schedule.homes[0]) > 1 else schedule.num_ranks / schedule.num_stages
+    stages: dict[int, nn.Module] = {stage: Asleep(WIDTH, PASS_S * share) for stage in range(schedule.num_stages)}
     runtime = runtime_for(schedule, mesh, stages)
     inputs = [torch.ones(ROWS, WIDTH)] * schedule.microbatches
     mine = {stage: stages[stage] for stage in schedule.stages_of(axis.index)}
 
     def change(module: nn.Module) -> None:
-        time.sleep(slow.update)
+        time.sleep(UPDATE_S * share)
         descend(module)
 
     how: dict[str, Any] = {"loss": lambda y, _: y.mean(), "change": change if schedule.num_updates > 1 else None}
@@ -141,7 +146,7 @@ def _time(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> list[dict
         work = Stages(mine, schedule, axis.index, inputs=inputs, crossing=(ROWS, WIDTH), **how)
         recorder = Recorder()
         dist.barrier()
-        started = time.perf_counter()  # this clock is shared by all processes of the machine
+        started = time.perf_counter()  # the same clock in all processes of the machine
         runtime.run(work, watchers=[recorder])
         found.append({"start": started, "end": time.perf_counter(), "actions": _means(recorder.record)})
     return found[1:]
@@ -155,7 +160,7 @@ def _means(record: list[Span]) -> dict[str, float]:
 
 
 def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
-    """Seconds of a message from the first rank to the second: half of the median round trip."""
+    """Median seconds of a message between ranks 0 and 1, as half of a round trip; 0 on other ranks."""
     if axis.index > 1:
         return 0.0
     tensor, other, seconds = torch.zeros(ROWS, WIDTH), axis.ranks[1 - axis.index], []
@@ -167,22 +172,18 @@ def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
     return statistics.median(seconds)
 
 
-def _sum_seconds(axis: Axis, *, times: int = 10) -> float:
-    """Median seconds of an all-reduce of a stage's gradient."""
-    tensor, seconds = torch.zeros(WIDTH, WIDTH), []
-    for _ in range(times):
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(tensor, group=axis.group)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+def _all_reduce_seconds(axis: Axis) -> float:
+    """Median seconds of an all-reduce of one stage's gradient over the ranks of the pipeline."""
+    tensor = torch.zeros(WIDTH, WIDTH)
+    work = {"all-reduce": lambda: dist.all_reduce(tensor, group=axis.group)}
+    return statistics.median(in_turn(work, rounds=10, warmups=0, before=dist.barrier)["all-reduce"])
 
 
-def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, summation: float) -> Timeline:
-    """The timeline simulated from measured seconds: actions[rank]["F0"], `transfer` of a message, `summation` of a gradient all-reduce."""
+def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, reduction: float) -> Timeline:
+    """Simulate the schedule. actions[rank]["F0"]: seconds of an action; transfer: of a message; reduction: of a gradient's all-reduce."""
 
     def cost(rank: int, action: Action) -> float:
-        return summation if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]
+        return reduction if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]
 
     return simulate(schedule, cost, transfer_time=transfer)
 
@@ -191,10 +192,9 @@ def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer:
 
 
 def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int = 2, rounds: int = 15) -> dict[str, Any]:
-    """Return the row of a schedule: our seconds / torch's (median), and the largest relative differences of losses and gradients."""
+    """Return a schedule's table row: step times of our and torch's pipelining, and the largest relative differences of their results."""
     ranks = 2
-    config = {"num_layers": 4, "d_model": width, "num_heads": 4, "d_ff": 4 * width, "max_length": 128, "tied_embeddings": False}
-    found = run_on_ranks(_compared, ranks, ranks, name, microbatches, config, size, rounds, timeout_s=300)
+    found = run_on_ranks(_compared, ranks, ranks, name, microbatches, width, size, rounds, timeout_s=300)
     seconds = slowest([rank["seconds"] for rank in found])
     losses = [rank["losses"] for rank in found if rank["losses"]["ours"]][0]
     apart = max(abs(a / b - 1) for a, b in zip(losses["ours"], losses["torch"], strict=True))
@@ -206,12 +206,14 @@ def peers_row(name: str, *, microbatches: int = 8, width: int = 256, size: int =
     return row | {"gradients_apart": gradients, "passed": times <= 1.0 and apart <= SAME and gradients <= SAME}
 
 
-def _compared(rank: int, ranks: int, name: str, microbatches: int, config: dict[str, int], size: int, rounds: int) -> dict[str, Any]:
-    """Return `seconds` by round and `losses` by micro-batch of "ours" and "torch", and the largest relative difference of `gradients`."""
-    mesh, model_config = connect(rank, ranks), Model(**config)
-    schedule = schedule_for(name, ranks, microbatches)
-    inputs, targets = batch(microbatches, size, model_config.max_length)
-    model, stages = layers(model_config, schedule, inputs[0])
+def _compared(rank: int, ranks: int, name: str, microbatches: int, width: int, size: int, rounds: int) -> dict[str, Any]:
+    """Run both pipelines on this rank. Return `seconds` of each round and `losses` of each micro-batch, by "ours" and "torch", and
+    `gradients`: the largest relative difference.
+    """
+    mesh, schedule = connect(rank, ranks), schedule_for(name, ranks, microbatches)
+    config = Model(num_layers=4, d_model=width, num_heads=4, d_ff=4 * width, max_length=128, tied_embeddings=False)
+    inputs, targets = batch(microbatches, size, config.max_length)
+    model, stages = layers(config, schedule, inputs[0])
     runtime = runtime_for(schedule, mesh, stages)
     mine = {stage: stages[stage] for stage in schedule.stages_of(rank)}
     total = microbatches * targets[0].numel()
@@ -219,53 +221,47 @@ def _compared(rank: int, ranks: int, name: str, microbatches: int, config: dict[
     def loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
         return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum") / total
 
-    crossing = (size, model_config.max_length, model_config.d_model)
-
     def ours() -> list[float]:
+        crossing = (size, config.max_length, width)
         work = Stages(mine, schedule, rank, inputs=inputs, crossing=crossing, loss=lambda y, j: loss(y, targets[j]))
         runtime.run(work)
         return [work.losses[j].item() for j in sorted(work.losses)]
 
-    ways = {"ours": ours, "torch": _torch_step(name, schedule, mine, mesh.axis("pp"), inputs, targets, loss)}
+    pipelines = {"ours": ours, "torch": _torch_step(name, schedule, mine, mesh.axis("pp"), (inputs, targets), loss)}
     losses: dict[str, list[float]] = {}
     gradients: dict[str, list[Tensor]] = {}
 
-    def run(way: str) -> None:
-        losses[way] = ways[way]()
-        gradients[way] = [p.grad for module in mine.values() for p in module.parameters() if p.grad is not None]
+    def run(name: str) -> None:
+        losses[name] = pipelines[name]()
+        gradients[name] = [p.grad for module in mine.values() for p in module.parameters() if p.grad is not None]
 
     def before() -> None:
         model.zero_grad(set_to_none=True)
         dist.barrier()
 
-    for way in (*ways, *ways):
+    for name in (*pipelines, *pipelines):
         before()
-        run(way)
-    seconds = in_turn({way: partial(run, way) for way in ways}, rounds=rounds, device=CPU, warmups=0, before=before)
+        run(name)
+    seconds = in_turn({name: partial(run, name) for name in pipelines}, rounds=rounds, warmups=0, before=before)
     apart = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(gradients["ours"], gradients["torch"], strict=True)]
     return {"seconds": seconds, "losses": losses, "gradients": max(apart)}
 
 
 def _torch_step(
-    name: str,
-    schedule: Schedule,
-    mine: dict[int, nn.Module],
-    axis: Axis,
-    inputs: list[Tensor],
-    targets: list[Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
+    kind: str, schedule: Schedule, mine: dict[int, nn.Module], axis: Axis, data: tuple[list[Tensor], list[Tensor]], loss: Loss
 ) -> Callable[[], list[float]]:
+    """A function that runs one step of torch's pipelining and returns the loss of each micro-batch, if this rank has the last stage."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     staged = [PipelineStage(module, stage, schedule.num_stages, CPU, group=axis.group) for stage, module in mine.items()]
-    how: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[name]
-    peer = how(staged if name == "interleaved" else staged[0], len(inputs), loss_fn=loss, scale_grads=False)
-    whole, wanted = torch.cat(inputs), torch.cat(targets)
+    how: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}[kind]
+    peer = how(staged if kind == "interleaved" else staged[0], len(data[0]), loss_fn=loss, scale_grads=False)
+    inputs, targets = (torch.cat(tensors) for tensors in data)
     first, last = 0 in mine, schedule.num_stages - 1 in mine
 
     def step() -> list[float]:
         losses: list[Tensor] = []
-        peer.step(*([whole] if first else []), **({"target": wanted, "losses": losses} if last else {}), return_outputs=False)
+        peer.step(*([inputs] if first else []), **({"target": targets, "losses": losses} if last else {}), return_outputs=False)
         return [found.item() for found in losses]
 
     return step

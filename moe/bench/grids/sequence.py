@@ -1,12 +1,11 @@
-"""Time of sequence-parallel attention, forward and backward, compared with other methods that compute the same.
+"""Measures the time of sequence-parallel attention, forward and backward, and compares it with other methods of the same result.
 
     ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
     zigzag, lightseq                       compared with the contiguous ring, whose ranks have unequal shares of the work
     ulysses                                compared with gathering all keys and values, as Llama 3 does
-    hidden                                 on a link slowed by a known time: how many of a ring's messages its computation does not hide
+    hidden                                 with messages slowed to LINK_S: how many messages of zigzag do not overlap with computation
 
-All run in turn. A ratio is taken within each round and is the median over rounds, with its quartiles (moe/bench/timing.py).
-`moe bench sequence --nproc 2 --json FILE`.
+All methods run in turn. Ratios are of times in the same round; the table has their median and quartiles (moe/bench/timing.py).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +29,6 @@ from parallel.mesh.collectives import Messages, all_gather, start_shift
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from parallel.sequence import ring
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.order import Order
@@ -37,8 +36,7 @@ from parallel.sequence.ring import Ring
 from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
-CPU = torch.device("cpu")
-LINK_S = 0.02  # seconds of a message on the slowed link; less than attention to one block of keys takes
+LINK_S = 0.02  # least seconds of a message if messages are slowed; attention to one block of keys takes longer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 RACES = (
@@ -51,27 +49,22 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench sequence`: returns 1 if the lower quartile of a method's seconds / its peer's is above 1."""
+    """`moe bench sequence`. Returns 1 if a method is slower than its peer: if the lower quartile of their ratio of seconds is above 1."""
     torch.set_num_threads(1)
-    with_peer = peers != "none" and _peer() is not None
-    seconds = run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600)
-    times = slowest(seconds)
+    with_peer = peers != "none" and find_spec("ring_attention_pytorch") is not None
+    times = slowest(run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600))
     rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
-    rows.append(_hidden_row(times, nproc))
+    # messages of one rank: N - 1 with keys in the forward pass; N - 1 with keys and N with gradients in the backward pass. No computation
+    # is left to hide the last message with gradients
+    hops = 3 * nproc - 2
+    seen = statistics.median(slow - fast for slow, fast in zip(times["zigzag slowed"], times["zigzag"], strict=True)) / LINK_S
+    rows.append({"race": "hops not hidden", "ranks": nproc, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S})
+    print(f"{'hops not hidden':<36}{nproc} ranks {seen:8.2f} of {hops}, each {LINK_S} s; expected 1 (the last one)", flush=True)
     return conclude(json, "sequence", rows, shape=[BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE], rounds=rounds)
 
 
-def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    """Print and return the row on messages not hidden, from the seconds of "zigzag" and "zigzag slowed" (names in `seconds`)."""
-    hops = 3 * ranks - 2  # forward N - 1 messages with keys; backward N - 1 with keys and N with gradients, of which the last is not hidden
-    seen = statistics.median(slow - fast for slow, fast in zip(seconds["zigzag slowed"], seconds["zigzag"], strict=True)) / LINK_S
-    row = {"race": "hops not hidden", "ranks": ranks, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S}
-    print(f"{'hops not hidden':<36}{ranks} ranks {seen:8.2f} of {hops}, each {LINK_S} s; 1 has nothing to hide behind", flush=True)
-    return row
-
-
 def _times(rank: int, ranks: int, rounds: int, with_peer: bool) -> dict[str, list[float]]:
-    axis = process.connect(Degrees(sp=ranks), World(rank, ranks)).axis("sp")
+    axis = process.connect(Degrees(sp=ranks), process.World(rank, ranks)).axis("sp")
     held = LENGTH // ranks
     generator = torch.Generator().manual_seed(rank)
     q, k, v = (torch.randn(BATCH, n, held, HEAD_SIZE, generator=generator).requires_grad_() for n in (HEADS, KV_HEADS, KV_HEADS))
@@ -86,7 +79,7 @@ def _times(rank: int, ranks: int, rounds: int, with_peer: bool) -> dict[str, lis
         with patch.object(ring, "start_shift", _slowed_shift):
             both_ways(Ring(axis, Order("zigzag", ranks, LENGTH)))
 
-    return in_turn(work | {"zigzag slowed": slowed}, rounds=rounds, device=CPU, warmups=1)
+    return in_turn(work | {"zigzag slowed": slowed}, rounds=rounds, warmups=1)
 
 
 def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
@@ -101,30 +94,23 @@ def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
 
 
 def _gathered(axis: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks, which are gathered first."""
+    """All-gather the keys and values, then compute the attention output of this rank's queries."""
     k, v = (all_gather(x, axis, dim=2).repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     place = torch.arange(q.shape[2]) + axis.index * q.shape[2]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(LENGTH) <= place.unsqueeze(1))
 
 
 def _peers(axis: Axis, kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    attend, striped = _peer(), kind == "striped"
-    assert attend is not None
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    striped = kind == "striped"
     q, k, v = (rearrange(x, "b h l c -> b l h c") for x in (q, k, v))
-    found: Tensor = attend(q, k, v, None, True, q.shape[1] if striped else 512, True, striped, None, axis.size)
+    found: Tensor = ring_flash_attn(q, k, v, None, True, q.shape[1] if striped else 512, True, striped, None, axis.size)
     return found
 
 
-def _peer() -> Callable[..., Tensor] | None:
-    try:
-        from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
-    except ImportError:
-        return None
-    return ring_flash_attn  # type: ignore[no-any-return]
-
-
 class _Slowed(Messages):
-    """Messages, each of which takes LINK_S seconds at least."""
+    """Messages that arrive at least LINK_S seconds after they were sent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Plain modules as the stages of a pipeline on the project's runtime, whose time and memory are measured.
+"""Runs plain torch modules as pipeline stages on the project's pipeline runtime, so that a step's time and memory can be measured.
 
-Each process builds one model and uses only its rank's stages. With schedules that update weights before all backward passes are done
-(PipeDream, 2BW), stages keep versions of their weights, as in training.
+Every rank builds the whole model and runs only its own stages. With schedules that update weights before all backward passes have ended
+(PipeDream, 2BW), each stage keeps several versions of its weights, as in training.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from moe.bench.timing import CPU
 from moe.model.transformer import Output, StageLayers, Transformer
 from moe.nn.context import Context
 from moe.recipe.sections import Model
@@ -28,32 +29,26 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.weights import Versions
 from parallel.process import process
-from parallel.process.process import World
-
-CPU = torch.device("cpu")
 
 
+@dataclass
 class Stages:
-    """The computation of one rank's stages, called by the runtime (`Work` of parallel/pipeline/runtime.py). crossing: shape of tensors sent
-    between stages; loss(last stage's output, index of the micro-batch); change(stage): updates its weights, None: no updates.
+    """Work of the pipeline runtime on one rank. stages: number -> module; inputs: of the first stage, for each micro-batch; crossing: shape
+    of tensors between stages; loss(last output, micro-batch); change(module): updates a stage's weights, None: never.
     """
 
+    stages: Mapping[int, nn.Module]
+    schedule: Schedule
+    rank: int
+    inputs: Sequence[Tensor]
+    crossing: tuple[int, ...]
+    loss: Callable[[Tensor, int], Tensor]
+    change: Callable[[nn.Module], None] | None = None
     dtype, device = torch.float32, CPU
 
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        schedule: Schedule,
-        rank: int,
-        *,
-        inputs: Sequence[Tensor],
-        crossing: tuple[int, ...],
-        loss: Callable[[Tensor, int], Tensor],
-        change: Callable[[nn.Module], None] | None = None,
-    ) -> None:
-        self.stages, self.inputs, self.crossing, self.loss, self.change = stages, inputs, crossing, loss, change
-        self.last, order = schedule.num_stages - 1, schedule.orders[rank]
-        self.versions = {s: Versions(list(m.parameters()), order, s) for s, m in stages.items()} if change is not None else {}
+    def __post_init__(self) -> None:
+        order, stages = self.schedule.orders[self.rank], {} if self.change is None else self.stages
+        self.versions = {stage: Versions(list(module.parameters()), order, stage) for stage, module in stages.items()}
         self.losses: dict[int, Tensor] = {}
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
@@ -61,7 +56,7 @@ class Stages:
 
     def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
         output: Tensor = self.stages[stage](self.inputs[microbatch] if x is None else x)
-        if stage < self.last:
+        if stage < self.schedule.num_stages - 1:
             return output
         loss = self.loss(output, microbatch)
         self.losses[microbatch] = loss.detach()
@@ -80,7 +75,7 @@ class Stages:
 
 
 def descend(module: nn.Module) -> None:
-    """Take one step of gradient descent, too small to change the compared losses, and set gradients to zero."""
+    """Update the weights by gradient descent with learning rate 1e-6, which hardly changes the losses, and set gradients to zero."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -91,20 +86,10 @@ def descend(module: nn.Module) -> None:
 # --- the stages' modules ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Seconds of a stage's forward pass, its backward pass for inputs and for weights, and its update."""
-
-    forward: float
-    inputs: float
-    weights: float
-    update: float
-
-
 class Asleep(nn.Module):
-    """Linear layer x W that sleeps for the time in which a device would compute, so that few cores suffice for many ranks."""
+    """Linear layer x W. The forward pass and the gradients of x and of W each sleep for `seconds`, as if a device were computing."""
 
-    def __init__(self, width: int, seconds: Seconds) -> None:
+    def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
         self.weight, self.seconds = nn.Parameter(torch.eye(width)), seconds
 
@@ -115,10 +100,10 @@ class Asleep(nn.Module):
 
 class _Asleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: Seconds) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.seconds = weight, seconds
-        time.sleep(seconds.forward)
+        time.sleep(seconds)
         return x @ weight
 
     @staticmethod
@@ -126,21 +111,21 @@ class _Asleep(torch.autograd.Function):
         (x,), seconds = ctx.saved_tensors, ctx.seconds
 
         def of_weight() -> Tensor:
-            time.sleep(seconds.weights)
+            time.sleep(seconds)
             product: Tensor = x.t() @ grad
             return product
 
-        time.sleep(seconds.inputs)
+        time.sleep(seconds)
         return grad @ ctx.weight.t(), gradient_or_later(ctx.weight, of_weight), None
 
 
 class Layers(nn.Module):
-    """One stage of a Transformer as a module: tokens (first stage) or hidden states -> hidden states or (last stage) logits."""
+    """One stage of a Transformer: from token ids (first stage) or hidden states to logits (last stage) or hidden states."""
 
     def __init__(self, model: Transformer, part: StageLayers, tokens_BL: Tensor) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
-        # the model is in a list, so that torch does not register it as a submodule
+        # the model is wrapped in a list because torch would register a plain attribute as a submodule, with all layers' parameters
         self.model, self.part, self.context = [model], part, Context.of(tokens_BL)
         ends = [module for module in (model.norm, model.head) if part.ends and module is not None]
         self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(p for m in ends for p in m.parameters())])
@@ -151,7 +136,7 @@ class Layers(nn.Module):
 
 
 def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transformer, dict[int, nn.Module]]:
-    """Return (a whole model, equal on every rank; stage -> module). All stages have the same number of layers."""
+    """Return (the whole model, the same on every rank; stage number -> its module). All stages have the same number of layers."""
     model, stages = Transformer(config), schedule.num_stages
     each = config.num_layers // stages
     parts = [StageLayers(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
@@ -159,7 +144,7 @@ def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transf
 
 
 def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return random (tokens, targets): lists of int64 [size, length] for each micro-batch."""
+    """Return (input token ids, target token ids): two lists with one random tensor int64 [size, length] for each micro-batch."""
     tokens = torch.randint(0, 256, (microbatches * size, length + 1), generator=torch.Generator().manual_seed(1))
     return list(tokens[:, :-1].contiguous().split(size)), list(tokens[:, 1:].contiguous().split(size))
 
@@ -167,22 +152,22 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 # --- the runtime ------------------------------------------------------------------------------------------------------
 
 
-def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """Return the schedule `name` for one step, or for `batches` steps if it is continuous (the pipeline never drains)."""
+def schedule_for(name: str, ranks: int, microbatches: int) -> Schedule:
+    """Return the schedule `name` for one step, or for two if it is continuous (the pipeline does not drain between updates)."""
     kind = SCHEDULES[name]
     if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)
     each = kind.update_every or microbatches
-    return make_schedule(name, ranks=ranks, microbatches=each, batches=batches * microbatches // each)
+    return make_schedule(name, ranks=ranks, microbatches=each, batches=2 * microbatches // each)
 
 
 def connect(rank: int, ranks: int) -> Mesh:
-    """Connect the ranks (collective), and return a mesh with pp = `ranks`."""
-    return process.connect(Degrees(pp=ranks), World(rank, ranks))
+    """Return a mesh whose only axis is pp, with all `ranks` ranks. Collective: connects the processes."""
+    return process.connect(Degrees(pp=ranks), process.World(rank, ranks))
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
-    """Return the runtime of the schedule on this rank. stages: all stages by number. Collective: makes process groups."""
+    """Return this rank's pipeline runtime. stages: stage number -> module, of all ranks. Collective: makes process groups."""
     axis = mesh.axis("pp")
     for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
         mesh.part("pp", homes, label="replicas")

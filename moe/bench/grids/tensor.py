@@ -1,12 +1,12 @@
-"""Time of 1D tensor parallelism, forward and backward through a stack of Transformer blocks, compared with torch's; all run in turn.
+"""Measures 1D tensor parallelism, forward and backward through Transformer blocks, and compares it with torch's. All run in turn.
 
-    1d        compared with the same blocks with tensor.kind dtensor, and with torch's parallelize_module: the same blocks with nn.Linear
-              for every product, sharded by torch's styles
-    sliced    the same comparisons with slices of the sequences between layers (tensor.sequence_parallel; SequenceParallel)
-    hidden    moe/bench/grids/tensor_hidden.py: how much of each collective's time on a slowed link no product hides
+    1d        compared with the same blocks with tensor.kind dtensor, and with torch's parallelize_module on the same blocks, in which every
+              matrix product is an nn.Linear
+    sliced    the same comparisons with Megatron's sequence parallelism between layers (tensor.sequence_parallel; torch: SequenceParallel)
+    hidden    moe/bench/grids/tensor_hidden.py: the part of each collective's time that does not overlap with matrix products
 
-Weights are the same, so outputs and gradients of the input must be too; their difference is printed. There are two widths: in the narrow
-one the overhead of each operation matters most. `moe bench tensor --nproc 2 --json FILE`.
+All use the same weights, so their outputs and input gradients must be equal; the largest difference is printed. In the narrower of the two
+widths, the overhead of single operations counts most. `moe bench tensor --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from moe.recipe import sections
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 from parallel.tensor.style import apply
 
 BATCH, LENGTH, LAYERS = 2, 256, 2
-WIDTHS = {128: 4, 512: 8}  # width of the model -> number of heads; half as many key-value heads
-WITHIN = 1e-4  # relative tolerance of outputs and gradients, because sums in fp32 have another order
-CPU = torch.device("cpu")
+WIDTHS = {128: 4, 512: 8}  # width of the model -> number of heads; there are half as many key-value heads
+WITHIN = 1e-4  # relative tolerance of outputs and gradients: implementations sum in different orders in fp32
 
 RACES = (
     Race("1d over dtensor", "1d", "dtensor", 1.0),
@@ -51,7 +49,7 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench tensor`: returns 1 if our results differ from torch's, or if the lower quartile of our seconds / torch's is above 1."""
+    """`moe bench tensor`. Returns 1 if results differ between implementations, or if a race with a limit does not pass (see `race_row`)."""
     torch.set_num_threads(1)
     rows = []
     for width in WIDTHS:
@@ -65,25 +63,23 @@ def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
 
 
 def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Return (name of a way to compute the blocks -> seconds by round, largest relative difference between results of different ways)."""
-    mesh = process.connect(Degrees(tp=ranks), World(rank, ranks))
+    """Return (name of an implementation -> seconds of each round on this rank, largest relative difference between their results)."""
+    mesh = process.connect(Degrees(tp=ranks), process.World(rank, ranks))
     heads = {"num_heads": WIDTHS[width], "num_kv_heads": WIDTHS[width] // 2}
     model = sections.Model(d_model=width, d_ff=4 * width, ffn="swiglu", moe_every=0, num_layers=LAYERS, **heads)
-    ways: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
-    for sliced in (False, True):
-        suffix = " sliced" if sliced else ""
-        for kind in ("1d", "dtensor"):
-            ways[kind + suffix] = partial(_both_ways, _ours(model, mesh, kind + suffix), mesh, width, sliced)
-        ways["torch" + suffix] = partial(_both_ways, _theirs(model, mesh, sliced=sliced), mesh, width, sliced)
-    for sliced, kind in ((False, "1d"), (True, "1d sliced")):
-        ways[f"{kind} in 4 chunks"] = partial(_both_ways, _ours(model, mesh, kind, chunks=4), mesh, width, sliced)
-    results = {name: way() for name, way in ways.items()}
+    passes: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {}
+    for sliced, suffix in ((False, ""), (True, " sliced")):
+        blocks = {kind + suffix: _ours(model, mesh, kind + suffix) for kind in ("1d", "dtensor")}
+        blocks["torch" + suffix] = _theirs(model, mesh, sliced=sliced)
+        blocks[f"1d{suffix} in 4 chunks"] = _ours(model, mesh, "1d" + suffix, chunks=4)
+        passes |= {name: partial(_forward_backward, stack, mesh, width, sliced) for name, stack in blocks.items()}
+    results = {name: run() for name, run in passes.items()}
     apart = max(_apart(found, results["1d sliced" if " sliced" in name else "1d"]) for name, found in results.items())
-    return in_turn(ways, rounds=rounds, device=CPU, warmups=1), apart
+    return in_turn(passes, rounds=rounds, warmups=1), apart
 
 
-def _both_ways(blocks: nn.ModuleList, mesh: Mesh, width: int, sliced: bool) -> tuple[Tensor, Tensor]:
-    """Run forward and backward. Return (output, gradient of the input): of this rank's slice of the sequences if `sliced`, else whole."""
+def _forward_backward(blocks: nn.ModuleList, mesh: Mesh, width: int, sliced: bool) -> tuple[Tensor, Tensor]:
+    """Run forward and backward. Return (output, gradient of the input): if `sliced`, only this rank's slice of the sequences."""
     dist.barrier()
     x = torch.randn(BATCH, LENGTH, width, generator=torch.Generator().manual_seed(1))
     x = (x.chunk(mesh.axis("tp").size, 1)[mesh.axis("tp").index] if sliced else x).clone().requires_grad_()
@@ -115,7 +111,7 @@ def _values(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
-    """Return blocks sharded by this project. kind: a value of tensor.kind, or "1d sliced". chunks: number of parts of each collective."""
+    """Return blocks sharded by this project. kind: a value of tensor.kind, maybe with " sliced". chunks: pieces of each collective."""
     whole = _blocks(model)
     plan = plan_of(sections.Dispatch(), tensor=kind, chunks=chunks)
     layouts = lay_out(whole, plan)
@@ -127,7 +123,7 @@ def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> n
 
 
 def _theirs(model: sections.Model, mesh: Mesh, *, sliced: bool) -> nn.ModuleList:
-    """Return blocks of the same sizes and weights with nn.Linear for products, sharded by torch's styles."""
+    """Return the same blocks with nn.Linear for every matrix product, sharded by torch's parallelize_module."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 

@@ -1,13 +1,13 @@
-"""How much of the time of 1D tensor parallelism's collectives no product hides, on a slowed link. Part of `moe bench tensor`.
+"""Measures which part of a collective's time does not overlap with matrix products in 1D tensor parallelism (of `moe bench tensor`).
 
-    collective, in n chunks                              pass       not hidden
-    sum after a row product                              forward    1/n: the last chunk
-    gather before column products, with slices           forward    1/n: the first chunk
-    sum of the gradient of their input                   backward   0: the weights' gradients are computed after its last chunk
-    reduce-scatter of that gradient, with slices         backward   0: likewise
+    collective, in n chunks                                                   pass       exposed: not overlapped
+    all-reduce after a row-parallel product                                   forward    1/n: the last chunk
+    all-gather before column-parallel products (sequence parallelism)         forward    1/n: the first chunk
+    all-reduce of the gradient of a column-parallel input                     backward   0: weight gradients are computed meanwhile
+    reduce-scatter of this gradient (sequence parallelism)                    backward   0: likewise
 
-Counted with a clock that advances with each product's operations and waits for a link that takes LINK of a product's time. The count
-depends only on the order of the code, on any machine. Also timed, with the collective on the slowed link and without it, in turn.
+`counted`: simulated in one process. Only matrix products advance the clock, and a collective takes LINK of a product's time, so the result
+is the same on any machine. `measured`: seconds on ranks, with collectives slowed to LINK_S minus without collectives, run in turn.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from moe.bench.timing import in_turn
 from parallel.mesh.collectives import Started
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
-from parallel.process.process import World
 from parallel.tensor import overlapped
 
-LINK = 0.75  # for counting: link time of a whole collective, in units of one product's time
-LINK_S = 0.04  # for timing: link seconds of a whole collective, less than any product below takes
-TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # sizes of the products; hidden units of all ranks together
+LINK = 0.75  # `counted`: simulated time of a whole collective, if one product takes 1
+LINK_S = 0.04  # `measured`: least seconds of a whole collective, shorter than any product below
+TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # sizes of the products; HIDDEN is summed over ranks
 CHUNKS = (1, 2, 4)
 Start = Callable[[Tensor, Axis], Started]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A layer's forward or backward pass with one collective. collective: name of its function in parallel/tensor/overlapped.py. run(axis,
-    chunks): runs the pass. expected(chunks): share of the collective's time that no product hides.
+    """A forward or backward pass with one collective, which the function `collective` of parallel/tensor/overlapped.py starts. run(axis,
+    chunks): runs it; expected(chunks): exposed part.
     """
 
     name: str
@@ -52,8 +51,10 @@ class Pass:
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Return key -> seconds by round. Keys: "PASS CHUNKS"; " alone" after it: without the collective; " slowed": on the slowed link."""
-    axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
+    """Time every pass with each number of chunks. Return "PASS CHUNKS" -> seconds of each round, also with " alone" (without the
+    collective) and with " slowed" (the collective takes LINK_S).
+    """
+    axis = process.connect(Degrees(tp=ranks), process.World(rank, ranks)).axis("tp")
     work: dict[str, Callable[[], None]] = {}
     for one in PASSES:
         real: Start = getattr(overlapped, one.collective)
@@ -61,7 +62,7 @@ def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
             work[f"{one.name} {chunks} alone"] = partial(_run, one, axis, chunks, _nothing)
             work[f"{one.name} {chunks}"] = partial(_run, one, axis, chunks, real)
             work[f"{one.name} {chunks} slowed"] = partial(_run, one, axis, chunks, real, slowed=True)
-    return in_turn(work, rounds=rounds, device=torch.device("cpu"), warmups=1)
+    return in_turn(work, rounds=rounds, warmups=1)
 
 
 def _run(one: Pass, axis: Axis, chunks: int, start: Start, *, slowed: bool = False) -> None:
@@ -71,7 +72,7 @@ def _run(one: Pass, axis: Axis, chunks: int, start: Start, *, slowed: bool = Fal
 
 
 def rows_of(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, Any]]:
-    """Print and return a row for each pass and number of chunks, from the seconds of `seconds_of`."""
+    """Print and return a table row for each pass and number of chunks. seconds: what `seconds_of` returns, of the slowest rank."""
     rows = []
     for one in PASSES:
         for chunks in CHUNKS:
@@ -86,7 +87,7 @@ def rows_of(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, An
 
 
 def _counted(one: Pass, chunks: int, *, ranks: int) -> float:
-    """Simulated share of the collective's time for which the pass waits, from the order of its products and chunks; runs in one process."""
+    """Simulate the pass in one process. Return the exposed part of the collective's time."""
     axis, times = Axis("tp", tuple(range(ranks))), []
     links: dict[str, Any] = dict.fromkeys((other.collective for other in PASSES), _nothing)
     for seconds in (LINK, 0.0):
@@ -105,7 +106,7 @@ class _WallClock:
 
 
 class _ProductClock(TorchDispatchMode):
-    """A simulated clock that only matrix products advance; `whole` multiplications take one unit."""
+    """A simulated clock that only matrix products advance: by 1 for `whole` multiplications."""
 
     def __init__(self, whole: int) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class _ProductClock(TorchDispatchMode):
 
 
 class _Link:
-    """Starts a collective on a slowed link, which sends its chunks one after another, each for its share of `seconds`."""
+    """Replaces a function that starts a collective. Chunks finish one after another; all chunks of a collective together take `seconds`."""
 
     def __init__(self, start: Start, seconds: float, clock: _WallClock | _ProductClock) -> None:
         self.start, self.seconds, self.clock, self.free_at = start, seconds, clock, 0.0
@@ -146,12 +147,12 @@ class _Slowed(Started):
 
 
 def _is_slice(tensor: Tensor) -> bool:
-    """Whether this is a gather's input [1, B, n, I]. A reduce-scatter gets [R, B, n, I], a sum [T, I]."""
+    """Whether the tensor is the input of an all-gather, [1, B, n, I]. A reduce-scatter gets [ranks, B, n, I], an all-reduce [T, I]."""
     return tensor.ndim == 4 and len(tensor) == 1
 
 
 def _nothing(tensor: Tensor, axis: Axis) -> Started:
-    """A collective without communication: a gather repeats this rank's slice, a reduce-scatter takes part 0, a sum returns its input."""
+    """Replace a collective, without sending: an all-gather repeats this rank's slice, a reduce-scatter returns slice 0 of its input."""
     if _is_slice(tensor):
         return Started(tensor.expand(axis.size, *tensor.shape[1:]), None)
     return Started(tensor[:1] if tensor.ndim == 4 else tensor, None)

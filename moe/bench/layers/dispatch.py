@@ -1,14 +1,13 @@
-"""Speed of one MoE layer, forward and backward, compared with other systems' layers and with the limit, in one process.
+"""Measures the speed of one MoE layer, forward and backward in one process, and compares it with other systems and with a limit.
 
-    limit   batched matrix products of the same rows in equal parts, without routing
-    peers   those installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm, a dense network of equal FLOPs;
-            on a GPU also ScatterMoE, SonicMoE and MegaBlocks
-    ours    the layer as a model trains it, with router, balance loss and statistics
+    limit   batched matrix products without routing, in which every expert has the same number of rows
+    peers   installed packages: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm, a dense network of equal
+            FLOPs; on a GPU also ScatterMoE, SonicMoE and MegaBlocks
+    ours    the layer as in training, with router, balance loss and statistics
 
-All run in turn in every round; a ratio is the median over rounds. `over_limit` is the time divided by the limit's; `over_peers` is
-our time divided by the peer's (below 1: ours is faster). Peak memory is the bytes that torch holds in addition to weights and input,
-including gradients. Two more tables: growth with tokens and experts, and moving tokens to rows and back compared with a plain copy.
-`moe bench dispatch --peers all --json FILE`.
+All run in turn; ratios are medians over rounds. `over_limit` is a layer's time divided by the limit's time, `over_peers` our time divided
+by the peer's (below 1: ours is faster). Peak memory counts gradients and all other tensors that torch allocates during the pass. Two more
+tables: growth of time and memory with tokens and experts; permuting tokens to experts' rows and back, compared with a plain copy.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ import torch
 
 from moe.bench.layers import gpu_layers, layers
 from moe.bench.layers.layers import LayerCase, Pass, Shape
-from moe.bench.timing import conclude, in_turn, peak_bytes, ratio
+from moe.bench.timing import chosen_peers, conclude, in_turn, peak_bytes, ratio
 from moe.kernels import choose
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput
 from parallel.process.libc import keep_freed_memory
 
 SHAPES = {
@@ -68,14 +67,14 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # further tables; values of --only
-MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing, large enough for launches and clock reads to be negligible
-MOST_MOVES = 64  # largest number of repetitions in one timing
+TABLES = ("growth", "moves")  # names of the two further tables, values of --only
+MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes that one timing moves at least: so many that launches take a negligible part
+MOST_MOVES = 64  # largest number of permutations in one timing
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
-    """`moe bench dispatch`: returns 1 if a peer's outputs differ in direction from ours. Speed is reported, not judged."""
-    chosen = _chosen(peers)
+    """`moe bench dispatch`. Returns 1 if a peer's output differs from ours (see `_same`). Speed is only reported."""
+    chosen = chosen_peers(peers, list(dict.fromkeys(name for family in PEERS.values() for name in family)))
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
@@ -89,7 +88,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
         for ffn in ("relu", "swiglu"):
             rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
             gc.collect()
-            gc.freeze()  # excludes loaded libraries from the garbage collection before each measured peak, which saves 0.3 s each
+            gc.freeze()  # saves 0.3 s at each later garbage collection, which then skips the objects of loaded libraries
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
@@ -97,24 +96,12 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     return conclude(json, "dispatch", rows, rounds=rounds, threads=torch.get_num_threads())
 
 
-def _chosen(peers: str) -> list[str]:
-    known = list(dict.fromkeys(name for family in PEERS.values() for name in family))
-    if peers in ("all", "none"):
-        return known if peers == "all" else []
-    for name in (names := peers.split(",")):
-        if name not in known:
-            near = did_you_mean(name, known)
-            fix = f"did you mean {near}?" if near else "--peers all"
-            raise BadInput("--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=fix)
-    return names
-
-
 def _label(case: LayerCase) -> str:
-    return f"{case.shape} {str(case.dtype).removeprefix('torch.').replace('float32', 'fp32').replace('bfloat16', 'bf16')} {case.routing}"
+    return f"{case.shape} {'fp32' if case.dtype == torch.float32 else 'bf16'} {case.routing}"
 
 
 def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """Time the limit, our layers and the named peers with the network `ffn`. Print and return a row for each, last for peers not run."""
+    """Time the limit, our layers and the peers, with relu or swiglu networks (ffn). Print and return a table row for each."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
@@ -147,13 +134,15 @@ def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> lis
 
 
 def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
-    """Make the layer `name` and return its Pass, or a text: the reason why it cannot run."""
+    """Make the layer `name` and return its Pass. If it cannot run, return the reason as text."""
     if reason := gpu_layers.why_not(name, case.device):
         return reason
     if name == "transformers-switch" and case.shape.k > 1:
         return "top-1 only"
     if name.endswith("batched_mm"):
-        needed = 2 * case.shape.rows * 3 * case.shape.width * case.shape.hidden * case.dtype.itemsize  # each row's matrices and gradients
+        needed = (
+            2 * case.shape.rows * 3 * case.shape.width * case.shape.hidden * case.dtype.itemsize
+        )  # for each row, a copy of its expert's three matrices, and of their gradients
         half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         free = torch.cuda.mem_get_info(case.device)[0] if case.device.type == "cuda" else half
         if needed > free:
@@ -161,7 +150,7 @@ def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
     try:
         made = make(case)
         if name in gpu_layers.LAYERS:
-            made()  # compiles its kernels, which may not support this GPU or these sizes
+            made()  # the first pass compiles its kernels, and fails if they do not support this GPU or these sizes
         return made
     except ImportError as error:
         return f"not installed: {error.name}"
@@ -178,13 +167,13 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Whether both outputs of each token have the same direction. Their lengths may differ, as some layers normalise a top-1 gate to 1."""
+    """Whether the two output vectors of every token have cosine similarity > 0.99. Lengths may differ: some layers scale by other gates."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return the factors by which time and memory grow with 4 times the tokens (expected <= 4.3), 32 times the experts (<= 2)."""
+    """Print and return two table rows: the factors by which time and memory grow with 4 times the tokens, and with 32 times the experts."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():
@@ -197,10 +186,8 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_moves(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return a row for each case and direction: permute (tokens [T, D] to rows [R, D], sorted by expert), and unpermute.
-
-    `share`: seconds of a plain copy of equal bytes / seconds of the permutation; 1 is the full memory bandwidth. Fused kernels gather rows
-    inside their products and need no permutation (docs/moe/kernels.md).
+    """Print and return two table rows for each case: permute (tokens [T, D] to rows [R, D], sorted by expert) and unpermute. `share`: time
+    of a plain copy of equal bytes / time of the permutation; at 1, it runs at full memory bandwidth.
     """
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _moves(case, rounds=rounds)]
@@ -223,7 +210,7 @@ def _moves(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
         source = torch.ones(numbers // 2, dtype=case.dtype, device=case.device)
         copied = torch.empty_like(source)
         times = min(MOST_MOVES, max(1, MOVED_BYTES[case.device.type] // moved))
-        repeated = {"ours": _repeated(move, times), "copy": _repeated(partial(copied.copy_, source), times)}
+        repeated = {"ours": partial(_repeat, move, times), "copy": partial(_repeat, partial(copied.copy_, source), times)}
         seconds = in_turn(repeated, rounds=rounds, device=case.device)
         speed = {name: moved * times / statistics.median(values) / 1e9 for name, values in seconds.items()}
         share, dtype = ratio(seconds["copy"], seconds["ours"]), str(case.dtype).removeprefix("torch.")
@@ -235,9 +222,6 @@ def _moves(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def _repeated(run: Callable[[], object], times: int) -> Callable[[], None]:
-    def work() -> None:
-        for _ in range(times):
-            run()
-
-    return work
+def _repeat(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()

@@ -1,12 +1,12 @@
-"""The bytes that one layer's exchange of rows sends, compared with theory, and its time compared with a plain all-to-all of as many bytes.
+"""Counts the bytes that an MoE layer's dispatcher sends, compares them with theory, and its time with a plain all-to-all of equal bytes.
 
-    each dispatcher   balanced routing; experts return their rows, so that all time is spent on sending rows there and back
-    plain             four all_to_all with equal parts that send the same number of bytes (two in the forward pass, two in the backward)
-    moved experts     skewed routing and real experts: rows of the fullest rank with experts in order, and after `balanced_placement`
+    each dispatcher   balanced routing; experts return their input, so that all time is spent on sending rows to experts and back
+    plain             four all_to_all_single with equal splits that together send as many bytes, as in a forward and a backward pass
+    moved experts     skewed routing and real experts: the largest number of rows on a rank, and the time, before and after
+                      `balanced_placement` moves experts between ranks
 
-Bytes that leave a rank are counted, forward and backward. They must equal what the dispatcher states (`traffic`; docs/moe/dispatch.md has
-the formulas). A ratio of times is the median over rounds. Ranks are forked gloo processes with one thread each.
-`moe bench exchange --nproc 2 --json FILE`.
+The bytes that a rank sends in forward and backward must equal the dispatcher's formula (`traffic`; docs/moe/dispatch.md). Ratios of times
+are medians over rounds. Ranks are forked gloo processes with one thread each.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors
 from parallel.mesh.traffic import Load
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
-from parallel.process.process import World
 
-CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SPARE = 1.25  # padded dispatch: slots of an expert / its rows
+SPARE = 1.25  # padded dispatch: an expert's slots are this many times its rows
 SHAPE = Shape(tokens=2048, width=256, hidden=512, experts=16, k=2)
 
 
 def load_of(shape: Shape, ranks: int, number_bytes: int) -> Load:
-    """Return a rank's Load (tokens, rows, slots) under balanced routing. number_bytes: bytes of one element of a row."""
+    """Return a rank's Load (numbers of tokens, rows and slots) if routing is balanced. number_bytes: bytes of one number in a row."""
     slots = shape.experts * _slots(shape)
     return Load(shape.tokens, shape.k, shape.rows, slots, shape.width, shape.width * number_bytes, shape.experts, ranks)
 
@@ -55,7 +53,7 @@ def _slots(shape: Shape) -> int:
 
 
 def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
-    """A Routing in which all experts are chosen equally often; with `skew`, expert e is drawn with a weight of 1 / (e + 1)."""
+    """A Routing in which all experts are chosen equally often. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
         weight_TE = weight_E.expand(shape.tokens, -1)
@@ -68,7 +66,7 @@ def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class _Identity:
-    """Experts that return their rows unchanged, or rows / ranks if hidden units are split over `ranks` ranks: outputs are summed."""
+    """Experts whose output is their input. ranks: number of etp ranks, whose outputs are summed, so each returns input / ranks."""
 
     hidden = slice(0, 1)
 
@@ -83,7 +81,7 @@ class _Identity:
 
 
 def _pass(dispatcher: Exchange, experts: Any, routing: Routing, x_TD: Tensor) -> Callable[[], None]:
-    """A function that runs a layer's forward and backward pass."""
+    """A function that runs the forward and backward pass of a layer with these experts."""
     grad_TD = torch.ones_like(x_TD)
 
     def work() -> None:
@@ -94,7 +92,7 @@ def _pass(dispatcher: Exchange, experts: Any, routing: Routing, x_TD: Tensor) ->
 
 
 def _plain(axis: Axis, sent: int) -> Callable[[], None]:
-    """A function that runs four all_to_all with equal parts, which together send about `sent` bytes."""
+    """A function that runs four all_to_all_single with equal splits, which together send about `sent` bytes from each rank."""
     size = max(1, round(sent / 4 / 4 / (axis.size - 1))) * axis.size
     rows, out = torch.ones(size), torch.empty(size)
 
@@ -105,34 +103,34 @@ def _plain(axis: Axis, sent: int) -> Callable[[], None]:
     return work
 
 
-def _ways(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[str, tuple[Exchange, _Identity, int]]:
-    """Dispatcher -> (exchange, experts, bytes that a rank sends by theory). mesh: splits experts (ep); by_hidden: hidden units (etp)."""
+def _exchanges(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[str, tuple[Exchange, _Identity, int]]:
+    """Name of a dispatcher -> (its Exchange, experts, bytes that a rank sends by the formula). mesh has ep ranks, by_hidden etp ranks."""
     ranks, node = mesh.axis("ep").size, mesh.axis("ep_inner").size
     sizes, load = Sizes(shape.width, shape.experts, shape.k, choose("auto")), load_of(shape, ranks, number_bytes)
     found: dict[str, tuple[Exchange, _Identity, int]] = {}
     for name, section in examples().items():
         dispatcher = dispatcher_of(sections.Dispatch(**section | ({"node_size": node} if "node_size" in section else {})))
         found[name] = dispatcher.open(mesh, sizes), _Identity(), sum(message.sent for message in dispatcher.traffic(load).every)
-    # for etp, to each other rank: rows; in fp32 partial sums and the gradients of both; and 8 bytes for each expert's count
+    # etp sends to each other rank: the rows; in fp32 the partial outputs and the gradients of rows and outputs; 8 bytes for each expert
     split = (ranks - 1) * (shape.rows * (load.row_bytes + 3 * 4 * shape.width) + 8 * shape.experts)
     return found | {"etp": (open_exchange(sections.Dispatch(), by_hidden, sizes), _Identity(ranks), split)}
 
 
 def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, Any]]:
-    """Return a row for each dispatcher and dtype: bytes sent, measured and by theory; seconds; and seconds / a plain all-to-all's."""
+    """Return a table row for each dispatcher and dtype: bytes that this rank sends, counted and by the formula, and seconds."""
     found, divide = [], divisors(ranks)
     degrees = (Degrees(dp=ranks, ep=ranks, ep_inner=divide[len(divide) // 2]), Degrees(dp=ranks, etp=ranks))
-    mesh, by_hidden = (process.connect(d, World(rank, ranks)) for d in degrees)
+    mesh, by_hidden = (process.connect(d, process.World(rank, ranks)) for d in degrees)
     counters = (mesh.communicator, by_hidden.communicator)
     for dtype_name, dtype in DTYPES.items():
         x_TD = torch.ones(shape.tokens, shape.width, dtype=dtype)
-        for kind, (exchange, experts, stated) in _ways(mesh, by_hidden, shape, dtype.itemsize).items():
+        for kind, (exchange, experts, stated) in _exchanges(mesh, by_hidden, shape, dtype.itemsize).items():
             work = _pass(exchange, experts, _routing(shape), x_TD)
             for counter in counters:
                 counter.reset_counts()
             work()
             sent = sum(c.sent for counter in counters for c in counter.counts().values())
-            seconds = in_turn({"ours": work, "plain": _plain(mesh.axis("world"), sent)}, rounds=rounds, device=CPU)
+            seconds = in_turn({"ours": work, "plain": _plain(mesh.axis("world"), sent)}, rounds=rounds)
             row = {"kind": kind, "ranks": ranks, "dtype": dtype_name, "measured_bytes": sent, "expected_bytes": stated}
             row |= {"error": sent / stated - 1, "seconds": statistics.median(seconds["ours"])}
             found.append(row | {"over_plain": ratio(seconds["ours"], seconds["plain"]), "passed": sent == stated})
@@ -140,8 +138,10 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return largest_rank_before and _after moving experts: fullest rank's rows / an even share; over_before: seconds, after / before."""
-    mesh = process.connect(Degrees(dp=ranks, ep=ranks), World(rank, ranks))
+    """Return `largest_rank_before` and `largest_rank_after` moving experts: rows of the fullest rank / mean over ranks; `over_before`:
+    seconds after / before.
+    """
+    mesh = process.connect(Degrees(dp=ranks, ep=ranks), process.World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
     load_E = torch.bincount(routing.expert_TK.flatten(), minlength=s.experts)
     dist.all_reduce(load_E)
@@ -153,17 +153,17 @@ def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
     work: dict[str, Callable[[], object]] = {}
     fullest: dict[str, int] = {}
     for when, placement in (("before", None), ("after", balanced_placement(load_E.tolist(), ranks))):
-        way = open_exchange(sections.Dispatch(), mesh, sizes).layer("", placement)
-        assert isinstance(way, Steps)
-        fullest[when] = int(max_over(torch.tensor(sum(way.route(way, routing).counts)), ep))
-        work[when] = _pass(way, experts, routing, x_TD)
-    seconds = in_turn(work, rounds=rounds, device=CPU)
+        exchange = open_exchange(sections.Dispatch(), mesh, sizes).layer("", placement)
+        assert isinstance(exchange, Steps)
+        fullest[when] = int(max_over(torch.tensor(sum(exchange.route(exchange, routing).counts)), ep))
+        work[when] = _pass(exchange, experts, routing, x_TD)
+    seconds = in_turn(work, rounds=rounds)
     shares = {f"largest_rank_{when}": rows / s.rows for when, rows in fullest.items()}
     return shares | {"over_before": ratio(seconds["after"], seconds["before"])}
 
 
 def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
-    """`moe bench exchange`: returns 1 if a dispatcher sends another number of bytes than it states."""
+    """`moe bench exchange`. Returns 1 if a dispatcher does not send the number of bytes of its formula."""
     s = SHAPE
     if nproc < 2 or s.experts % (2 * nproc):
         fits = [n for n in divisors(s.experts // 2) if n > 1]

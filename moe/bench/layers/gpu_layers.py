@@ -1,12 +1,12 @@
-"""MoE layers of packages that need a GPU, built for the same cases as the others (moe/bench/layers/layers.py).
+"""Makes MoE layers of packages that need a GPU, for the same cases and weights as moe/bench/layers/layers.py.
 
     package      layer                  w1 (gets the activation) and w3 (multiplied with it)           w2           router
     scattermoe   mlp.MLP, mlp.GLUMLP    [E, F, D]; with w3 one tensor [E, 2F, D], w3 first             [E, D, F]    the caller's
     sonicmoe     MoE                    [E, F, D]; with w3 one tensor [E, 2F, D], rows alternating     [E, D, F]    its own
     megablocks   layers.dmoe.dMoE       two tensors [E F, D]                                           [E F, D]     its own
 
-Names and layouts as in scattermoe 0.3.0 (ScatterMoE, arXiv 2403.08245), sonic-moe 0.1.2 (SonicMoE, 2512.14080) and megablocks 0.10
-(MegaBlocks, 2211.15841). None of these packages is imported before its layer is made.
+These are the names and weight layouts of scattermoe 0.3.0 (arXiv 2403.08245), sonic-moe 0.1.2 (2512.14080) and megablocks 0.10
+(2211.15841). A package is imported when its layer is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Make(Protocol):
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Return the reason why the layer `name` of this file cannot run here; None if it can be tried, and for names of other files."""
+    """Return why the layer `name` cannot run here. None if it may run, or if it is not one of this file's layers."""
     if name not in LAYERS:
         return None
     if find_spec(name) is None:
@@ -38,7 +38,7 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def scattermoe(case: LayerCase, ffn: str) -> Pass:
-    """ScatterMoE's block after a plain softmax router."""
+    """Return the Pass of ScatterMoE's layer after a softmax router in plain torch."""
     from scattermoe.mlp import GLUMLP, MLP
 
     s = case.shape
@@ -59,7 +59,7 @@ def scattermoe(case: LayerCase, ffn: str) -> Pass:
 
 
 def sonicmoe(case: LayerCase, ffn: str) -> Pass:
-    """SonicMoE's layer, with softmax over the chosen experts."""
+    """Return the Pass of SonicMoE's layer, with softmax over the chosen experts."""
     from sonicmoe import MoE
     from sonicmoe.enums import ActivationType
 
@@ -76,7 +76,7 @@ def sonicmoe(case: LayerCase, ffn: str) -> Pass:
 
 
 def megablocks(case: LayerCase, ffn: str) -> Pass:
-    """MegaBlocks' dropless layer on grouped products (package grouped_gemm), without its balance loss."""
+    """Return the Pass of MegaBlocks' dropless layer on grouped matrix products (package grouped_gemm), without balance loss."""
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE
 
@@ -97,7 +97,7 @@ def megablocks(case: LayerCase, ffn: str) -> Pass:
 
 
 def _output_first(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the case's w1 and w3 [E, F, D] and w2 [E, D, F], with each matrix's output dimension first."""
+    """Return the case's weights (w1 [E, F, D], w3 [E, F, D] or None, w2 [E, D, F]), each with its output dim before its input dim."""
     w1_EDF, w2_EFD, w3_EDF = stack(case, ffn)
     w3_EFD = None if w3_EDF is None else w3_EDF.detach().transpose(1, 2)
     return w1_EDF.detach().transpose(1, 2), w3_EFD, w2_EFD.detach().transpose(1, 2)

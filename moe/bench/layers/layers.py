@@ -1,7 +1,7 @@
-"""One MoE layer of each system for the same case: the same input, router, routing, weights and amount of work.
+"""Makes one MoE layer of each system for the same case: the same input, router, routing, weights and amount of work.
 
-Each function makes a layer and returns its forward and backward pass. The rows of the router's matrix are orthonormal, and inputs are made
-so that the wanted experts have the highest logits: routing is exactly balanced, or one expert gets half of the rows.
+Each function makes a layer and returns its forward and backward pass. Routing is chosen in advance: rows of the router's matrix are
+orthonormal, and each input is a sum of the rows of the experts that its token must choose, so these have the highest logits.
 
     relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, limit
     swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, DeepSpeed's AutoEP, limit
@@ -29,7 +29,7 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer: tokens on a rank, width, hidden units of an expert, experts on all ranks, and choices of a token."""
+    """Sizes of a layer. tokens: on a rank; hidden: units of an expert; experts: on all ranks; k: experts that each token chooses."""
 
     tokens: int
     width: int
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Sizes and dtype of a layer, and its routing. balanced: equal loads; skewed: all tokens choose one expert too."""
+    """Sizes, dtype and routing of a layer. balanced: equal loads; skewed: expert 0 gets half of all rows, at most one of each token."""
 
     shape: Shape
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class LayerCase:
         return q.t().contiguous().to(self.device)
 
     def experts_of_tokens(self) -> Tensor:
-        """Return the experts [T, K] that every layer must choose, highest logit first."""
+        """Return the experts [T, K] that every token must choose, in the order of their logits, highest first."""
         s, order_T = self.shape, torch.randperm(self.shape.tokens, generator=torch.Generator().manual_seed(2))
         expert_TK = torch.arange(s.rows).view(s.tokens, s.k)
         if self.routing == "balanced":
@@ -79,7 +79,7 @@ class LayerCase:
         return expert_TK[order_T].to(self.device)
 
     def inputs(self) -> Tensor:
-        """Return the input [T, D]: for each token the sum of its experts' router rows, in decreasing proportion, plus small noise."""
+        """Return the input [T, D]: for each token the sum of its experts' rows of the router, with decreasing weights, plus small noise."""
         s = self.shape
         strength = torch.linspace(6.0, 5.0, s.k, device=self.device)
         x_TD = (self.router()[self.experts_of_tokens()] * strength[:, None]).sum(1)
@@ -90,7 +90,7 @@ class LayerCase:
 
 
 class Pass:
-    """A layer's forward and backward pass as a callable. x: input; grad: gradient of the output; leaves: tensors that get a gradient."""
+    """One layer, ready to run: a call runs forward and backward. grad: the output's gradient; leaves: tensors that get a gradient."""
 
     def __init__(self, parameters: list[Tensor], forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
         self.x, self.grad, self.forward = x.detach().requires_grad_(), grad, forward
@@ -101,7 +101,7 @@ class Pass:
             leaf.grad = None
 
     def __call__(self) -> Tensor:
-        """Run the pass and return the output. The leaves keep their gradients."""
+        """Run forward and backward, and return the output. Afterwards the leaves have their gradients."""
         self.clear()
         y = self.forward(self.x)
         y.backward(self.grad.view(y.shape))  # type: ignore[no-untyped-call]
@@ -109,8 +109,8 @@ class Pass:
 
 
 def router_settings(k: int) -> dict[str, Any]:
-    """Return the settings of a dropless router with k choices as presets switch (1), glam (2) and mixtral (more) have them. Written out
-    here, because a GPU machine may lack the packages that read recipes.
+    """Return settings of a dropless top-k router, as in preset switch (k = 1), glam (k = 2) or mixtral (k > 2). Not read from the presets,
+    because a machine with a GPU may lack the packages that they need.
     """
     plain: dict[str, Any] = dict(
         num_choices=k, input_norm="none", logits="linear", logit_cap=None, score="softmax", softmax_over="all", jitter=0.0, noise="none",
@@ -128,9 +128,9 @@ def router_settings(k: int) -> dict[str, Any]:
 
 
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
-    """Our dropless layer as a model trains it, with its statistics and balance loss. master: dtype of the weights, None: the case's."""
+    """Our dropless layer as in training, with statistics and balance loss. master: dtype of the weights; None: the case's dtype."""
     s = case.shape
-    # replaces RouterSpec, as a GPU machine may lack the packages that it needs
+    # a plain namespace instead of RouterSpec, which needs packages that a machine with a GPU may lack
     spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True)
     sizes: dict[str, Any] = {"of_layer": lambda nth: s.experts, "d_ff": None, "ffn": None, "skip": 0, "free": 0}
     options: dict[str, Any] = {"kernels": kernels, "dropout": 0.0, "shared_gate": False, "residual": False, "biases": False}
@@ -162,7 +162,7 @@ def limit(case: LayerCase, ffn: str) -> Pass:
 
 
 def dense(case: LayerCase) -> Pass:
-    """A feed-forward network of the same FLOPs for every token: hidden size k * F."""
+    """A dense feed-forward network with k * F hidden units, and so with the same FLOPs for every token."""
     s = case.shape
     w1 = case.weights(s.width, s.hidden * s.k, seed=10).requires_grad_()
     w2 = case.weights(s.hidden * s.k, s.width, seed=11).requires_grad_()
@@ -170,7 +170,7 @@ def dense(case: LayerCase) -> Pass:
 
 
 def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (w1 [E, D, F], w2 [E, F, D], w3 [E, D, F] or None without swiglu): all experts' weights, which require gradients."""
+    """Return the weights of all experts, which require gradients: (w1 [E, D, F], w2 [E, F, D], w3 [E, D, F], None unless ffn is swiglu)."""
     s = case.shape
     w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
     w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()
@@ -178,7 +178,7 @@ def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def grouped_mm(case: LayerCase) -> Pass:
-    """A layer on torch's grouped products: sort rows by expert, multiply twice, bring the rows back and sum."""
+    """A layer on torch's grouped_mm: sorts rows by expert, multiplies twice, and sums each token's rows weighted by gates."""
     s = case.shape
     router = case.router().requires_grad_()
     w1, w2, _ = stack(case, "relu")
@@ -197,7 +197,7 @@ def grouped_mm(case: LayerCase) -> Pass:
 
 
 def deepspeed(case: LayerCase) -> Pass:
-    """DeepSpeed's MoE: with exactly filled slots if routing is balanced, else dropless (padded to the fullest expert)."""
+    """DeepSpeed's MoE layer: with capacity factor 1 if routing is balanced, else dropless (padded to the expert with most rows)."""
     moe = _deepspeed("moe.layer")
     s, balanced = case.shape, case.routing == "balanced"
     expert = nn.Sequential(nn.Linear(s.width, s.hidden, bias=False), nn.ReLU(), nn.Linear(s.hidden, s.width, bias=False))
@@ -214,7 +214,7 @@ def deepspeed(case: LayerCase) -> Pass:
 
 
 def _deepspeed(name: str) -> ModuleType:
-    """Start DeepSpeed in this process and import one of its modules."""
+    """Start DeepSpeed in this process and import its module `name`."""
     from parallel.data.deepspeed import start_deepspeed
 
     start_deepspeed()
@@ -222,7 +222,7 @@ def _deepspeed(name: str) -> ModuleType:
 
 
 def hf_switch(case: LayerCase) -> Pass:
-    """transformers' Switch block, with slots for all tokens at each expert."""
+    """transformers' Switch block. Every expert has slots for all tokens, so that none is dropped."""
     from transformers.models.switch_transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
@@ -240,7 +240,7 @@ def hf_switch(case: LayerCase) -> Pass:
 
 
 def hf_mixtral(case: LayerCase, form: str) -> Pass:
-    """transformers' Mixtral block. form: how it computes experts: eager, batched_mm or grouped_mm."""
+    """transformers' Mixtral block. form: its implementation of experts: eager, batched_mm or grouped_mm."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -257,9 +257,8 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 
 def deepspeed_autoep(case: LayerCase) -> Pass:
-    """The layer with which DeepSpeed's AutoEP (its key `expert_parallel`) replaces transformers' Mixtral block, on one rank. AutoEP's own
-    classes find and build it, without its engine, in which DeepSpeed 0.19.8 fails with transformers 5.23.
-    """
+    """The layer by which DeepSpeed's AutoEP replaces transformers' Mixtral block, built without AutoEP's engine."""
+    # the engine of DeepSpeed 0.19.8 fails with transformers 5.23
     auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
     from transformers import MixtralConfig, MixtralForCausalLM
 

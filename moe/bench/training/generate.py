@@ -1,16 +1,17 @@
-"""Generated tokens a second with cached keys and values, compared with recomputing each context, and with transformers.
+"""Measures generated tokens per second with a KV cache, compared with recomputing the context, and with transformers.
 
-    cached        as moe generate does
-    recomputed    for every token the whole context is computed again
-    peer          transformers' Mixtral of the same sizes, with random weights, with its own `generate` and its own cache
+    cached        with a KV cache, as in `moe generate`
+    recomputed    the whole context is computed again for every token
+    peer          transformers' `generate` with its own KV cache: a Mixtral with random weights and the same sizes
 
-The same for an encoder-decoder, compared with transformers' T5. Ratios are of seconds within each round: the median over rounds, with its
-quartiles. `moe bench generate --rounds 9 --json FILE`.
+The same is measured for an encoder-decoder, whose peer is transformers' T5. Ratios are of times in the same round; the table has their
+median and quartiles. `moe bench generate --rounds 9 --json FILE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -21,15 +22,14 @@ from moe.recipe import sections
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, continued, for_continuing
 
 Kind = Literal["decoder", "encoder_decoder"]
-# kind, width, number of texts in a batch
+# (kind of model, width, number of texts generated at the same time)
 SIZES: tuple[tuple[Kind, int, int], ...] = (("decoder", 128, 1), ("decoder", 128, 8), ("decoder", 512, 1), ("encoder_decoder", 512, 1))
 LAYERS, HEADS, EXPERTS, CHOICES, VOCABULARY, LENGTH = 4, 4, 8, 2, 256, 256
-PROMPT, TOKENS = 32, 32  # numbers of prompt tokens and of generated tokens
-CPU = torch.device("cpu")
+PROMPT, TOKENS = 32, 32  # number of prompt tokens, number of generated tokens
 
 
 def main(*, rounds: int = 9, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench generate`: returns 1 if the lower quartile of cached generation's seconds / another way's is above 1."""
+    """`moe bench generate`. Returns 1 if generating with a KV cache is slower than recomputing or than transformers."""
     torch.set_num_threads(1)
     rows = [row for size in SIZES for row in _rows(*size, rounds, with_peer=peers != "none")]
     sizes = {"layers": LAYERS, "experts": EXPERTS, "choices": CHOICES, "max_length": LENGTH}
@@ -39,25 +39,25 @@ def main(*, rounds: int = 9, peers: str = "all", json: str | None = None) -> int
 def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -> list[dict[str, Any]]:
     prompts = torch.randint(1, VOCABULARY, (texts, PROMPT), generator=torch.Generator().manual_seed(0))
     if kind == "decoder":
-        model, name, peer_of = _model(width), "", _mixtral
-        ways: list[Reads] = [Cached(model), Recomputed(model, LENGTH)]
+        model, name, peer_of, begun = _decoder(width), "", _mixtral, prompts
+        readers: dict[str, Reads] = {"cached": Cached(model), "recomputed": Recomputed(model, LENGTH)}
     else:
-        model, name, peer_of = _halves(width), "an encoder, ", _t5
-        ways = [Cached(model, source=PROMPT, max_length=1 + TOKENS), Written(model, PROMPT)]
-    begun = prompts if kind == "decoder" else torch.cat([prompts, torch.zeros_like(prompts[:, :1])], dim=1)
-    work = {way: _ours(reads, begun) for way, reads in zip(("cached", "recomputed"), ways, strict=True)}
+        model, name, peer_of = _encoder_decoder(width), "an encoder, ", _t5
+        begun = torch.cat([prompts, torch.zeros_like(prompts[:, :1])], dim=1)
+        readers = {"cached": Cached(model, source=PROMPT, max_length=1 + TOKENS), "recomputed": Written(model, PROMPT)}
+    work = {how: _ours(reads, begun) for how, reads in readers.items()}
     races = [Race(f"cached over recomputed, {name}{width} wide, {texts} texts", "cached", "recomputed", 1.0)]
-    if with_peer and (peer := peer_of(width, prompts)) is not None:
-        work["peer"] = peer
+    if with_peer and find_spec("transformers"):
+        work["peer"] = peer_of(width, prompts)
         races.append(Race(f"cached over transformers, {name}{width} wide, {texts} texts", "cached", "peer", 1.0))
-    seconds = in_turn(work, rounds=rounds, device=CPU, warmups=1)
+    seconds = in_turn(work, rounds=rounds, warmups=1)
     rows = [race_row(race, seconds, ranks=1) for race in races]
     about = {"kind": kind, "width": width, "texts": texts}
     return [row | about | {"tokens_per_second": texts * TOKENS / row["seconds"]} for row in rows]
 
 
-def _model(width: int) -> Transformer:
-    """A model with the sizes of `_mixtral`; every layer has experts."""
+def _decoder(width: int) -> Transformer:
+    """Our model with the sizes of `_mixtral`; every layer has experts."""
     model = sections.Model(num_layers=LAYERS, d_model=width, num_heads=HEADS, d_ff=2 * width, ffn="swiglu", max_length=LENGTH, moe_every=1)
     router: dict[str, Any] = {"num_choices": CHOICES}
     made = Transformer(model, sections.Experts(num_experts=EXPERTS), sections.Router(**router), vocab_size=VOCABULARY).eval()
@@ -65,41 +65,30 @@ def _model(width: int) -> Transformer:
     return made
 
 
-def _halves(width: int) -> Transformer:
-    """An encoder-decoder with the sizes of `_t5`."""
+def _encoder_decoder(width: int) -> Transformer:
+    """Our encoder-decoder with the sizes of `_t5`."""
     sizes: dict[str, Any] = {"num_layers": 2 * LAYERS, "d_model": width, "num_heads": HEADS, "d_ff": 2 * width, "max_length": LENGTH}
     model = sections.Model(kind="encoder_decoder", positions="t5", ffn="relu", **sizes)
     return Transformer(model, vocab_size=VOCABULARY).eval()
 
 
 def _ours(reads: Reads, prompts: torch.Tensor) -> Callable[[], object]:
-    def run() -> object:
-        options: dict[str, Any] = {"num_tokens": TOKENS, "max_length": LENGTH, "vocab_size": VOCABULARY}
-        return list(continued(reads, prompts.tolist(), sampling=Sampling(0), seeds=[0] * len(prompts), **options))
-
-    return run
+    options: dict[str, Any] = {"num_tokens": TOKENS, "max_length": LENGTH, "vocab_size": VOCABULARY}
+    return lambda: list(continued(reads, prompts.tolist(), sampling=Sampling(0), seeds=[0] * len(prompts), **options))
 
 
-FIXED: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+def _mixtral(width: int, prompts: torch.Tensor) -> Callable[[], object]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": LENGTH}
+    sizes |= {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOICES}
+    return _theirs(MixtralForCausalLM(MixtralConfig(**sizes)).eval(), prompts)
 
 
-def _mixtral(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
-    try:
-        from transformers import MixtralConfig, MixtralForCausalLM
-    except ImportError:
-        return None
-    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": LAYERS}
-    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": LENGTH, "vocab_size": VOCABULARY}
-    experts: dict[str, Any] = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOICES}
-    config = MixtralConfig(**sizes, **experts)
-    return _theirs(MixtralForCausalLM(config).eval(), prompts)
+def _t5(width: int, prompts: torch.Tensor) -> Callable[[], object]:
+    from transformers import T5Config, T5ForConditionalGeneration
 
-
-def _t5(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
-    try:
-        from transformers import T5Config, T5ForConditionalGeneration
-    except ImportError:
-        return None
     sizes: dict[str, Any] = {"d_model": width, "d_kv": width // HEADS, "d_ff": 2 * width, "num_layers": LAYERS, "num_heads": HEADS}
     config = T5Config(vocab_size=VOCABULARY, **sizes)
     config.decoder_start_token_id = 0
@@ -107,8 +96,6 @@ def _t5(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
 
 
 def _theirs(model: Any, prompts: torch.Tensor) -> Callable[[], object]:
-    @torch.no_grad()
-    def run() -> object:
-        return model.generate(prompts, attention_mask=torch.ones_like(prompts), **FIXED)
-
-    return run
+    lengths = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+    options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return torch.no_grad()(lambda: model.generate(prompts, **lengths, **options))

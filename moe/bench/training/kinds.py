@@ -1,11 +1,11 @@
-"""Step time of each kind of data parallelism: two processes, one thread each, a dense Transformer of 3M parameters.
+"""Measures the step time of each kind of data parallelism: two processes with one thread each, a dense Transformer of 3M parameters.
 
     torch        torch's DistributedDataParallel around the same model, as in its tutorial: clip_grad_norm_, AdamW
-    ours         the kind through the recipe, with the trainer's own step
-    deepspeed    for DeepSpeed's kinds: its engine with the same configuration, used as its documentation says, with its own clipping
+    ours         the trainer's step with this kind in the recipe
+    deepspeed    for kinds that use DeepSpeed: its engine alone with the same configuration, and its own clipping
 
-The three step in turn, round by round, on the same tokens from the same weights, so their losses must agree too. A ratio of times is the
-median over rounds. Each kind runs in its own processes. `moe bench kinds --rounds 15 --json FILE`.
+The three take their steps in turn, on the same tokens and from the same first weights, so their losses must agree. Ratios are of times in
+the same round; the table has their median. Each kind runs in new processes. `moe bench kinds --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe.bench.timing import conclude, in_turn, ratio
-from moe.bench.training.sharded import CPU, ShardedKind, Started, adamw_of, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, adamw_of, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import CPU, Training
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build
@@ -32,13 +33,13 @@ from moe.recipe.sections import Sharding
 from parallel.process.fork import run_on_ranks
 
 BATCH, LENGTH = 8, 128
-ALLOWED = 1.03  # largest allowed ratio of our time to the time of DeepSpeed's engine alone
-AGREE = 1e-3  # largest allowed relative difference of the last losses; rounding errors grow over all rounds
-Step = Callable[[int], float]  # trains the step with this number, and returns this rank's loss
+ALLOWED = 1.03  # largest allowed ratio of our step time to that of DeepSpeed's engine alone
+AGREE = 1e-3  # largest allowed relative difference of the losses in the last round, up to which rounding errors grow
+Step = Callable[[int], float]  # takes the training step with this number and returns this rank's loss
 
 
 def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
-    """Return the values of a recipe with this kind of data parallelism."""
+    """Return a recipe (section -> key -> value) with this kind of data parallelism."""
     return {
         "model": {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 1024, "max_length": LENGTH},
         "sharding": kind.sharding,
@@ -49,9 +50,14 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Return this rank's `seconds` by round and `losses` by step, each a dict with the keys "torch", "ours" and maybe "deepspeed"."""
+    """Train on this rank. Return `seconds` of each round and `losses` of each step, by "torch", "ours" and, for some kinds, "deepspeed"."""
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
-    steps: dict[str, Step] = {"torch": _torch(started, rank), "ours": lambda number: started.step(_tokens(rank, number), step=number).loss}
+    model = DistributedDataParallel(_whole_model(started))
+    optimizer = adamw_of(started.run, ((name.removeprefix("module."), p) for name, p in model.named_parameters()))
+    steps: dict[str, Step] = {
+        "torch": torch_step(model, optimizer, started.run.optimizer.clip_norm, lambda number: _loss(model, rank, number)),
+        "ours": lambda number: started.step(_tokens(rank, number), step=number).loss,
+    }
     if kind.by_deepspeed:
         steps["deepspeed"] = _deepspeed(started, rank)
     seconds, losses = timed_steps(steps, rounds)
@@ -59,18 +65,18 @@ def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) 
 
 
 def timed_steps(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Train with each of `steps` in turn, all ranks together. Return (name -> seconds by round, name -> losses by step)."""
+    """Take training steps with each function of `steps` in turn. Return (name -> seconds of each round, name -> loss of each step)."""
     losses: dict[str, list[float]] = {name: [] for name in steps}
 
     def run(name: str) -> None:
         losses[name].append(steps[name](len(losses[name])))
         dist.barrier()
 
-    return in_turn({name: partial(run, name) for name in steps}, rounds=rounds, device=CPU, before=dist.barrier), losses
+    return in_turn({name: partial(run, name) for name in steps}, rounds=rounds, before=dist.barrier), losses
 
 
 def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a step in plain torch. loss_of: returns the loss of the step with this number."""
+    """Return a training step in plain torch, with clipping to clip_norm (None: no clipping). loss_of(number of the step): its loss."""
 
     def step(number: int) -> float:
         optimizer.zero_grad()
@@ -84,7 +90,7 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: fl
 
 
 def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a step of DeepSpeed's engine. loss_of: returns the loss of the step with this number."""
+    """Return a training step of DeepSpeed's engine. loss_of(number of the step): its loss."""
 
     def step(number: int) -> float:
         loss = loss_of(number)
@@ -105,21 +111,15 @@ def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
     return loss / (BATCH * LENGTH)
 
 
-def _whole_model(started: Started) -> Transformer:
+def _whole_model(started: Training) -> Transformer:
     return build(started.run.model_copy(update={"sharding": Sharding()}), started.mesh, device=CPU)[0]
 
 
-def _torch(started: Started, rank: int) -> Step:
-    model = DistributedDataParallel(_whole_model(started))
-    optimizer = adamw_of(started.run, ((name.removeprefix("module."), p) for name, p in model.named_parameters()))
-    return torch_step(model, optimizer, started.run.optimizer.clip_norm, lambda number: _loss(model, rank, number))
-
-
-def _deepspeed(started: Started, rank: int) -> Step:
+def _deepspeed(started: Training, rank: int) -> Step:
     from parallel.data.deepspeed import start_deepspeed
 
     model, config = _whole_model(started), copy.deepcopy(started.engine.engine.config)  # type: ignore[attr-defined]
-    config.pop("gradient_allreduce_op", None)  # so that DeepSpeed itself averages gradients
+    config.pop("gradient_allreduce_op", None)  # without this key, DeepSpeed averages gradients
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": started.run.optimizer.clip_norm or 0.0}
     optimizer = adamw_of(started.run, model.named_parameters())
     engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
@@ -127,7 +127,7 @@ def _deepspeed(started: Started, rank: int) -> Step:
 
 
 def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one kind's row from each rank's result of `measure`. Times are the first rank's."""
+    """Return the kind's table row. found: the results of `measure`, one for each rank; times are those of rank 0."""
     seconds: dict[str, list[float]] = found[0]["seconds"]
     last = {name: statistics.mean(rank["losses"][name][-1] for rank in found) for name in seconds}
     apart = max(abs(loss / last["torch"] - 1) for loss in last.values())
@@ -142,7 +142,7 @@ def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(*, kinds: str | None = None, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench kinds`: returns 1 if losses differ, or if a step by DeepSpeed takes over 3 % longer here than with its engine alone."""
+    """`moe bench kinds`. Returns 1 if losses differ, or if our step with DeepSpeed takes over 3 % longer than DeepSpeed's engine alone."""
     chosen = kinds_of(kinds)
     torch.set_num_threads(1)
     load_engines(chosen)

@@ -1,34 +1,37 @@
-"""Bytes of model states on each rank, measured and compared with the ZeRO formulas (moe/plan/job/states.py).
+"""Measures the bytes of model states on each rank, and compares them with the ZeRO formulas (moe/plan/job/states.py).
 
-    torch holds    after the backward pass and before the update: parameters, gradients, optimizer states and everything else
-                   (moe/bench/training/held.py), except buckets of a fixed size. In stages 0 and 1 whole gradients count at their peak,
-                   because an engine may drop the gradients of other ranks before the backward pass returns
-    resident       the process's memory at that time minus its memory before the model was made, as the system reports it, without buckets
-    device         with offload: bytes that remain on the device, by purpose, and bytes moved to the host or to files on disk
+    torch holds    bytes in tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
+                   1 gradients count at their peak, because an engine may drop other ranks' gradients before the backward pass returns
+    resident       the process's memory at the same time, as the system reports it, minus its memory before the model and minus buckets
+    device         with offload: bytes that remain on the device, and bytes moved to the host or to files on disk
 
-Each case runs in processes of its own, which return freed memory to the system. The model has two wide layers and gets few tokens, so that
-nearly all memory is model states.
+Every case runs in new processes. The model has two wide layers and few tokens, so that nearly all memory is model states.
 
 moe bench memory            ddp and ZeRO's stages on two ranks, 25M parameters: about 20 s on two idle cores
-moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, a sparse model: many minutes
-moe bench memory --kinds ddp,fsdp --only dense          parts of that
+moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, also a sparse model: many minutes
+moe bench memory --kinds ddp,fsdp --only dense          only some rows of --full
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from moe.bench.timing import conclude
-from moe.bench.training.held import Arriving, Held, held, living, resident_bytes
-from moe.bench.training.sharded import ShardedKind, Started, kinds_of, load_engines, start, tokens_of
-from moe.plan.job.states import MIXED, STAGES, model_states, sparse_model_states
+from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.calibrate.own_step import Training
+from moe.plan.job.states import MIXED, STAGES, States, model_states, sparse_model_states
 from moe.train.start.prediction import storages
+from parallel.data.engine import Engine
 from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import DTYPES
 from parallel.process.extensions import missing_for_nvme
@@ -45,7 +48,7 @@ LENGTH = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model. experts: number of experts in its second layer, each as wide as the first layer's network; 0: dense."""
+    """Sizes of the model. experts: number of experts in the second layer, each with `hidden` hidden units; 0: a dense second layer."""
 
     layers: int = 2
     width: int = 2048
@@ -57,7 +60,7 @@ class Shape:
         return "sparse" if self.experts else "dense"
 
     def recipe(self, kind: ShardedKind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
-        """Return a recipe's values; `ep` ranks share the experts. In bf16, DeepSpeed's stages keep 16-bit weights, other kinds fp32."""
+        """Return a recipe (section -> key -> value) for `ranks` data-parallel ranks, over `ep` of which the experts are split."""
         model = {"num_layers": self.layers, "d_model": self.width, "num_heads": 4, "d_ff": self.hidden, "max_length": LENGTH}
         values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": ep}}
         values |= {"train": {"global_batch": ranks, "eval_sequences": ranks}, "optimizer": {"warmup_steps": 0}}
@@ -73,8 +76,85 @@ SPARSE = Shape(width=1152, hidden=4608, experts=8)
 QUICK = Shape(width=1024, hidden=4096)
 
 
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process's anonymous memory, after the C library has returned its free memory to the system."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def living() -> list[Tensor]:
+    """Return every tensor known to Python's garbage collector."""
+    time.sleep(0.1)  # gloo's threads drop the tensors of the last message a little later
+    gc.collect()
+    return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+
+
+def shards_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield this rank's shards of the parameters in DeepSpeed's ZeRO stage 3; nothing in other engines."""
+    yield from (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
+
+
+def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield (tensor, its gradient or None) for every parameter and every state of all optimizers in this process."""
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
+            yield stepped, stepped.grad
+        for state in optimizer.state.values():
+            yield from ((value, None) for value in state.values() if isinstance(value, Tensor))
+
+
+def _buckets(engine: Engine) -> Iterator[Tensor]:
+    zero = getattr(getattr(engine, "engine", None), "optimizer", None)
+    for bucket in getattr(zero, "ipg_buckets", {}).values():
+        yield from [bucket.buffer] if isinstance(bucket.buffer, Tensor) else bucket.buffer or ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes in tensor storages, by purpose. shards: the part of states.parameters that is DeepSpeed's parameter shards (ZeRO-3); buckets:
+    in which DeepSpeed collects gradients; other: all other storages that are newer than the model, also those kept by mistake.
+    """
+
+    states: States
+    shards: int
+    buckets: int
+    other: int
+
+
+def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
+    """Return the bytes that torch now holds for the model. before: addresses of storages that are older than the model."""
+    shards = storages(shards_of(model))
+    parameters = shards | storages(model.parameters())
+    stepped = list(_of_optimizers())
+    waiting = [p.grad for p in model.parameters()] + [grad for _, grad in stepped] + [grad for _, grad in engine.owned_gradients()]
+    gradients = (grad for grad in waiting if grad is not None)
+    sizes, counted = [], set(before)
+    for tensors in (parameters, storages(t for t, _ in stepped), storages(gradients), storages(_buckets(engine)), storages(living())):
+        sizes.append(sum(size for where, size in tensors.items() if where not in counted))
+        counted |= tensors.keys()
+    return Held(States(sizes[0], sizes[2], sizes[1]), sum(shards.values()), sizes[3], sizes[4])
+
+
+class GradientPeak:
+    """Watches all later backward passes. gradients: peak bytes of all p.grad; resident: bytes of the process's memory at that peak."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.gradients, self.resident = model, 0, 0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._look)
+
+    def _look(self, _: Tensor) -> None:
+        now = sum(storages(p.grad for p in self.model.parameters() if p.grad is not None).values())
+        if now > self.gradients:
+            self.gradients, self.resident = now, resident_bytes()
+
+
 def warm_up(shape: Shape, precision: str) -> None:
-    """Run matrix products of the model's sizes, so that the library already has its scratch memory, which is not a model state."""
+    """Run matrix products of the model's sizes, so that the matrix library allocates its scratch memory before memory is measured."""
     dtype = DTYPES[precision]
     for out, into in ((shape.hidden, shape.width), (shape.width, shape.hidden), (shape.width, shape.width)):
         weight, x = (torch.zeros(rows, into, dtype=dtype, requires_grad=True) for rows in (out, LENGTH))
@@ -82,7 +162,7 @@ def warm_up(shape: Shape, precision: str) -> None:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """Train on this rank and return its row (see `_row`). folder: for states offloaded to disk."""
+    """Train two steps on this rank and return its table row (see `_row`). folder: for model states that are offloaded to disk."""
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))
@@ -90,28 +170,27 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
     engine, model = started.engine, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
     started.step(batch, step=0)  # allocates Adam's moments
-    arriving = Arriving(model).watch()
+    peak = GradientPeak(model)
     started.accumulate(batch, step=1)
     found, resident = held(model, engine, before=known), resident_bytes()
     states = found.states
-    if kind.stage < 2 and kind.place == "device" and arriving.gradients > states.gradients:
-        resident, found = arriving.resident, replace(found, states=replace(states, gradients=arriving.gradients), buckets=0)
+    if kind.stage < 2 and kind.place == "device" and peak.gradients > states.gradients:
+        resident, found = peak.resident, replace(found, states=replace(states, gradients=peak.gradients), buckets=0)
     disk = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()) // ranks
     return _row(kind, shape, started, found, resident=resident - before, disk=disk)
 
 
-def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """Return a row: measured and expected bytes, and relative errors. resident: growth of the process's memory; disk: bytes in files."""
+def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
+    """Return a rank's table row: measured and expected bytes. resident: growth of the process's memory; disk: its bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
-    sizes = {True: 0, False: 0}  # number of parameters of the whole model: of experts (True), others (False)
-    for layout in started.layouts.values():
-        sizes["ep" in layout.cut_by()] += torch.Size(layout.shape).numel()
-    storage = kind.storage(precision)
-    want = sparse_model_states(dense=sizes[False], expert=sizes[True], stage=kind.stage, dp=dp, ep=ep, etp=etp, storage=storage)
+    sizes = {name: torch.Size(layout.shape).numel() for name, layout in started.layouts.items()}
+    expert = sum(size for name, size in sizes.items() if "ep" in started.layouts[name].cut_by())
+    dense, storage = sum(sizes.values()) - expert, kind.storage(precision)
+    want = sparse_model_states(dense=dense, expert=expert, stage=kind.stage, dp=dp, ep=ep, etp=etp, storage=storage)
     measured, expected, resident = states.total + found.other, want.total, resident - found.buckets
     row: dict[str, Any] = {"kind": kind.name, "model": shape.name, "ranks": dp, "ep": ep, "precision": precision}
-    row |= {"num_parameters": sizes[True] + sizes[False], "measured_bytes": int(measured), "expected_bytes": expected}
+    row |= {"num_parameters": dense + expert, "measured_bytes": int(measured), "expected_bytes": expected}
     row |= {"error": measured / expected - 1, "resident_bytes": resident, "resident_error": resident / expected - 1}
     row |= {f"measured_{name}": int(value) for name, value in vars(states).items()}
     row |= {"measured_other": found.other, "buckets": found.buckets} | {f"expected_{name}": value for name, value in vars(want).items()}
@@ -127,24 +206,22 @@ def _row(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resi
 
 
 def papers_gb(parameters: float, ranks: int) -> list[float]:
-    """Return for ZeRO stages 0 to 3 the GB of model states on each of `ranks` ranks, for a number of `parameters`."""
+    """Return the GB of model states on each of `ranks` ranks, one number for each ZeRO stage 0 to 3. parameters: their number."""
     return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
 
 
-def print_papers_table(say: Callable[[str], None] = print) -> None:
-    """Print table 1 of the ZeRO paper, computed by the same formulas."""
-    say("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
-    say(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
+def print_papers_table() -> None:
+    """Print table 1 of the ZeRO paper, computed by the formulas with which the measurements are compared."""
+    print("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
+    print(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
     for parameters in (7.5e9, 128e9, 1e12):
         for ranks in (1, 4, 16, 64, 256, 1024):
-            say(f"{parameters / 1e9:>10g}B{ranks:>6}" + "".join(f"{size:>10.4g}" for size in papers_gb(parameters, ranks)))
+            print(f"{parameters / 1e9:>10g}B{ranks:>6}" + "".join(f"{size:>10.4g}" for size in papers_gb(parameters, ranks)))
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
-    """Return cases (shape, kind, number of ranks): kinds `names` (None: all) on each number of ranks that divides nproc.
-
-    Peers need two ranks; offload runs on two only, because more ranks offload the same. Sparse models run on two ranks or more, without
-    peers and without offload to disk. Raises BadInput.
+    """Return (shape, kind, number of ranks) for the kinds `names` (None: all) on each number of ranks that divides nproc, without those
+    cases that cannot run or would repeat others. Raises BadInput.
     """
     nvme = missing_for_nvme()
     if names is None and nvme:
@@ -162,8 +239,8 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
-    """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; for offload, only bytes on the device.
-    only: dense or sparse. Without kinds, only and full, a few kinds run on two ranks with a smaller model.
+    """`moe bench memory`. Returns 1 if a kind's bytes (with offload: on the device) differ by over 5 % from the formula. only: dense or
+    sparse. Without kinds, only and full, four kinds run on two ranks with a smaller model.
     """
     quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]
     chosen = quick if kinds is None and only is None and not full else cases(kinds, nproc)
@@ -177,7 +254,7 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, f
 
 
 def _run(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
-    """Run a case in processes of its own. Print and return the row of the rank that differs most from the formula."""
+    """Run one case in new processes. Print and return the table row of the rank that differs most from the formula."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_on_ranks(measure, ranks, ranks, kind, shape, "bf16", 2 if shape.experts else 1, folder, timeout_s=300)
     row: dict[str, Any] = max(found, key=lambda row: max(abs(row["error"]), abs(row["resident_error"])))

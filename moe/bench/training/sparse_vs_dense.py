@@ -1,8 +1,8 @@
-"""Compares sparse models with a dense model of equal FLOPs per token, a claim of Switch (arXiv 2101.03961, fig. 1 and 12).
+"""Trains sparse models and a dense model of equal FLOPs per token, to test that the sparse ones learn more (Switch, arXiv 2101.03961).
 
-Three recipes see the same tokens in the same order from the same seed. Each run is one process with one thread, as many at a time as there
-are cores. The last validation losses are compared seed by seed. Prints a table; writes the curves as PNG and the rows as JSON. A complete
-run with the same settings that already exists is not repeated.
+For each seed, three recipes read the same tokens in the same order, and their last validation losses are compared. Each run is one process
+with one thread, and there are as many at a time as cores. Prints a table, and writes the loss curves as PNG and the rows as JSON. A
+finished run on disk with the same settings is not repeated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BASELINE = "dense_tiny"
 
 
 def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str = "runs/sparse-vs-dense") -> int:
-    """`moe bench sparse-vs-dense`: returns 1 if a sparse recipe is not better than the dense one on average."""
+    """`moe bench sparse-vs-dense`. Returns 1 if a sparse recipe's validation loss, mean over seeds, is not below the dense one's."""
     for what, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {1500 if what == '--steps' else 3}")
     jobs = [(recipe, seed) for seed in range(seeds) for recipe in RECIPES]
     _train_all([(recipe, seed, steps, str(_folder(out, recipe, seed, steps))) for recipe, seed in jobs])
 
-    # imported after all processes have been started, because these modules load torch
+    # imported after all runs, because these modules load torch, which the started processes load themselves
     from moe.records.metrics import read, read_summary
     from moe.records.results import write_json
     from moe.report import compare
@@ -56,7 +56,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
 
 
 def settings(recipe: str, seed: int, steps: int) -> Run:
-    """Return the recipe with this number of steps and this seed, on one process, and with more validation text than usual."""
+    """Return the recipe with these settings, for one process, with 256 validation sequences."""
     values = {"train.steps": steps, "train.seed": seed, "train.eval_every": max(1, steps // 15), "train.save_every": 0}
     values |= {"train.eval_sequences": 256, "degrees.dp": 1, "degrees.ep": 1}
     return check_run(load(recipe, {key: str(value) for key, value in values.items()})[0], 1)
@@ -67,7 +67,7 @@ def _folder(out: str, recipe: str, seed: int, steps: int) -> Path:
 
 
 def _train_all(jobs: list[tuple[str, int, int, str]]) -> None:
-    """Run each job (recipe, seed, steps, folder) in a process of its own; one process for each core runs at a time."""
+    """Run each job (recipe, seed, steps, folder) in a new process. One process for each core runs at a time."""
     context = multiprocessing.get_context("spawn")
 
     def run(job: tuple[str, int, int, str]) -> None:
@@ -101,7 +101,7 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print each recipe's losses, and their differences from the dense model's for each seed. Return whether every sparse mean is lower."""
+    """Print each recipe's losses and their differences from the dense recipe. Return whether every sparse recipe's mean is lower."""
     by: dict[str, list[dict[str, Any]]] = {recipe: [r for r in rows if r["recipe"] == recipe] for recipe in RECIPES}
     base = {r["seed"]: r["validation_loss"] for r in by[BASELINE]}
     print(f"{'recipe':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} {'minus dense, by seed':>28}")

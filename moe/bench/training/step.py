@@ -1,9 +1,8 @@
-"""Speed of a whole training step of a sparse model, compared with other systems: two processes, ep 2, one thread each.
+"""Measures a whole training step of a sparse model, and compares it with other systems: two processes with one thread each, ep 2.
 
-The same Transformer three times, with different MoE layers and engines: ours; DeepSpeed's MoE with expert parallelism under its
-engine; transformers' Switch block, all experts in every process, under torch DDP. Same tokens, same FLOPs per token, same
-capacity factor, same optimizer and clipping. Steps run in turn, round by round; ratios are medians over rounds.
-`moe bench step --peers deepspeed,transformers --json FILE`.
+The same Transformer is trained three times, with different MoE layers and engines: ours; DeepSpeed's MoE with expert parallelism in
+DeepSpeed's engine; transformers' Switch block with all experts on every rank under torch DDP. Tokens, FLOPs per token, capacity factor,
+optimizer and clipping are the same. The three take their steps in turn; ratios are of times in the same round, and their median is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe.bench.timing import conclude, ratio
+from moe.bench.timing import chosen_peers, conclude, ratio
 from moe.bench.training.kinds import Step, deepspeed_step, timed_steps, torch_step
 from moe.bench.training.sharded import kind_of, start
 from moe.model.transformer import Transformer
@@ -26,7 +25,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.losses import join
 from parallel.data.kinds.catalog import PLAIN
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import run_on_ranks
 from parallel.process.libc import keep_freed_memory
@@ -37,13 +36,8 @@ WORLD, BATCH, LENGTH, VOCABULARY, CAPACITY = 2, 8, 256, 256, 1.25
 
 
 def main(*, peers: str = "deepspeed,transformers", only: str | None = None, rounds: int = 9, json: str | None = None) -> int:
-    """`moe bench step`: prints tokens per second of each system; returns 1 if a loss is not finite or does not fall."""
-    names = list(PEERS) if peers == "all" else [] if peers == "none" else peers.split(",")
-    for name in names:
-        if name not in PEERS:
-            near = did_you_mean(name, list(PEERS))
-            fix = f"did you mean {near}?" if near else "--peers all"
-            raise BadInput("--peers", got=name, needed=f"all, none, or of {', '.join(PEERS)}", fix=fix)
+    """`moe bench step`: prints each system's tokens per second. Returns 1 if a loss is not finite or does not fall."""
+    names = chosen_peers(peers, PEERS)
     precisions = [p for p in ("fp32", "bf16") if only is None or only in p]
     if not precisions:
         raise BadInput("--only", got=only, needed="fp32 or bf16", fix="leave it out")
@@ -52,7 +46,7 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
     if "deepspeed" in names:
         from parallel.data.deepspeed import load_deepspeed
 
-        load_deepspeed()  # once, before ranks are forked
+        load_deepspeed()  # imported before ranks are forked, so that not every rank imports it
     rows: list[dict[str, Any]] = []
     for precision in precisions:
         all_seconds, all_losses = run_on_ranks(_on_rank, WORLD, precision, names, rounds, timeout_s=900)[0]
@@ -67,7 +61,7 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
 
 
 def recipe(precision: str, *, ep: int) -> dict[str, Any]:
-    """Return the recipe's values of a small Switch Transformer: 4 layers of width 256, each with 64 experts of 512 hidden units."""
+    """Return a recipe (section -> key -> value) of a Switch Transformer: 4 layers, each with 64 experts of 512 hidden units."""
     sizes = {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 512, "max_length": LENGTH, "moe_every": 1}
     return {
         "model": sizes | {"ffn": "relu", "norm": "layernorm"},
@@ -81,7 +75,7 @@ def recipe(precision: str, *, ep: int) -> dict[str, Any]:
 
 
 def tokens_of(step: int, rank: int) -> Tensor:
-    """Return tokens, int64 [B, L + 1]: rising bytes, which a small model soon predicts better than chance."""
+    """Return token ids, int64 [B, L + 1]. Each sequence rises by a constant, which a small model soon learns to predict."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start_B1 = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     stride_B1 = torch.randint(1, 4, (BATCH, 1), generator=generator)
@@ -95,7 +89,7 @@ def _on_rank(rank: int, precision: str, names: list[str], rounds: int) -> tuple[
 
 
 class _Other(nn.Module):
-    """Adapts another system's MoE layer to our Transformer. returns_loss: the layer returns a balance loss, which the model adds."""
+    """Another system's MoE layer inside our Transformer. returns_loss: the layer returns a balance loss, which is added to the loss."""
 
     def __init__(self, layer: nn.Module, *, returns_loss: bool) -> None:
         super().__init__()
@@ -109,7 +103,7 @@ class _Other(nn.Module):
 
 
 def _with_layers(precision: str, make: Callable[[Run], nn.Module]) -> tuple[Transformer, Run]:
-    """Return (the recipe's Transformer with MoE layers that `make` makes, in the compute dtype; the recipe)."""
+    """Return (the recipe's Transformer, whose MoE layers are made by `make` and have the compute dtype; the recipe)."""
     run, dtype = build_run(recipe(precision, ep=1)), DTYPES[precision]
     torch.manual_seed(0)
     model = Transformer(run.model, run.experts, run.router, vocab_size=VOCABULARY, compute=dtype)
@@ -131,7 +125,7 @@ def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
 
 
 def _deepspeed(rank: int, precision: str) -> Step:
-    """Return a step of our Transformer with DeepSpeed's MoE layers in DeepSpeed's engine (ZeRO off; in bf16 with fp32 master weights)."""
+    """Return a training step with DeepSpeed's MoE layers in DeepSpeed's engine, without ZeRO; in bf16 it has fp32 master weights."""
     from parallel.data.deepspeed import start_deepspeed
 
     package = start_deepspeed()
@@ -154,7 +148,7 @@ def _deepspeed(rank: int, precision: str) -> Step:
 
 
 def _transformers(rank: int, precision: str) -> Step:
-    """Return a step of our Transformer with transformers' Switch blocks under torch DDP. Their capacity is counted for each sequence."""
+    """Return a training step with transformers' Switch blocks under torch DDP. These blocks count capacity for each sequence."""
     from transformers.models.switch_transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
@@ -166,7 +160,7 @@ def _transformers(rank: int, precision: str) -> Step:
         return _Other(SwitchTransformersSparseMLP(settings), returns_loss=False)
 
     model, run = _with_layers(precision, make)
-    # the block gives an expert without tokens no gradient, and DDP would wait for it
+    # find_unused_parameters: an expert without tokens gets no gradient, for which DDP would otherwise wait forever
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     return torch_step(model, _adamw(model.parameters(), run), run.optimizer.clip_norm, lambda number: _loss(wrapped, rank, number))
 

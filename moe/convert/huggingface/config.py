@@ -55,7 +55,7 @@ def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         got = f"{type(error).__name__}: {error}"
-        raise BadInput("config.json", got=got, needed="values as transformers writes them", fix=_RIGHT_FILE) from None
+        raise BadInput("config.json", got=got, needed="values of the form that transformers writes", fix=_RIGHT_FILE) from None
 
 
 def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -85,10 +85,8 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str, Any]:
-    """Return a config.json of this family with the run's values. Values that the family cannot have are left out.
-
-    `ends`: id of the token that ends a text.
-    """
+    """Return a config.json of this family with the run's values. Values that the family cannot have are left out. `ends`: id of the token
+    that ends a text."""
     family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in run.router}
     m = run.model
     if family.experts is not None and not any(key.ours == "experts.d_ff" for key in family.keys):
@@ -110,7 +108,7 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
     turning = m.rope.turning(head_size) if m.latent.key_rank is None else m.latent_sizes.rotary
     config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope, turning)}
-    if m.rope.scaling == "dynamic":  # transformers scales beyond this length
+    if m.rope.scaling == "dynamic":  # transformers scales positions beyond max_position_embeddings
         config["max_position_embeddings"] = m.rope.length
     if family.turning is not None:
         config["rope_parameters"]["partial_rotary_factor"] = m.rope.fraction
@@ -146,7 +144,7 @@ def _given(key: Key, config: dict[str, Any]) -> Any:
     name = next((name for name in key.theirs if name in config), None)
     value = key.absent if name is None else config[name]
     if value is REQUIRED:
-        raise BadInput(f"config.json: {key.theirs[0]}", got="nothing", needed="its value", fix=_RIGHT_FILE)
+        raise BadInput(f"config.json: {key.theirs[0]}", got="nothing", needed="a value", fix=_RIGHT_FILE)
     if isinstance(value, list | dict) or (key.values is not None and value not in key.values):
         one_of = " or ".join(json.dumps(each) for each in key.values or ())
         _refuse(key.theirs[0] if name is None else name, value, one_of or "one value for all layers")
@@ -157,7 +155,8 @@ _SLIDES = {True: "sliding_attention", False: "full_attention"}
 
 
 def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Return recipe key -> value for the window and the layers that have it: none, all, or as layer_types or the family says."""
+    """Return the recipe's keys for the sliding window and the layers that have one, by layer_types, or by the family's rule if there are
+    none."""
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
@@ -207,7 +206,7 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     found["scaling"] = kind
     if kind != "none":
         found["factor"] = float(given.pop("factor"))
-    if kind == "dynamic":  # for llama3 and yarn, rope_parameters has the length
+    if kind == "dynamic":  # other kinds have the length in rope_parameters
         found["trained_length"] = int(config["max_position_embeddings"])
     if kind in _LOWS:
         found["trained_length"] = given.pop("original_max_position_embeddings", None) or config["max_position_embeddings"]
@@ -218,7 +217,7 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
         found["whole_pairs"] = False
     if kind == "yarn" and family.latent:
         found |= _mscales(given)
-    if kind == "yarn" and "mscale_all" not in found:  # then moe/nn/rotary.py multiplies cos and sin by this size
+    if kind == "yarn" and "mscale_all" not in found:  # moe/nn/rotary.py then multiplies cos and sin by `size`
         size, given_size = 0.1 * math.log(found["factor"]) + 1, given.pop("attention_factor", None)
         if given_size is not None and not math.isclose(given_size, size, rel_tol=1e-5):
             _refuse("rope_parameters.attention_factor", given_size, f"null, or {size:.7g}, which is 0.1 ln(factor) + 1")
@@ -242,7 +241,8 @@ def _rope_parameters(rope: Rope, channels: int) -> dict[str, Any]:
 
 
 def _mscales(given: dict[str, Any]) -> dict[str, float]:
-    """Take mscale and mscale_all_dim out of YaRN's parameters, and return the recipe's keys. Raises BadInput for the second alone."""
+    """Take mscale and mscale_all_dim out of `given`, YaRN's parameters. Returns the recipe's keys for them. Raises BadInput for the second
+    without the first."""
     mscale, every = float(given.pop("mscale", None) or 0), float(given.pop("mscale_all_dim", None) or 0)
     if every and not mscale:
         _refuse("rope_parameters.mscale", "null", "mscale together with mscale_all_dim")
@@ -270,4 +270,4 @@ def _layers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(key: str, got: object, needed: str) -> None:
-    raise BadInput(f"config.json: {key}", got=got, needed=needed, fix="nothing here computes another: see docs/use/huggingface.md")
+    raise BadInput(f"config.json: {key}", got=got, needed=needed, fix="no other value is supported: see docs/use/huggingface.md")

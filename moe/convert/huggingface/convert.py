@@ -74,7 +74,7 @@ def biases_of(run: Run) -> Shapes:
 def _whole(out: Path, what: str) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `out` at the end, or removed after an error. `what`: the argument that names `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix="choose another, or remove it")
+        raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix=f"choose another folder, or remove {out}")
     part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
     try:
         part.mkdir(parents=True)
@@ -91,14 +91,11 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-# --- hf:PATH to a run ---------------------------------------------------------------------------------------------------------
-
-
 def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str]:
     """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists."""
     config = _config(source)
     values = recipe_values(config)
-    length = overrides.get("model.max_length", values["model"]["max_length"])  # it decides the number of sentinels
+    length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinels
     tokenizer, said = read_tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
     read_as = {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
     values["data"] = values.get("data", {}) | ({"tokenizer": "bytes"} if tokenizer["kind"] == Bytes.name else read_as)
@@ -132,9 +129,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
 
 def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str, Any]) -> list[str]:
     """Convert the folder of `--init_from hf:PATH` to the run `base`, whose weights the run of `recipe` then loads. Returns lines to print.
-
-    An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model.
-    """
+    An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model."""
     run = load(recipe, overrides)[0]
     differs = _differences(run, shapes_of(run), _config(source))
     if differs:
@@ -160,22 +155,17 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> tuple[Run, dict[str, str]]:
-    """Return (the recipe of `values` with `overrides`, key -> its origin). Raises BadInput for overrides that config.json decides.
-
-    `values`: section -> key -> value. `path`: a temporary file through which the values are read, and which names their origin.
-    """
+    """Return (the recipe of `values` with `overrides`, key -> origin of its value). Raises BadInput for an override of the model's keys.
+    `values`: section -> key -> value. `path`: a temporary file, whose name is the origin of the `values`."""
     fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
     if fixed:
-        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="recipe keys of training", fix=f"remove --{fixed[0]}")
+        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="keys of training", fix=f"remove --{fixed[0]}")
     build_run(values)
     path.write_text(yaml.safe_dump(values))
     run, origins = load(str(path), dict(overrides))
     path.unlink()
     check_together(run.resolve(1))
     return run, origins
-
-
-# --- a run to hf:PATH ---------------------------------------------------------------------------------------------------------
 
 
 def _take_along(source: Path, into: Path) -> None:
@@ -189,9 +179,7 @@ def _take_along(source: Path, into: Path) -> None:
 
 def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     """Convert the run `source` to the folder `out` for transformers. Returns the lines to print. Raises BadInput before the folder exists.
-
-    `dtype`: dtype of the weights, a key of DTYPES (parallel/numerics/precision.py). None: their original dtype, or the run's.
-    """
+    `dtype`: dtype of the weights, a key of DTYPES (parallel/numerics/precision.py). None: their original dtype, or the run's."""
     path = find(source)
     reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)
@@ -227,18 +215,15 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """Return the dtype in which each tensor is written: `asked` for weights, else its original dtype, else its dtype in the checkpoint.
-
-    All dicts have the parameters' names as keys. `own`: dtypes in the checkpoint. `kinds`: weight, or EXTRA for other tensors. `came`:
-    the folder of files kept from transformers, if any. `trained`: the run has trained the model.
-    """
+    """Return name -> dtype in which each tensor is written: `asked` for weights, else the original dtype, else the dtype in the checkpoint.
+    `own`: name -> dtype in the checkpoint. `kinds`: name -> weight, or EXTRA for other tensors. `came`: the folder with the files that came
+    with the model from transformers. `trained`: the run has trained the model."""
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
     config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
-    most = said.get("most") or (
-        (config.get("dtype") or config.get("torch_dtype")) if trained else None
-    )  # runs of earlier versions have no dtypes.json
+    of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None  # earlier versions wrote no dtypes.json
+    most = said.get("most") or of_config
     default = {name: most if kinds[name] == "weight" else None for name in own}
     by_name = default | (said.get("others") or {})
     return {name: named.get(str(by_name[name]), dtype) for name, dtype in own.items()}
@@ -249,17 +234,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes this model: `kept`, the original one, or one of the first family that can. Raises BadInput.
-
-    `ends`: id of the token that ends a text.
-    """
+    """Return a config.json that describes this model: the original one, `kept`, or else of the first family that has such models. Raises
+    BadInput if no family has. `ends`: id of the token that ends a text."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
     fitting = [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]
     for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) | ids for kind in fitting]:
         try:
             differs = _differences(run, shapes, config)
-        except BadInput:  # the family cannot have such values
+        except BadInput:  # the family does not support the run's values
             continue
         if not differs:
             return _as_long(run, shapes, config, kept)
@@ -271,7 +254,8 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` with the longest of three lengths (its own, `kept`'s, the run's), or unchanged if that changes the model."""
+    """Return `config` with the longest max_position_embeddings: its own, that of `kept`, or the run's max_length. A length that would
+    change what the model computes is not taken."""
     key = "max_position_embeddings"
     lengths = [config.get(key), kept.get(key), run.model.max_length]
     longest = config | {key: max(length for length in lengths if isinstance(length, int))}
@@ -279,16 +263,17 @@ def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, A
 
 
 def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
-    """Return how a config.json's model differs from the run's: changed keys, and `parameter NAME` texts. Raises BadInput if unsupported."""
+    """Return the differences of a config.json's model from the run's: changed keys, and `parameter NAME` for other shapes. Raises BadInput
+    for an unsupported config.json."""
     other = build_run(recipe_values(config))
     theirs = shapes_of(other) | biases_of(other)
-    training = ("data.", "router.bias_rate")  # not compared: config.json has no data, and whether there is a bias is in the shapes
+    training = ("data.", "router.bias_rate")  # not compared: config.json has no data, and the shapes show whether there is a bias
     found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith(training)]
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
 def main(source: str, to: str, *, overrides: dict[str, str], dtype: str | None = None, json: str | None = None) -> int:
-    """Convert the folder hf:PATH to a run if `source` is one, else the run `source` to the folder `to`; print the lines of the report."""
+    """Convert the folder `source` = hf:PATH to the run `to`, or else the run `source` to the folder `to`; print what was done."""
     if source.startswith(PREFIX):
         said = to_run(user_path(source.removeprefix(PREFIX), what="hf:PATH"), Path(to), overrides=overrides)
     else:

@@ -62,7 +62,7 @@ def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[
 
 
 def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's values that the table of keys cannot express. `given`: the values by the table, key -> value."""
+    """Return the recipe's values that are not in the table of keys (families.py). `given`: recipe key -> value by the table."""
     encoder, decoder = int(config["num_layers"]), _decoder_layers(config)
     length = int(config.get("n_positions") or LENGTH)
     values: dict[str, Any] = {"model.num_layers": encoder + decoder, "model.encoder_layers": encoder, "model.max_length": length}
@@ -78,7 +78,7 @@ def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any])
 
 
 def config_of(family: Family, run: Run) -> dict[str, Any]:
-    """Return the keys of config.json that the table of keys cannot express."""
+    """Return the values of config.json that are not in the table of keys (families.py)."""
     m, spec = run.model, run.router
     encoder, decoder = m.decoder_begins, m.num_layers - m.decoder_begins
     values: dict[str, Any] = {"num_layers": encoder, "num_decoder_layers": decoder, "n_positions": m.max_length}
@@ -95,6 +95,6 @@ def config_of(family: Family, run: Run) -> dict[str, Any]:
 
 
 def _sparse(layers: int, count: int) -> list[int]:
-    """Return the indices of a half's `count` layers with experts, by transformers' rule, which treats a count of 0 as 1."""
+    """Return the indices of the `count` layers with experts in a half of `layers` layers, by transformers' rule, where 0 counts as 1."""
     step = layers // count if count > 0 else layers
     return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]

@@ -19,11 +19,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: transposed in the file.
-
-    `half`: 0 for the gate projection and 1 for the up projection if one tensor of the file holds both, one after the other along the first
-    dim of an expert, or with `mixed` interleaved in the last dim.
-    """
+    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: transposed in the file. `half`: if one tensor of
+    the file holds both gate projection (0) and up projection (1): joined along the first dim of an expert, or, with `mixed`, interleaved in
+    the last dim."""
 
     theirs: str
     ours: str
@@ -33,7 +31,7 @@ class Row:
 
     @property
     def stacked(self) -> bool:
-        """Whether one tensor of the file holds all experts."""
+        """Return whether one tensor of the file holds all experts."""
         return "{e}" in self.ours and "{e}" not in self.theirs
 
 
@@ -57,7 +55,7 @@ ROWS = (
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# rows of routers and experts, by the form of their names; `stacked` is the form that transformers has in memory, and some files have
+# rows of routers and experts, by the form of their names; `stacked`: one tensor for all experts, as in transformers' memory and some files
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
@@ -102,16 +100,14 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
     ),
 }
-# tensors of old files that are not read: the recipe implies them, or they are copies, or no layer uses them
+# tensors of old files that are not read: the recipe implies them, they are copies of others, or no layer uses them
 NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 
 @dataclass(frozen=True)
 class Key:
     """A key of config.json (`theirs`: its names, of which the first is written) and the key of a recipe with the same meaning (`ours`).
-
-    `absent`: the value if config.json has none of the names, or REQUIRED. `values`: from their values to ours; None: the same values.
-    """
+    `absent`: the value if config.json has none of the names, or REQUIRED. `values`: value of config.json -> of the recipe; None: equal."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -171,12 +167,9 @@ def _without(key: str) -> _Must:
 
 @dataclass(frozen=True)
 class Windows:
-    """The sliding windows of a family. `asked`: layers have windows only if use_sliding_window is true.
-
-    `layers` with a window, if config.json has no layer_types: `every` layer; layers `from` max_window_layers on; or every `other` layer
-    from the first on, with `asked` only those below max_window_layers. A family of `every` layer ignores layer_types.
-    `absent`: the window if config.json has no sliding_window.
-    """
+    """The sliding windows of a family. `asked`: layers have windows only if use_sliding_window is true. `absent`: the window if config.json
+    has no sliding_window. `layers` with a window: `every` layer; layers `from` max_window_layers on; or every `other` layer (0, 2, ...),
+    with `asked` below max_window_layers. If config.json has layer_types, these replace the rules `from` and `other`."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096
@@ -185,12 +178,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. `always`: recipe values that all of them have. `experts`: a key of EXPERTS; None: dense.
+    """One family of models. `always`: recipe values that all its models have. `experts`: a key of EXPERTS; None: dense.
 
-    `must`: the values that keys of config.json may have, because no others are supported; the first is written.
-    `picks_layers`: decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have them.
-    `leading`: dense layers come first, and experts may be in groups. `latent`: multi-head latent attention. `halves`: encoder and decoder.
-    `base`, `turning`: rope_theta and partial_rotary_factor if config.json has none; without `turning` all channels rotate.
+    `must`: key of config.json -> the only supported values; the first is written. `latent`: multi-head latent attention. `picks_layers`:
+    decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have experts. `leading`: dense layers come
+    first, and experts may be in groups. `halves`: the model has an encoder and a decoder. `base`, `turning`: rope_theta and
+    partial_rotary_factor if config.json has none; without `turning` all channels rotate.
     """
 
     architecture: str
@@ -212,7 +205,7 @@ class Family:
         return "shared.weight" if self.halves else "model.embed_tokens.weight"
 
 
-# by model_type; a run that several families can describe is written as the first of them
+# by model_type; a run that several families can describe is written as a model of the first
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", (*_DENSE, _HEAD, *_BIASES), _ALWAYS),
     "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS, windows=Windows("every", asked=False)),
@@ -304,7 +297,7 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
-# keys without an effect on the computation
+# keys of config.json without an effect on what the model computes
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling

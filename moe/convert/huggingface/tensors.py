@@ -35,10 +35,8 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 @dataclass(frozen=True)
 class Location:
-    """A parameter in the files: `key` of the tensor that holds it, and `expert`, its index in a stack of experts, if it is in one.
-
-    `row` says how the tensor holds it: whether it is transposed, and one half of the tensor.
-    """
+    """Location of a parameter in the files: `key` of the tensor that holds it, and its index `expert` if the tensor is a stack of experts.
+    `row`: whether the parameter is transposed there, and whether it is one half of the tensor."""
 
     row: Row
     key: str
@@ -71,10 +69,8 @@ class Location:
 
 
 def locations(name: str, family: Family, *, stacked: bool = True) -> Iterator[Location]:
-    """Yield the possible locations of a parameter, given its name in checkpoints. The first is the one that is written.
-
-    `stacked`: also yield the location in a stack of experts, if the family has experts.
-    """
+    """Yield the possible locations of a parameter, given its name in checkpoints. Files are written with the first location. `stacked`:
+    also yield the location in a stack of experts, if the family has experts."""
     kinds = [] if family.experts is None else [family.experts, "shared", *["stacked"] * stacked]
     for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)
@@ -90,10 +86,8 @@ def _pattern(ours: str) -> re.Pattern[str]:
 
 @dataclass
 class Source:
-    """The safetensors files of a folder. Raises BadInput if there are none, or a damaged one.
-
-    `files`: the file of each tensor, by key. `found` and `shapes`: location and shape of each parameter, by name, once `check` was called.
-    """
+    """The safetensors files of a folder. Raises BadInput if there are none, or a damaged one. `files`: key of a tensor -> its file. `found`
+    and `shapes`: name of a parameter -> its location and shape, once `check` was called."""
 
     folder: Path
     files: dict[str, TensorFile] = field(default_factory=dict)
@@ -141,10 +135,11 @@ class Source:
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             needed, fix = "only tensors with a parameter in the recipe's model", "this model is not covered: see docs/use/huggingface.md"
-            raise BadInput(f"tensor {left[0]}{more}", got="it in the files", needed=needed, fix=fix)
+            raise BadInput(f"tensor {left[0]}{more}", got="a tensor that nothing reads", needed=needed, fix=fix)
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
             got = f"another matrix than {family.embedding} with tie_word_embeddings"
-            raise BadInput("tensor lm_head.weight", got=got, needed="the same", fix="set tie_word_embeddings to false in config.json")
+            fix = "set tie_word_embeddings to false in config.json"
+            raise BadInput("tensor lm_head.weight", got=got, needed="the same matrix", fix=fix)
 
     def dtypes(self) -> dict[str, Any]:
         """Return {"most": the dtype of most parameters, "others": dtypes of the others by name}. Call `check` first."""
@@ -168,22 +163,20 @@ class Source:
 
 
 def _of_the_model(folder: Path) -> list[Path]:
-    """Return the files that the index names, or if it names none, all files but Mistral's second copy (consolidated*.safetensors)."""
+    """Return the files that the index names. Without an index: all files but Mistral's second copy (consolidated*.safetensors)."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         named = set()
-    if (
-        "model.safetensors" not in named and (folder / "model.safetensors").is_file()
-    ):  # this file alone has all tensors, so the index belongs to another copy of the model and is ignored
-        named = set()
+    if "model.safetensors" not in named and (folder / "model.safetensors").is_file():
+        named = set()  # model.safetensors alone has all tensors, so the index belongs to another copy of the model
     chosen = [path for path in paths if path.name in named]
     return chosen or [path for path in paths if not path.name.startswith("consolidated")] or paths
 
 
 def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Return the number of experts of each layer with experts, by the layer's name."""
+    """Return name of a layer with experts -> number of its experts."""
     found: dict[str, int] = {}
     for name in shapes:
         layer, inside, rest = name.partition(".experts.")
@@ -229,7 +222,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[i
         with usual_mode(folder / name):
             save_file(held, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(held, name)
-        held.clear()  # so that tensors of two files are never in memory together
+        held.clear()  # tensors of two files are never in memory together
     if len(counts) > 1:
         about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """Converts tokenizer.json to the tokenizer of a run, and back, with an encoder's sentinel tokens.
 
-read_tokenizer(folder, config, run)    the tokenizer's description, or that of plain bytes with a line that gives the reason
+read_tokenizer(folder, config, run)    the tokenizer's description; if it cannot be used, the description of plain bytes and the reason
 write_tokenizer(folder, described)     writes tokenizer.json and tokenizer_config.json if the model came without them
 """
 
@@ -18,7 +18,7 @@ from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
-    """Return (the description of the model's tokenizer, or of plain bytes if it cannot be used; the lines to print)."""
+    """Return (description of the model's tokenizer, or of plain bytes if it cannot be used; lines to print)."""
     room = run.vocab_size - run.num_sentinels
     held = f"a vocabulary of {run.vocab_size}{f' with {run.num_sentinels} sentinels' if run.num_sentinels else ''}"
     try:
@@ -26,7 +26,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
             raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
         content = json_text.loads(read_text(source / "tokenizer.json"))
         known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
-        if len(known) > room:  # checked here, because the library is slow with millions of ids
+        if len(known) > room:  # checked before the library reads it, which is slow with millions of ids
             raise BadInput("tokenizer.json", got=f"{len(known)} ids for {held}", needed="", fix="")
         content = _without_sentinels(content, run)
         if _is_bytes(content, _ends(source, config)):
@@ -48,12 +48,12 @@ def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
 
 
 def _sentinels(run: Run) -> dict[int, str]:
-    """Return the text of each sentinel in transformers, by its id, ascending."""
+    """Return id -> text in transformers of each of the run's sentinels, ascending."""
     return {run.vocab_size - 1 - n: f"<extra_id_{n}>" for n in reversed(range(run.num_sentinels))}
 
 
 def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """Return `tokenizer` with the run's sentinels added; it ends each text with the token `ends`, which has the id `separator`."""
+    """Return `tokenizer` with the run's sentinels, and with the token `ends` after each text, which has the id `separator`."""
     form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
@@ -65,7 +65,7 @@ def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: s
 
 
 def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Return the tokenizer without the sentinels that the run adds itself, which have the ids of the run's sentinels."""
+    """Return `tokenizer` without the sentinels that have the same ids in the run, because the run adds its sentinels itself."""
     added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
     return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
 
@@ -92,11 +92,8 @@ def _ends(source: Path, config: dict[str, Any]) -> int | None:
 
 
 def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
-    """Write tokenizer.json and tokenizer_config.json into the folder `part` if it has none. Returns the lines to print.
-
-    `described`: the run's tokenizer. `came`: the model came from transformers; if such a run reads bytes, the model's tokenizer could
-    not be used, and none is written.
-    """
+    """Write tokenizer.json and tokenizer_config.json into the folder `part` if it has none. Returns the lines to print. `described`: the
+    run's tokenizer. `came`: the model came from transformers. Then no tokenizer of bytes is written, because it is not the model's."""
     tokenizer = load_tokenizer(described)
     if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
         reads = "ids" if isinstance(tokenizer, Ids) else "plain bytes"
@@ -105,9 +102,8 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
     ends = tokenizer.token_bytes[tokenizer.separator].decode()
     if not (part / "tokenizer.json").is_file():
         model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
-        if (
-            run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size
-        ):  # the library needs added tokens with ids that follow the tokenizer's without a gap
+        # the library takes added tokens only if their ids follow the tokenizer's without a gap
+        if run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size:
             model = _with_sentinels(model, run, tokenizer.separator, ends)
         (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
     if not (part / "tokenizer_config.json").is_file():

@@ -1,1 +1,1 @@
-"""Dispatchers: rows to the ranks that hold their experts, and results back. dispatcher.py has the interface, catalog.py the names."""
+"""Dispatchers send rows to the ranks that hold their experts, and results back. dispatcher.py has the interface, catalog.py the list."""

@@ -2,8 +2,7 @@
 
     x_TD, experts, gates --all-gather over ep--> tokens of all ranks --own experts' rows--> partial sums, fp32 --reduce-scatter--> y_TD
 
-No rows are sorted for sending and no counts are exchanged. But each token is sent (ep - 1) times; the all-to-all sends it
-k (ep - 1) / ep times. So this is for ep of at most about k.
+Each token is sent (ep - 1) times; the all-to-all sends it k (ep - 1) / ep times. So this is for ep of at most about k.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Gathered(Exchange):
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
     def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
-        """All-gather values [T, ...] of all ranks to [A, ...], each padded to `longest` tokens, and its last dim by `wider` zeros."""
+        """Return values [A, ...] of all ranks, each padded to `longest` tokens and by `wider` zeros in its last dim."""
         import torch.nn.functional as F
 
         from parallel.mesh.collectives import all_gather
@@ -75,7 +74,7 @@ class Gathered(Exchange):
         return all_gather(F.pad(values_T, missing) if any(missing) else values_T, self.axis)
 
     def _places(self, routing: Routing) -> Tensor:
-        """Return [T, K]: 1 + the place of each choice's expert (placement.py), or 0 for a dropped choice. Padding added later is 0, too."""
+        """Return [T, K]: 1 + the place of each choice's expert (placement.py), or 0 for a dropped choice, as for padding."""
         from moe.experts.dispatch.placement import place_of
 
         place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)

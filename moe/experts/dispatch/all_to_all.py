@@ -5,9 +5,8 @@ With `overlap_chunks` above 1, the experts of a rank are cut into chunks, and on
     link     | rows 0  | rows 1  | back 0, rows 2 | back 1, rows 3 | back 2  | back 3 |
     compute            | chunk 0 | chunk 1        | chunk 2        | chunk 3 |          backward pass: likewise, last chunk first
 
-One exchange of counts serves all chunks. Each expert gets the same rows in the same order as in a single exchange, so results are
-equal. Autograd runs the calls in reverse order, so the backward pass overlaps too: it starts the exchange of all results' gradients
-before it computes the first network. Sources: FasterMoE (PPoPP 2022), Tutel (arXiv 2206.03382, section 4.2).
+One exchange of counts serves all chunks. Autograd runs the calls in reverse order, so the backward pass overlaps too. Sources: FasterMoE
+(PPoPP 2022), Tutel (arXiv 2206.03382, section 4.2).
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ class AllToAll(Dispatcher):
 
 @dataclass(frozen=True)
 class Chunked(Exchange):
-    """All-to-all over ep in `chunks` chunks of the held experts."""
-
     chunks: int = 2
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
@@ -93,7 +90,7 @@ class Chunked(Exchange):
         return y_TD
 
     def _plan(self, routing: Routing) -> tuple[Plan, list[Step], list[list[int]]]:
-        """Return (plan of rows, sorted by chunk, rank, expert; each chunk's exchange; each chunk's number of received rows per expert)."""
+        """Return (plan of rows, sorted by chunk, rank and expert; exchange of each chunk; rows received by each chunk's experts)."""
         from moe.experts.dispatch.placement import plan_rows
         from moe.experts.dispatch.steps import Step
         from parallel.mesh.exchange import exchange_counts

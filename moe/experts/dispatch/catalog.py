@@ -36,7 +36,6 @@ class Own(AllToAll):
 
 
 def dispatcher_of(settings: sections.Dispatch) -> Dispatcher:
-    """Return the dispatcher that a recipe's section names."""
     return Own(settings) if is_plugin(settings.kind) else DISPATCHERS.get(settings.kind, AllToAll)(settings)
 
 
@@ -52,7 +51,7 @@ def check_dispatch(settings: sections.Dispatch, *, ranks: int, held: int) -> Non
 
 
 def open_exchange(settings: sections.Dispatch, mesh: Mesh, sizes: Sizes) -> Exchange:
-    """Open the recipe's dispatcher for a model. On one rank of ep, no rows are sent, whatever the recipe's dispatcher. Collective."""
+    """Open the recipe's dispatcher for a model, or Local if a rank holds all experts. Collective."""
     if mesh.axis("ep").size > 1:
         return dispatcher_of(settings).open(mesh, sizes)
     return Local() if mesh.axis("etp").size == 1 else AllToAll(settings).open(mesh, sizes)
@@ -65,5 +64,5 @@ def examples() -> dict[str, dict[str, Any]]:
 
 
 def rows_for(ep: int) -> list[str]:
-    """Return the names of `examples` that differ from each other on `ep` ranks: one if a rank holds all experts."""
+    """Return the names of `examples` that send rows differently on `ep` ranks; one name if a rank holds all experts."""
     return [row for row, section in examples().items() if ep >= DISPATCHERS[section["kind"]].least_ranks] or [PLAIN]

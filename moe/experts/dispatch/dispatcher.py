@@ -1,14 +1,11 @@
-"""How tokens reach the ranks that hold their experts: one object a dispatcher, each in a file of its own; catalog.py lists them.
+"""How tokens reach the ranks that hold their experts: one object for each dispatcher, in a file of its own; catalog.py lists them.
 
     dispatcher   the recipe's settings, and facts                    what it refuses, sends and costs
     exchange     dispatcher.open(mesh, sizes), once for a model      buffers, process groups and streams are made here
     layer        exchange.layer("layers.3")                          y_TD = layer.run(x_TD, routing, experts)
 
-All give the same results. Memory is proportional to routed rows (tokens * choices * width). Source: GShard (arXiv 2006.16668).
-
-Checks, planner, `moe verify` and benches ask the object, and have no list of names. A new dispatcher is a file here, a line in catalog.py,
-and its name and keys in moe/recipe/sections. It counts the collectives of other libraries by `count` of parallel/mesh/collectives.py.
-Recipes are checked before torch is loaded, so these files import it inside functions.
+All give the same results (GShard, arXiv 2006.16668). A new dispatcher is a file here, a line in catalog.py, and its name and keys in
+moe/recipe/sections. Recipes are checked before torch is loaded, so these files import it inside functions.
 """
 
 from __future__ import annotations
@@ -46,11 +43,11 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatcher(ABC):
-    """One way to send rows, with the recipe's section `dispatch`. The attributes are facts that other code asks for.
+    """A method of sending rows, with the recipe's section `dispatch`. Its attributes are facts, which checks, planner and tables read.
 
-    `about`: when to use it, shown in tables. `reads`: keys of `dispatch` that no other dispatcher reads -> the reason. `examples`: name of
-    each row that `moe verify` has for it -> keys of `dispatch`; empty: one row, by the dispatcher's name. `least_ranks`: smallest ep for
-    which it differs from the other dispatchers.
+    `about`: when to use it. `reads`: keys of `dispatch` that no other dispatcher reads -> the reason. `examples`: name of each row that
+    `moe verify` has for it -> keys of `dispatch`; empty: one row, by its name. `least_ranks`: smallest ep for which it differs from
+    all_to_all.
     """
 
     settings: sections.Dispatch
@@ -63,15 +60,15 @@ class Dispatcher(ABC):
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks into which a rank's experts are cut, each computed by a call of its own."""
+        """Return the number of chunks into which a rank's experts are cut."""
         return 1
 
     def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  most refuse nothing
-        """Refuse settings with which this dispatcher cannot work on `ranks` ranks of ep with `held` experts each. Raises BadInput."""
+        """Refuse settings that cannot work on `ranks` ranks of ep with `held` experts each. Raises BadInput."""
 
     @abstractmethod
     def traffic(self, load: Load) -> Traffic:
-        """Return the messages that one layer sends for `load`, one rank's tokens and rows, if there is no dropout inside the experts."""
+        """Return the messages that one layer sends for one rank's tokens and rows, without dropout inside the experts."""
 
     @abstractmethod
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
@@ -81,9 +78,8 @@ class Dispatcher(ABC):
 @dataclass(frozen=True)
 class Exchange(ABC):
     """An opened dispatcher, for all layers of a model or, from `layer`, for one of them. It keeps nothing between calls but buffers.
-
     `axes`: those over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
-    place (None: expert p at place p), where rank i of ep holds the i-th chunk of places (placement.py).
+    place (placement.py); None: expert p at place p.
     """
 
     axes: tuple[Axis, ...] = ()

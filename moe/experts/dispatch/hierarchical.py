@@ -3,10 +3,8 @@
     ep 4 = 2 nodes x 2        rank 0 (node 0, local 0) --step 1: node 0--> rank 1 (node 0, local 1) --step 2: local 1--> rank 3
     row for an expert         of rank 3 (node 1, local 1)
 
-A rank sends one message to each other node instead of one to each rank there: `node_size` times fewer and larger messages with the
-same bytes. Within the node it sends more bytes. The mesh has the axes ep_inner and ep_outer: rank (o, i) of ep is o * inner + i. Rows
-reach an expert in the order of their source ranks, as in one all-to-all, so results are equal to the bit. Source: Tutel (arXiv
-2206.03382, section 3.4).
+Between nodes, a rank sends `node_size` times fewer and larger messages with the same bytes; within the node it sends more bytes. Rank
+(o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. Source: Tutel (arXiv 2206.03382, section 3.4).
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     rows_RD of each etp rank --all-gather--> rows of all, by expert --1/etp of the hidden units--> partial sums
     rows_RD back             <--reduce-scatter, fp32--------------------------------------------------'
 
-Split, each rank computes its hidden units of every row. w1 and w3 are split by columns, w2 by rows, so one sum after w2 is enough
-(Megatron-LM, arXiv 1909.08053, section 3; on an axis of its own as in arXiv 2504.14960). Ranks may have different numbers of rows, or
-none: each pads its block to the longest. Random keys of dropout inside the experts are gathered with the rows.
+w1 and w3 are split by columns, w2 by rows, so one sum after w2 is enough (Megatron-LM, arXiv 1909.08053, section 3). Ranks may have
+different numbers of rows, or none: each pads its block to the longest.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from parallel.mesh.mesh import Axis
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout inside the experts.
-
-    `position_T` int64 [T]: each token's index in the step. `scale(position_R)` returns 0 or 1 / (1 - p) for each hidden unit, [R, F].
+    """Dropout inside the experts. `position_T` int64 [T]: each token's index in the step.
+    `scale(position_R)` returns 0 or 1 / (1 - p) for each hidden unit, [R, F].
     """
 
     position_T: Tensor
@@ -45,10 +43,8 @@ def compute(
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Apply the experts to rows_RD, which are sorted by expert with counts[e] rows for expert e. Return [R, D] in the same order and dtype.
-
-    `weights`: the chunk of experts to apply; None: all experts of this rank. `etp`: the axis over which each expert's matrices are
-    sharded. `position_R`: index in the step of each row's token, needed only for dropout.
+    """Apply the experts to rows [R, D], sorted by expert with counts[e] rows for expert e. Keep order and dtype. `weights`: the chunk of
+    experts to apply; None: all experts of this rank. `position_R`: index in the step of each row's token, for dropout.
     """
     if etp.size == 1:
         dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)

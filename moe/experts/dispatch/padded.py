@@ -3,9 +3,8 @@
     rows sorted by expert --spread--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --collect--> rows by expert
                                       |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
 
-A block has as many slots as the router's capacity, or (dropless) as the largest count on any rank. The number of filled slots is
-sent too, also in equal sizes. Experts compute filled slots only: an empty slot costs its bytes, but no row of a matrix product. For
-links and compilers that want static shapes (GShard, arXiv 2006.16668, section 3.2).
+A block has as many slots as the router's capacity, or (dropless) as the largest count on any rank. Experts compute filled slots only.
+For links and compilers that want static shapes (GShard, arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Padded(Dispatcher):
 
 
 def blocks(exchange: Exchange, routing: Routing) -> Route:
-    """Plan one step over ep that exchanges equal blocks of slots."""
     from moe.experts.dispatch.placement import plan_rows
     from moe.experts.dispatch.steps import Route, Step
     from parallel.mesh.collectives import max_over

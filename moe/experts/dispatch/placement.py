@@ -1,10 +1,10 @@
 """Placement: which rank holds which expert. A layer has places 0, 1, ..., each with one expert; each rank has an equal chunk of places.
 
-    load_E   9 1 1 1 8 1 1 2       experts in order:  ranks compute  | 9 1 1 1 | 8 1 1 2 |
-    load_E   9 8 1 1 1 1 1 2       experts in order:                 | 9 8 1 1 | 1 1 1 2 |      the first rank is slow
+    load_E   9 8 1 1 1 1 1 2       experts in order:  ranks compute  | 9 8 1 1 | 1 1 1 2 |      the first rank is slow
                                    balanced:                         | 9 1 1 1 | 8 2 1 1 |
-Rows are sorted by the places of their experts. Placement changes the rank of an expert, not its results. Source: expert placement by
-load as in FlexMoE (arXiv 2304.03946) and FasterMoE (PPoPP 2022); here experts are moved, not copied.
+
+Rows are sorted by the places of their experts. Source: expert placement by load as in FlexMoE (arXiv 2304.03946) and FasterMoE (PPoPP
+2022); here experts are moved, not copied.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ Placement = tuple[int, ...]
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
-    """Return the expert at each place. Assign the heaviest expert first, always to the least loaded rank with a free place.
-
-    Ties go to the lower expert and the lower rank, so all ranks compute the same placement. Each rank's experts are in ascending
-    order. Raise BadInput if `ranks` does not divide the number of experts.
+    """Return the expert at each place: the heaviest expert first, each to the least loaded rank that has a free place. Ties go to the lower
+    expert and the lower rank, so all ranks compute the same placement. Raise BadInput if `ranks` does not divide the number of experts.
     """
     if ranks < 1 or len(load_E) % ranks:
         raise BadInput("ranks", got=ranks, needed=f"a divisor of {len(load_E)} experts", fix=f"use one of {divisors(len(load_E))}")
@@ -45,13 +43,12 @@ def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
 
 
 def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) -> list[float]:
-    """Return the summed load of each rank's experts."""
     places = len(placement) // ranks
     return [sum(load_E[e] for e in placement[r * places : (r + 1) * places]) for r in range(ranks)]
 
 
 def plan_rows(kernels: ModuleType, routing: Routing, *, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Plan:
-    """Return the plan of the kept choices, with rows and counts sorted by the places of their experts, as `place_of` returns them."""
+    """Return the plan of the kept choices, with rows and counts sorted by the places of their experts (`place_of`)."""
     num_experts = routing.probs_TE.shape[1]
     place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=placement, order=order)
     plan: Plan = kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
@@ -60,8 +57,7 @@ def plan_rows(kernels: ModuleType, routing: Routing, *, placement: Placement | N
 
 def place_of(expert_TK: Tensor, *, num_experts: int, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Tensor:
     """Return the place of each choice's expert, [T, K]. Place p holds expert `placement[p]` (None: expert p).
-
-    `order`: all places in a new order, in which they are numbered instead: place order[0] becomes 0, place order[1] becomes 1, ...
+    `order`: renumbers places, so that place order[i] becomes i.
     """
     if placement is None and order is None:
         return expert_TK

@@ -1,9 +1,7 @@
 """Rows are sent in one or more steps, each an exchange over one axis; results come back by the same steps in reverse order.
 
-    x_TD --permute--> rows sorted by destination --exchange over an axis, reorder-->  ...  --> rows of the experts held here, by expert
-    y_TD <--combine-- rows sorted by destination <--inverse, exchange---------------  ...  <--
-
-Counts are exchanged before rows. A step sorts the rows that it received by the destination of the next step, or by expert after the last.
+x_TD --permute--> rows sorted by destination --exchange over an axis, reorder-->  ...  --> rows of the experts held here, by expert
+y_TD <--combine-- rows sorted by destination <--inverse, exchange---------------  ...  <--
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ from parallel.mesh.mesh import Axis
 
 @dataclass(frozen=True)
 class Step:
-    """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank. `order_R`: received rows' indices in their new order.
-
-    With `slot_R`, slots are exchanged instead of rows, and some are empty: `send` and `receive` count slots, `slot_R` has the slot of each
-    row sent, and `order_R` the slots received that have a row.
+    """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank.
+    `order_R`: index of each received row, in the new order. With `slot_R`, slots are exchanged, of which some are empty: `send` and
+    `receive` count slots, `slot_R` is the slot of each row sent, and `order_R` lists the received slots that have a row.
     """
 
     axis: Axis
@@ -94,8 +91,6 @@ def uneven(exchange: Exchange, routing: Routing) -> Route:
 
 @dataclass(frozen=True)
 class Steps(Exchange):
-    """An exchange in the steps that `route` plans."""
-
     route: Callable[[Exchange, Routing], Route] = uneven
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:

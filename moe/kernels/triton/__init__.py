@@ -4,8 +4,7 @@
     rows.py      permute, reorder, combine     gemm.py    the kernels that multiply
     network.py   grouped_ffn, routed_ffn       device.py  tile sizes, and the device a kernel runs on
 
-Deterministic: no atomics, one writer per element, sums in a fixed order, tile sizes by a fixed rule. Rows are fp32, bf16 or fp16;
-all sums are fp32. Importing this package imports triton; `moe.kernels.choose` does so only if triton can run.
+Deterministic: no atomics, one writer per element, sums in fp32 in a fixed order. Importing this package imports triton.
 Sources: SonicMoE (arXiv 2512.14080), ScatterMoE (arXiv 2403.08245), MegaBlocks (arXiv 2211.15841).
 """
 

@@ -1,7 +1,6 @@
 """The device that the kernels run on, and their tile sizes.
 
 Tile sizes follow from shape, dtype and device by a fixed rule, never from timing, so two runs and two ranks give the same bits.
-Tests need no GPU: TRITON_INTERPRET=1, set before triton is first imported, runs every kernel on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def check_dtype(tensor: Tensor) -> None:
-    """Raise BadInput unless the kernels support the tensor's dtype."""
     if tensor.dtype not in DTYPES:
         fix = Set("it", "auto", "reference")
         raise BadInput("experts.kernels", got=f"triton for {tensor.dtype}", needed="float32, bfloat16 or float16", fix=fix)
@@ -40,10 +38,8 @@ def check_dtype(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of a matrix product: `m` rows times `n` columns, summed over `k` at a time.
-
-    `warps` of 32 threads compute it, with loads pipelined `stages` deep. `group` row tiles take the same columns one after another,
-    so that these columns stay in the L2 cache.
+    """Tile of a matrix product: `m` rows times `n` columns, summed over `k` at a time by `warps` of 32 threads, with loads pipelined
+    `stages` deep. `group` row tiles take the same columns one after another, so that these columns stay in the L2 cache.
     """
 
     m: int
@@ -59,7 +55,6 @@ class Tile:
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Return the number of rows of the largest tile for this dtype."""
     return 32 if INTERPRETED else 64 if dtype == torch.float32 else 128
 
 

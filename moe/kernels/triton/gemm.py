@@ -5,7 +5,7 @@
     back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
     weights   dW = left^T right over one expert's rows, left and right gathered or not
 
-All sums are fp32. The tile map, made on the GPU, gives each tile's expert and rows. Weights are contiguous.
+All sums are fp32. Weights are contiguous.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _source(choice, row_M, end, choices):
-    """Return the source of each row: its token, or (choice None) the row itself. Rows beyond the end, never stored, get a valid source."""
+    """Return each row's source: its token or, without `choice`, the row itself. Rows beyond `end`, which are not stored, get any source."""
     if choice is not None:
         return tl.load(choice + row_M, mask=row_M < end, other=0) // choices
     else:
@@ -47,7 +47,6 @@ def _source(choice, row_M, end, choices):
 
 @triton.jit
 def _rows(at, source_M, k_K, width, EVEN: tl.constexpr):
-    """Load [M, K]: columns k_K of the source rows, each `width` wide."""
     at_MK = at + source_M[:, None] * width + k_K[None, :]
     if EVEN:
         return tl.load(at_MK)
@@ -95,7 +94,6 @@ def _gate(g, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def _bias(at, expert, n_N, width, EVEN: tl.constexpr):
-    """Load [N]: the expert's biases."""
     at += expert.to(tl.int64) * width
     if EVEN:
         return tl.load(at + n_N).to(tl.float32)
@@ -117,10 +115,8 @@ def up(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute H, G and A, all [R, F], of the rows x[token].
-
-    `w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward pass follows. `scale`: dropout's factors [R, F],
-    or None. `b1`, `b3` [E, F]: None without biases. `choice`: the flat choice of each row, `choices` a token; None: rows are x's.
+    """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward
+    pass follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice of each row, `choices` a token; None: x has rows.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
@@ -162,10 +158,8 @@ def product(
     TURNED: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Multiply each row by its expert's matrix: out[r] = a[r] w[e] [+ a_too[r] w_too[e]], out [R, columns], where e is the expert of row r.
-
-    a is [R, inner], its rows sorted by expert. w is [E, inner, columns], or [E, columns, inner] if TURNED. tiles: (expert, first row, end)
-    of each row tile; a negative expert marks a tile without rows.
+    """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, out [R, columns]. w is [E, inner, columns], or [E,
+    columns, inner] if TURNED. tiles: (expert, first row, end) of each row tile; a negative expert marks a tile without rows.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:
@@ -191,10 +185,8 @@ def back(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute dH, dG and gate * A, all [R, F], and for each row and column tile its summand of the gate's gradient <dA, A>.
-
-    `parts` [R, column tiles] fp32: those summands. `gate`, `parts`: None if rows are not combined. `scale`: dropout's factors.
-    `choice`: the flat choice of each row; None: `grad` has rows.
+    """Compute dH, dG and gate * A, all [R, F], and `parts` [R, column tiles] fp32: summands of the gate's gradient <dA, A>. `gate`,
+    `parts`: None if rows are not combined. `scale`: dropout's factors. `choice`: the flat choice of each row; None: `grad` has rows.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
@@ -259,9 +251,7 @@ def weights(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[e] = left^T right over expert e's rows, zero if it has none, and out_too[e] = left^T right_too if that is given.
-
-    `left_choice`, `right_choice`: the flat choice of each row, if the operand has tokens; None: it has rows. `ends` [E]: end of each
-    expert's rows.
+    `left_choice`, `right_choice`: the flat choice of each row, if the operand has tokens. `ends` [E]: end of each expert's rows.
     """
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)

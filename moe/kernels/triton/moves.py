@@ -4,7 +4,7 @@ Counting sort, stable:   count   number of choices of each expert in each block 
                          (host)  cumulative sums over blocks: the first position of each expert's choices in each block
                          rank    first position + number of earlier choices of the same expert in the block
 
-Sizes that change from step to step (tokens, rows, tiles) are not specialised, so no step waits for the compiler.
+Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -84,10 +84,8 @@ def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["tokens"])
 def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write each choice's position in its expert's queue into out [T, K], -1 for inactive choices.
-
-    The position is `before` [groups, blocks, E], the expert's choices in earlier blocks, plus its earlier choices in this block.
-    `choice_of`: the inverse, the flat choice at each position, is written there if it is given.
+    """Write each choice's position in its expert's queue into out [T, K], -1 for inactive choices. `before` [groups, blocks, E]: number of
+    the expert's choices in earlier blocks. `choice_of`, if given: receives the flat choice at each position.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)

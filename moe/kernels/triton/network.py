@@ -1,13 +1,11 @@
 """The experts' networks on rows sorted by expert, forward and backward. Saves only X and the pre-activations (SonicMoE, arXiv 2512.14080).
 
     forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are freed
-    backward   dA = dO[token] W2^T       d gate = <dA, A>, with A computed again from H and G
-               dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]
-               dW1, dW3 = X[token]^T dH, dG          db1, db3 = 1^T dH, dG
-                                                          dX = total of (dH W1^T + dG W3^T)
+    backward   dA = dO[token] W2^T       d gate = <dA, A> = <dO, Y>, with A computed again from H and G
+               dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]       dW1, dW3 = X[token]^T dH, dG       db1, db3 = 1^T dH, dG
+               dX = total of (dH W1^T + dG W3^T)
 
-<dO, Y> = <dO, A W2> = <dO W2^T, A>: the gate's gradient needs no Y. Products gather rows as they load them, so there is no
-permuted copy, forward or backward. Weights are cast to the rows' dtype at each use; gradients have the weights' dtype.
+Products gather rows as they load them, so there is no permuted copy. Gradients have the weights' dtype.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert.
-
-    `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each tile of `tile_rows`
-    rows. `plan`: given if input and output are tokens: products gather and sum a token's rows. None: input and output are rows.
+    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
+    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which products gather and sum; None: they are rows.
     """
 
     number: int
@@ -75,12 +71,10 @@ def _grid(rows: Rows, t: Tile, columns: int) -> tuple[int]:
 
 
 def _launch(t: Tile, inner: int, columns: int) -> dict[str, Any]:
-    """Return the kernels' compile-time sizes, for products [M, inner] times [inner, columns]."""
     return {"EVEN": inner % t.k == 0 and columns % t.n == 0, "GROUP": t.group, **t.launch}
 
 
 def _constants(activation: Activation) -> dict[str, Any]:
-    """Return the kernels' compile-time constants."""
     ffn, s = activation
     if s is None or ffn != "swiglu":
         return {"FFN": ffn, "ALPHA": 1.0, "LIMIT": None, "OFFSET": 0.0}
@@ -88,7 +82,7 @@ def _constants(activation: Activation) -> dict[str, Any]:
 
 
 def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return H, G and A, all [R, F]. H and G are None unless `keep` them for a backward pass; G also without a gated activation."""
+    """Return H, G and A, all [R, F]. H and G are None without `keep`, if no backward pass follows; G also without a gated activation."""
     w1, _, w3, b1, b3 = network.tensors
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
@@ -148,8 +142,7 @@ def weight_gradients(
     left: Tensor, right: Tensor, right_too: Tensor | None, like: Tensor, rows: Rows, *, gathered: str
 ) -> tuple[Tensor, Tensor | None]:
     """Return left^T right and left^T right_too of each expert, in the shape and dtype of the weight `like`.
-
-    `gathered`: the operand that is read by token: left, right or neither.
+    `gathered`: the operand that has tokens: left, right or neither.
     """
     height, width = like.shape[1:]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1 if right_too is None else 2, epilogue=False)
@@ -166,10 +159,7 @@ def weight_gradients(
 
 
 def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of b1 and b3 [E, F]: sums of grad_h and grad_g over each expert's rows, as a product with ones.
-
-    like: b1, whose dtype the results have. Both results are None if it is None; the second is None without grad_g.
-    """
+    """Return the gradients of b1 and b3 [E, F], sums over each expert's rows, in the dtype of `like` (b1); None for an absent bias."""
     if like is None:
         return None, None
     ones = grad_h.new_ones(rows.number, 1)
@@ -219,7 +209,6 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_TD: Tensor, a_gated: Tensor, grad_out: Tensor, grad_h: Tensor, grad_g: Tensor | None, rows: Rows
 ) -> tuple[Tensor | None, ...]:
-    """Compute the weights' gradients after the backward pass (zero-bubble schedules)."""
     grad_w2, _ = weight_gradients(a_gated, grad_out, None, weights[1], rows, gathered="right")
     grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, weights[0], rows, gathered="left")
     return (grad_w1, grad_w2) if weights[2] is None else (grad_w1, grad_w2, grad_w3)
@@ -239,13 +228,12 @@ def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: 
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    """Apply the network of each row's expert, as moe.kernels.reference.grouped_ffn: [R, D] to [R, D]."""
     counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
     return _apply(rows_RD, None, dropped_RF, rows, network)
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-    """Fuse permute, grouped_ffn and combine: [T, D] in x's dtype, summed in fp32 in the order of choices. Counts stay on the GPU."""
+    """Fuse permute, grouped_ffn and combine. The host does not wait for the experts' numbers of rows."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan)
     return _apply(x_TD, gate_TK.contiguous(), dropped_RF, rows, network)

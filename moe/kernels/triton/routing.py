@@ -1,8 +1,4 @@
-"""From choices to rows by the counting sort of moves.py, in integers, so results are exact.
-
-A choice's queue position is the number of earlier choices of the same expert. A plan's rows are counted in the same way, with choices
-in token order, expert after expert.
-"""
+"""From choices to rows by the counting sort of moves.py, in integers, so results are exact."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ _BLOCK = 128
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Return the experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, unlike in torch.topk."""
     scores_TE = scores_TE.contiguous()
     (tokens, num_experts), out_TK = scores_TE.shape, scores_TE.new_empty(len(scores_TE), k, dtype=torch.int64)
     block_e = max(2, triton.next_power_of_2(num_experts))
@@ -45,7 +40,7 @@ def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_expert
 
 
 def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tensor, choice_N: Tensor | None) -> None:
-    """Write each choice's position into out_TK and, for a plan (choices in token order), the choice at each position into choice_N."""
+    """Write each choice's position into out_TK and, if `choice_N` is given, the flat choice at each position into it (in token order)."""
     groups, blocks, num_experts = before_GBE.shape
     tokens, choices = expert_TK.shape[0] // groups, expert_TK.shape[1]
     with on(expert_TK):
@@ -55,7 +50,6 @@ def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tens
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Return each active choice's position, from 0, in the queue of its expert and group: [T, K]; -1 for inactive choices."""
     expert_TK, active_TK = expert_TK.contiguous(), active_TK.contiguous()
     counts_GBE = _counts(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts, queue=True)
     before_GBE = counts_GBE.cumsum(1, dtype=torch.int32) - counts_GBE
@@ -66,7 +60,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Return the plan of the kept choices: rows sorted by expert, then by token. The host waits only for the number of rows."""
+    """Make the plan by counting sort. The host waits only for the number of rows."""
     expert_TK, kept_TK = expert_TK.contiguous(), kept_TK.contiguous()
     counts_1BE = _counts(expert_TK, kept_TK, num_groups=1, num_experts=num_experts, queue=False)
     through_1BE = counts_1BE.cumsum(1, dtype=torch.int32)

@@ -18,7 +18,6 @@ _ELEMENTS = 4096  # moved by one program, 32 by a thread: enough loads at the sa
 
 
 def _blocks(width: int) -> tuple[int, int]:
-    """Return the numbers of (rows, columns) that one program handles, for rows of this width."""
     columns = min(1024, max(16, triton.next_power_of_2(width)))
     return _ELEMENTS // columns, columns
 
@@ -36,7 +35,6 @@ def gather(source: Tensor, index_R: Tensor, choices: int = 1, *, scatter: bool =
 
 
 def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-    """Sum each token's rows, times their gates if given, in fp32: [T, D] in the rows' dtype. Row -1 adds nothing."""
     check_dtype(rows_RD)
     rows_RD, row_TK, gate_TK = rows_RD.contiguous(), row_TK.contiguous(), None if gate_TK is None else gate_TK.contiguous()
     (tokens, choices), width = row_TK.shape, rows_RD.shape[1]
@@ -50,7 +48,6 @@ def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
 
 
 def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: rows.Plan) -> tuple[Tensor, Tensor]:
-    """Return (gradient of the rows [R, D], gradient of the gates [T, K]), given the gradient of the tokens' sums, in one kernel."""
     grad_TD, rows_RD, gate_TK = grad_TD.contiguous(), rows_RD.contiguous(), gate_TK.contiguous()
     grads = torch.empty_like(rows_RD), torch.zeros_like(gate_TK)
     (count, width), choices = rows_RD.shape, gate_TK.shape[1]

@@ -1,9 +1,8 @@
-"""Lists all plans for training a network on a given number of ranks: degrees of parallelism, and the choices within them.
+"""Lists all plans for training a network on a given number of ranks: degrees of parallelism, engine, schedule, kinds, micro-batch.
 
-    ranks = pp x tp x sp x dp;  ep x etp divides dp sp tp;  global batch = dp x micro-batch x micro-batches
+    ranks = pp x tp x sp x dp;  ep x etp divides dp x sp x tp;  global batch = dp x micro-batch x micro-batches
 
-A Space says which choices are tried. legal.py refuses the plans that cannot run, with the reason. A choice that is never slower and never
-takes more memory replaces another: sharded activations between layers (`sliced`) replace plain 1D tensor parallelism where possible.
+A Space lists the values that are tried for each setting. legal.py then refuses the plans that cannot run.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from moe.plan.job.network import Network, Plan
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.grids import grid
 from parallel.mesh.mesh import divisors
-from parallel.sequence.kinds.catalog import DEFAULT, SEQUENCES
+from parallel.sequence.kinds import DEFAULT, SEQUENCES
 
 
 @dataclass(frozen=True)
 class Space:
-    """Values of each plan setting that are tried. tensors, sequences: kinds of tensor and sequence parallelism.
+    """Values that are tried for each setting of a plan. tensors, sequences: kinds of tensor and sequence parallelism.
 
-    schedules: (name, stages on each rank). lists: largest number of cuts of the layers into stages for each schedule (cut.py). largest_tp,
-    largest_sp, largest_pp: largest degrees. largest_microbatch: largest size (with experts, only multiples of tp, so that each tp rank
-    routes whole sequences); None: all sizes that divide a replica's batch.
+    schedules: (name, stages on each rank). lists: for each schedule, at most this number of cuts of the layers into stages (cut.py).
+    largest_microbatch: upper limit, below which a model with experts gets only multiples of tp; None: all divisors of a replica's batch.
     """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
@@ -43,7 +41,7 @@ class Space:
 
 
 def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int, int, int, int]]:
-    """Yield degrees (pp, tp, sp, dp) with the product `world`."""
+    """Yield all (pp, tp, sp, dp) with the product `world`."""
     for pp in (n for n in divisors(world) if n <= min(space.largest_pp, network.layers)):
         for tp in (n for n in divisors(world // pp) if n <= space.largest_tp):
             for sp in (n for n in divisors(world // pp // tp) if n <= space.largest_sp):
@@ -51,8 +49,6 @@ def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int
 
 
 class Degrees(NamedTuple):
-    """Degrees of parallelism of a plan."""
-
     pp: int
     tp: int
     sp: int
@@ -65,26 +61,17 @@ def degrees_of(plan: Plan) -> Degrees:
 
 
 def degree_choices(network: Network, *, world: int, global_batch: int, space: Space) -> Iterator[Degrees]:
-    """Yield all degrees of parallelism of `world` ranks with a dp that divides the global batch and an ep that divides the experts."""
+    """Yield all degrees of parallelism of `world` ranks such that dp divides the global batch and ep divides the number of experts."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp == 0:
             yield from dict.fromkeys(Degrees(pp, tp, sp, dp, ep) for ep, _ in _experts(network, dp * sp * tp, space))
 
 
 def candidates(
-    network: Network,
-    *,
-    world: int,
-    global_batch: int,
-    base: Plan,
-    space: Space | None = None,
-    only: Collection[Degrees] | None = None,
+    network: Network, *, world: int, global_batch: int, base: Plan, space: Space, only: Collection[Degrees] | None = None
 ) -> Iterator[Plan]:
-    """Yield plans for `world` ranks, legal or not. Settings that the space does not vary (precision, storage, tiles) come from `base`.
-
-    only: if given, only plans with these degrees of parallelism.
-    """
-    space = space or Space()
+    """Yield plans for `world` ranks, also plans that cannot run. Settings that `space` does not have (precision, tiles) come from `base`.
+    only: if given, only plans with these degrees of parallelism."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp:
             continue
@@ -111,7 +98,7 @@ def candidates(
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
-    """Kinds of tensor parallelism that tp ranks can have, each as (kind, depth of its grid)."""
+    """Return (kind of tensor parallelism, depth of the 2.5D grid, otherwise 1) for all kinds that `tp` ranks can have."""
     if tp == 1:
         return [("1d", 1)]
     found = ((kind, depth) for kind in space.tensors for depth in (divisors(tp)[1:] if kind == "2.5d" else [1]))
@@ -119,7 +106,7 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
-    """Yield (ep, etp): ep divides the number of experts, and ep x etp divides `stage`, the number of ranks of a pipeline stage."""
+    """Yield all (ep, etp) such that ep divides the number of experts, and ep x etp divides the number of ranks of a pipeline `stage`."""
     if network.experts is None:
         yield 1, 1
         return

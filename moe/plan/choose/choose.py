@@ -1,19 +1,19 @@
-"""Ranks plans by predicted seconds, and refuses plans that cannot run or do not fit into memory, each with the first reason found.
+"""Ranks plans by predicted seconds of a step. Refuses plans that cannot run or do not fit into memory, each with its first reason.
 
-    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> bounds of the seconds -> seconds where needed -> ranked
+    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> lower bounds of the seconds -> seconds -> ranking
 
-Memory is computed before time because it is cheaper. A plan that fits without recompute is not tried with it, because that is slower. The
-last kind of recompute needs the least memory, so a plan that does not fit with it is refused without trying the others. Then larger
-micro-batches of the same plan are refused too, because they need more memory (except if it is the step's only micro-batch).
-The ranking uses branch and bound, best first: the plan with the smallest lower bound gets its next, tighter bound, and finally its
-seconds. If the smallest number is a plan's own seconds, that plan is ranked next. So seconds are computed for few plans. Of plans that are
-equally fast, the one with less memory comes first, then the one with fewer kinds of parallelism.
+Memory is checked before time because it is cheaper. A plan that fits without recompute is not tried with recompute, which is slower. The
+last kind of recompute needs the least memory: if a plan does not fit with it, no other kind is tried. Larger micro-batches of that plan
+are then refused too, because they need more memory (except if a step has only one micro-batch).
+The ranking is a best-first branch and bound: the plan with the smallest lower bound gets its next, tighter bound, and at last its exact
+seconds. A plan is ranked when its exact seconds are the smallest number left. So few plans need exact seconds. Among equally fast plans,
+the one with less memory comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from itertools import chain, islice
 from typing import NamedTuple
@@ -21,12 +21,13 @@ from typing import NamedTuple
 from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.network import Network, Plan, Recomputed
 
-ROUNDED = 1 + 1e-9  # tolerance for sums of bytes that differ only in their order
+ROUNDED = 1 + 1e-9  # tolerance: the order of a sum changes its last digits
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A plan that can run and fits. seconds: predicted, of a step. held_bytes: of its fullest rank. advice: why it is not recommended."""
+    """A plan that can run and fits into memory. seconds: predicted time of a step. held_bytes: memory of the rank that needs most. advice:
+    reason why the plan is not recommended; None if it is."""
 
     plan: Plan
     seconds: float
@@ -36,7 +37,8 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Refused:
-    """Plans refused for one reason. count: number of plans. example: if they do not fit, the plan with the smallest excess (over_bytes)."""
+    """`count` plans that were refused for one reason. over_bytes: by how much `example` exceeds the memory limit, 0 for other reasons.
+    example: of plans that exceed the limit, the one that does so by least; for other reasons, the first plan."""
 
     reason: str
     count: int
@@ -46,25 +48,31 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Result of `choose`. tried: number of plans. fitting: number that can run and fit. ranked: best first. nearest: (the refused plan that
-    exceeds the memory limit by least, its excess in bytes); None if no plan was refused for memory."""
+    """Result of `choose`. tried: number of plans. fitting: number of plans that can run and fit. ranked: best plan first."""
 
     tried: int
     fitting: int
     ranked: tuple[Ranked, ...]
     refused: tuple[Refused, ...]
-    nearest: tuple[Plan, float] | None = None
+
+    @property
+    def nearest(self) -> Refused | None:
+        """The reason whose example exceeds the memory limit by least; None if no plan was refused for its memory."""
+        return min((of for of in self.refused if of.over_bytes > 0), key=lambda of: of.over_bytes, default=None)
 
 
-@dataclass
-class _Reasons:
-    found: dict[str, Refused] = field(default_factory=dict)
+class Refusals(dict[str, Refused]):
+    """Reason -> refused plans."""
 
-    def add(self, kind: str, plan: Plan, over: float = 0.0) -> None:
-        before = self.found.get(kind)
-        nearer = before is None or over < before.over_bytes
-        example, over = (plan, over) if nearer or before is None else (before.example, before.over_bytes)
-        self.found[kind] = Refused(kind, 1 if before is None else before.count + 1, example, over)
+    def add(self, more: Refused) -> None:
+        """Add refused plans to the plans with the same reason."""
+        before = self.get(more.reason, more)
+        nearest = min(before, more, key=lambda of: of.over_bytes)
+        self[more.reason] = more if before is more else replace(nearest, count=before.count + more.count)
+
+    def sorted(self) -> tuple[Refused, ...]:
+        """Return the most frequent reason first."""
+        return tuple(sorted(self.values(), key=lambda of: -of.count))
 
 
 class _Fitting(NamedTuple):
@@ -89,62 +97,56 @@ def choose(
 ) -> Ranking:
     """Rank the best `top` plans that need at most `limit_bytes` on each rank. Plans that are not recommended come after all others.
 
-    held_bytes: plan -> memory of its fullest rank. seconds: plan -> seconds of a step. least: lower bounds of `seconds`, from the cheapest
-    to the tightest. recompute: kinds in order of preference; the last needs the least memory. enough: ranking ends with the first plan for
-    which it is True. given: one further plan, which keeps its own recompute.
+    held_bytes: plan -> memory of the rank that needs most. seconds: plan -> seconds of a step. least: functions that give lower bounds of
+    `seconds`, the cheapest first, the tightest last. recompute: kinds in order of preference; the last needs the least memory. enough: the
+    ranking ends with the first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
     """
-    kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # False: recommended plans; True: plans with advice against them
-    reasons, tried = _Reasons(), 0
-    nearest: tuple[Plan, float] | None = None
-    nothing_fitted, too_large = False, dict[Plan, tuple[int, float]]()  # plan at micro-batch 1 -> (size that did not fit, excess bytes)
-    as_it_is = () if given is None else (given,)
-    for plan in chain(as_it_is, plans):
+    fitting: dict[bool, list[_Fitting]] = {False: [], True: []}  # False: recommended plans; True: plans with advice against them
+    refused, tried, nothing_fitted = Refusals(), 0, False
+    # plan, but with one micro-batch of one sequence -> (smallest micro-batch with which it does not fit, bytes above the limit)
+    too_large: dict[Plan, tuple[int, float]] = {}
+    for plan in chain(() if given is None else (given,), plans):
         tried += 1
         reason = refusal(network, plan)
         if reason is not None:
-            reasons.add(reason, plan)
+            refused.add(Refused(reason, 1, plan))
             continue
         kinds = (plan.recompute,) if plan is given else recompute
+        last = plan.but(recompute=kinds[-1])
         alike = plan.but(microbatch=1, microbatches=1)
         smaller, too_much = too_large.get(alike, (plan.microbatch + 1, 0.0))
         if plan.microbatches > 1 and smaller <= plan.microbatch:
-            reasons.add(f"it does not fit, with recompute {kinds[-1]} too", plan.but(recompute=kinds[-1]), too_much)
+            refused.add(Refused(f"it does not fit, with recompute {kinds[-1]} too", 1, last, too_much))
             continue
         found, held = _first_that_fits(plan, kinds, held_bytes, limit_bytes, doubtful=nothing_fitted)
         nothing_fitted = found is None
         if found is not None:
             if plan is given or found != given:
                 against = advice(network, found, devices_per_node=devices_per_node)
-                kept[against is not None].append(_Fitting(found, held, against))
+                fitting[against is not None].append(_Fitting(found, held, against))
             continue
-        last, over = plan.but(recompute=kinds[-1]), held - limit_bytes
         if plan is not given:
-            too_large.setdefault(alike, (plan.microbatch, over))
-        reasons.add(f"it does not fit, with recompute {kinds[-1]} too", last, over)
-        if nearest is None or over < nearest[1]:
-            nearest = last, over
-    refused = sorted(reasons.found.values(), key=lambda r: -r.count)
+            too_large.setdefault(alike, (plan.microbatch, held - limit_bytes))
+        refused.add(Refused(f"it does not fit, with recompute {kinds[-1]} too", 1, last, held - limit_bytes))
     ranked = []
-    for one in islice(chain(*(_in_order(of, (*least, seconds)) for of in kept.values())), top):
+    for one in islice(chain(*(_in_order(of, (*least, seconds)) for of in fitting.values())), top):
         ranked.append(one)
         if enough(one):
             break
-    return Ranking(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
+    return Ranking(tried, sum(map(len, fitting.values())), tuple(ranked), refused.sorted())
 
 
 def _first_that_fits(
     plan: Plan, recompute: Sequence[Recomputed], held_bytes: Callable[[Plan], float], limit_bytes: float, *, doubtful: bool
 ) -> tuple[Plan | None, float]:
-    """(plan with the first kind of recompute that fits, its bytes), or (None, bytes with the last kind) if none fits.
-
-    doubtful: first try the last kind, which needs the least memory.
-    """
+    """Return (the plan with the first kind of recompute that fits, its bytes); if none fits: (None, bytes with the last kind). doubtful:
+    try the last kind first, because probably none fits, and the last needs the least memory."""
     asked: dict[Recomputed, tuple[Plan, float]] = {}
 
     def held(kind: Recomputed) -> float:
         if kind not in asked:
-            way = plan.but(recompute=kind)
-            asked[kind] = way, held_bytes(way)
+            changed = plan.but(recompute=kind)
+            asked[kind] = changed, held_bytes(changed)
         return asked[kind][1]
 
     last = recompute[-1]
@@ -158,20 +160,20 @@ def _first_that_fits(
     return None, held(last)
 
 
-def _in_order(kept: Sequence[_Fitting], asked: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
-    """Yield plans by ascending seconds. asked: functions of a plan: lower bounds of the seconds, the cheapest first, then the seconds."""
-    last = len(asked) - 1
-    waiting = [(asked[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(kept)]
+def _in_order(fitting: Sequence[_Fitting], bounds: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
+    """Yield plans by ascending seconds. bounds: functions that give lower bounds of a plan's seconds; the last gives the seconds."""
+    last = len(bounds) - 1
+    waiting = [(bounds[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         value, known, *_, number, level = waiting[0]
-        plan, held, against = kept[number]
+        plan, held, against = fitting[number]
         if known:
             heappop(waiting)
             yield Ranked(plan, value, held, against)
         else:
             level += 1
-            heapreplace(waiting, (asked[level](plan), level == last, held, _kinds(plan), number, level))
+            heapreplace(waiting, (bounds[level](plan), level == last, held, _kinds(plan), number, level))
 
 
 def _kinds(plan: Plan) -> int:
@@ -179,7 +181,7 @@ def _kinds(plan: Plan) -> int:
 
 
 def described(plan: Plan) -> str:
-    """Plan in one line: `dp 4 tp 2 (sliced) pp 4 ep 8, zero1, 1f1b, 16 micro-batches of 2, recompute full`."""
+    """Return the plan in one line: `dp 4 tp 2 (sliced) pp 4 ep 8, zero1, 1f1b, 16 micro-batches of 2, recompute full`."""
     degrees = [f"dp {plan.dp}"]
     if plan.tp > 1:
         degrees.append(f"tp {plan.tp}" + ("" if plan.tensor == "1d" else f" ({plan.tensor})"))

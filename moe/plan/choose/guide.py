@@ -1,11 +1,11 @@
 """Rules of thumb for choosing a parallel strategy, each with the predicted numbers of one model on one cluster.
 
-    one device      does it fit?  no: ZeRO with offload, then tiling
-    one node        DDP or ZeRO;  if it does not fit: pipeline, ZeRO or tensor parallelism, depending on the links; tp within a node
+    one device      if the model does not fit: ZeRO with offload, then tiling
+    one node        DDP or ZeRO;  if one device cannot hold the model: pipeline, ZeRO or tensor parallelism, depending on the links
     many nodes      fast network: ZeRO, or pipeline + tensor + data;  slow network: data + pipeline + tensor with ZeRO-1
-    always          no pipeline with ZeRO-2 or 3;  bf16 before fp16
+    always          no pipeline with ZeRO-2 or 3;  bf16 rather than fp16
 
-If predictions contradict a rule, the guide says so. Sources: ZeRO (arXiv 1910.02054), Narayanan et al. (arXiv 2104.04473) sections 3
+If the predictions contradict a rule, the guide says so. Sources: ZeRO (arXiv 1910.02054), Narayanan et al. (arXiv 2104.04473) sections 3
 and 5, BLOOM (arXiv 2211.05100) section 3.3.
 """
 
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from moe.plan.choose.choose import Ranked, described
 from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import Cluster
 
 _GIB = 2**30
-ABOUT_EQUAL = 0.1  # times count as equal if they differ by less than this fraction
-FAST_LINK = 50.0  # GB/s that a device sends within its node: NVLink has 100 and more, PCIe 10 to 30
+ABOUT_EQUAL = 0.1  # two times are called about equal if they differ by less than this fraction
+FAST_LINK = 50.0  # links within a node are fast if a device sends at least this number of GB/s: NVLink has 100 and more, PCIe 10 to 30
 
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
     "DDP": lambda p: _data_alone(p) and p.stage == 0,
@@ -38,15 +37,12 @@ def _data_alone(plan: Plan) -> bool:
     return plan.tp == plan.pp == plan.sp == 1
 
 
-class Best(Protocol):
-    """Function (name in FAMILIES, number of devices) -> fastest plan of this family that fits; None if none does."""
-
-    def __call__(self, family: str, devices: int) -> Ranked | None: ...
+Best = Callable[[str, int], Ranked | None]  # (name in FAMILIES, number of devices) -> its fastest plan that fits; None if no plan fits
 
 
 @dataclass(frozen=True)
 class GuideRule:
-    """One rule. numbers: the predictions, as text. holds: True if they agree with the rule, False if not, None if they do not decide."""
+    """One rule. numbers: the predictions, as text. holds: whether the predictions agree with the rule; None if they cannot decide."""
 
     rule: str
     numbers: str
@@ -58,10 +54,9 @@ class GuideRule:
 
 
 def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
-    """Yield all rules that apply.
+    """Yield all rules that apply to the cluster. best: finds the fastest plan of a family. compute: dtype in which the recipe computes.
 
-    best: finds the fastest plan of a family. one_device: the smallest plan on one device, even if it does not fit. offloaded: the same
-    plan with states offloaded to the host. compute: dtype in which the recipe computes.
+    one_device: the plan that needs least memory on one device, even if it does not fit. offloaded: this plan with model states on the host.
     """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit
@@ -118,7 +113,7 @@ def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator
 def _nodes(best: Best, cluster: Cluster) -> Iterator[GuideRule]:
     found = {name: best(name, cluster.world) for name in ("ZeRO", "pipeline + tensor + data", "pipeline + ZeRO-1")}
     rate = cluster.between.node_gb_s / cluster.devices_per_node
-    fast = rate >= 12.5  # 100 Gbit/s of the node's network for each device
+    fast = rate >= 12.5  # GB/s, which is 100 Gbit/s for each device
     rule = (
         "Many nodes, a fast network: ZeRO, or pipeline + tensor + data parallelism."
         if fast

@@ -1,10 +1,7 @@
-"""Rules for plans: which cannot run, and which can but are not recommended. Each rule gives a text, and uses only arithmetic.
-
-    refusal(network, plan)    first rule that the plan breaks, or None
-    advice(network, plan)     why a plan that can run is not recommended, or None
+"""Rules that a plan must obey to run, and reasons why a plan that can run is not recommended. Each rule returns its text.
 
 The rules repeat the recipe's checks (moe/checks/) for the settings that the planner varies; test_legal.py compares both on many plans.
-They take a microsecond, so that the planner can check a hundred thousand plans.
+They use only arithmetic and take a microsecond, so that the planner can check a hundred thousand plans.
 """
 
 from __future__ import annotations
@@ -19,19 +16,18 @@ from parallel.errors import counted
 from parallel.mesh.grids import GRIDS, grid
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import ScheduleKind, Size
-from parallel.sequence.kinds.kind import SequenceSizes
 
-# parameter of a schedule -> key of the recipe
+# name of a schedule's parameter in its errors -> key of the recipe
 KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
 
 
 def refusal(network: Network, plan: Plan) -> str | None:
-    """First reason why the plan cannot run, such as `degrees.tp=3 does not divide model.num_heads=8`; None if it can."""
+    """Return the first reason why the plan cannot run, such as `degrees.tp=3 does not divide model.num_heads=8`; None if it can run."""
     return next((reason for rule in RULES for reason in rule(network, plan)), None)
 
 
 def advice(network: Network, plan: Plan, *, devices_per_node: int | None = None) -> str | None:
-    """First reason why a plan that can run is not recommended; None if there is none."""
+    """Return the first reason why a plan that can run is not recommended; None if it is recommended."""
     return next(_advice(plan, devices_per_node), None)
 
 
@@ -126,10 +122,6 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     held = network.heads // plan.grid.units
     if plan.method.trades_heads and held % sp:
         yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
-    n = network
-    refused = plan.method.refuses(SequenceSizes(sp, held, n.groups, n.length, bool(n.buckets), n.sinks, n.core_work != 1.0))
-    if refused is not None:
-        yield f"{refused.what}={refused.got}: needed {refused.needed}"
 
 
 def _experts(network: Network, plan: Plan) -> Iterator[str]:
@@ -159,7 +151,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     pp, name = plan.pp, plan.schedule
     if pp == 1:
         return
-    kind = SCHEDULES.get(name)  # None: a file of actions, which itself places stages on ranks
+    kind = SCHEDULES.get(name)  # None if the schedule is a file of actions, which also says which rank holds each stage
     stages = pp * plan.chunks
     given = plan.stage_layers
     if given is None and stages > network.layers:
@@ -196,12 +188,10 @@ def _engine(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _offloaded(plan: Plan) -> list[tuple[str, str]]:
-    """Return (`optimizer` or `parameters`, `cpu` or `nvme`) for the states that are offloaded from the device."""
+    """Return all offloaded states, each as (`optimizer` or `parameters`, `cpu` or `nvme`)."""
     placed = ("optimizer", plan.offload_optimizer), ("parameters", plan.offload_parameters)
     return [(what, place) for what, place in placed if place != "none"]
 
 
-RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (
-    *(_halves, _ahead, _adapters, _tensor),
-    *(_sequence, _experts, _stages, _batch, _engine),
-)
+Rule = Callable[[Network, Plan], Iterator[str]]
+RULES: tuple[Rule, ...] = (_halves, _ahead, _adapters, _tensor, _sequence, _experts, _stages, _batch, _engine)

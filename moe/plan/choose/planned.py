@@ -1,11 +1,10 @@
-"""The best plans of a recipe on a cluster: candidates, refused or ranked (moe/plan/choose/choose.py), and the recipe of each ranked plan.
+"""Finds the best plans of a recipe on a cluster, and the recipe of each.
 
-    round 1    all degrees of parallelism (pp, tp, sp, dp, ep), each with a few other choices           -> the fastest degrees
-    round 2    these degrees with every engine, schedule, tensor kind, micro-batch and etp              -> ranked
+    round 1    all degrees of parallelism (pp, tp, sp, dp, ep), each with a few values of the other settings   -> the fastest degrees
+    round 2    these degrees with every engine, schedule, tensor kind, micro-batch and etp                     -> the ranking
 
-The cost of round 2 grows with the number of combinations of degrees (`ways`), not with the cluster. `ways=None` tries all combinations
-without a first round, and so does a cluster with few of them. The recipe's own plan is ranked among the others. Ranked plans have passed
-the recipe's own checks.
+The cost of round 2 grows with the number of its degrees, not with the cluster. Without round 1 (`num_degrees=None`, or if the cluster has
+few degrees), round 2 tries all degrees. The recipe's own plan is ranked among the others. All ranked plans pass the recipe's checks.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
-from moe.plan.choose.choose import Ranked, Ranking, Refused, choose, described
+from moe.plan.choose.choose import Ranked, Ranking, Refusals, Refused, choose, described
 from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
-from moe.plan.choose.predicted import Values, held_bytes, stack_on, with_values
-from moe.plan.choose.recipe_of import as_stored, recipe_of
+from moe.plan.choose.predicted import held_bytes, stack_on
+from moe.plan.choose.recipe_of import Values, as_stored, recipe_of, with_values
 from moe.plan.job.flops import counted_training
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
@@ -35,10 +34,11 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Words, any_of, typed
 from parallel.pipeline.schedules.catalog import closed_form
 
-WAYS = 24  # number of combinations of degrees that the second round tries
-TIGHT = 0.9  # fraction of the memory from which a plan counts as tight
-SMALL = 32  # up to this number of devices, the first round also tries larger micro-batches
+NUM_DEGREES = 24  # number of degrees (pp, tp, sp, dp, ep) that round 2 tries
+TIGHT = 0.9  # a plan is called tight if it uses more than this fraction of the memory
+SMALL = 32  # up to this number of devices, round 1 also tries larger micro-batches
 _GIB = 2**30
+Check = Callable[[Run, int], Run]  # (recipe, number of ranks) -> the recipe after its checks (moe/checks/), which raise BadInput
 FIRST = Space(
     engines=("zero1", "fsdp"),
     tensors=("sliced", "1d", "2d", "3d"),
@@ -51,7 +51,7 @@ FIRST = Space(
 
 
 class Speed(NamedTuple):
-    """Speed of a plan. tflops: TFLOP/s of one device. mfu: this divided by the device's peak in the compute dtype; None if unknown."""
+    """Speed of a plan. tflops: TFLOP/s of one device. mfu: model FLOPs utilization, tflops / the device's peak; None if unknown."""
 
     tokens_per_s: float
     tflops: float
@@ -60,8 +60,8 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """Result of planning. found: ranked and refused plans. runs: the recipes of the ranked plans, in the same order. own: the plan of the
-    given recipe; None if its checks refuse it on the cluster."""
+    """Result of planning. found: ranked and refused plans. runs: recipes of the ranked plans, in the same order. own: plan of the given
+    recipe; None if the checks refuse that recipe on the cluster."""
 
     network: Network
     cluster: Cluster
@@ -76,7 +76,7 @@ class Planned:
         return peak(self.network, plan, stack_on(self.cluster))
 
     def speed(self, ranked: Ranked) -> Speed:
-        """Return the speed of a ranked plan, by the model's FLOPs without recomputation."""
+        """Return the speed of a ranked plan. Recomputation does not count as work."""
         run, cluster = self.runs[0], self.cluster
         tokens = run.train.global_batch * run.model.read_length
         tflops = counted_training(run) * tokens / cluster.world / ranked.seconds / 1e12
@@ -84,24 +84,15 @@ class Planned:
         return Speed(tokens / ranked.seconds, tflops, tflops / top if top else None)
 
     def tight(self, ranked: Ranked) -> bool:
-        """Return whether the plan uses the last tenth of the memory, in which the allocator may have to wait for freed blocks."""
+        """Return whether the plan uses more than nine tenths of the memory. The allocator may then have to wait for freed blocks."""
         return ranked.held_bytes > TIGHT * self.cluster.memory_bytes()
 
 
 def planned(
-    run: Run,
-    cluster: Cluster,
-    *,
-    checked: Callable[[Run, int], Run],
-    top: int = 10,
-    space: Space | None = None,
-    ways: int | None = WAYS,
+    run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the best plans for all devices of the cluster.
-
-    checked: the recipe's own checks (moe/checks/together.py). ways: number of combinations of degrees that the second round tries; None:
-    all. Raises BadInput if no plan fits, with a change that makes one fit.
-    """
+    """Return the `top` best plans for all devices of the cluster. num_degrees: number of degrees that round 2 tries; None: all. Raises
+    BadInput if no plan fits into memory; its message has a change of the recipe or cluster with which one fits."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):
@@ -109,9 +100,9 @@ def planned(
     own = None if own_run is None else plan_of(own_run)
     run = run.resolve(cluster.world)
     network = network_of(run)
-    cuts = degree_choices(network, world=cluster.world, global_batch=run.train.global_batch, space=space)
-    if ways is not None and next(islice(cuts, ways, None), None) is None:
-        ways = None
+    choices = degree_choices(network, world=cluster.world, global_batch=run.train.global_batch, space=space)
+    if num_degrees is not None and next(islice(choices, num_degrees, None), None) is None:
+        num_degrees = None
 
     def bound(how: How) -> Callable[[Plan], float]:
         return lambda plan: step_time(network, plan, cluster, pipeline=how).step
@@ -133,59 +124,58 @@ def planned(
 
     only: dict[Degrees, None] = {}
     first, accepted = None, _Accepted(run, cluster.world, top, checked, own, own_run)
-    if ways is not None:
+    if num_degrees is not None:
 
-        def cut_so(ranked: Ranked) -> bool:
+        def enough_degrees(ranked: Ranked) -> bool:
             only[degrees_of(ranked.plan)] = None
-            return len(only) == ways
+            return len(only) == num_degrees
 
         small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
         if cluster.world <= SMALL:
             small = replace(small, largest_microbatch=8 * cluster.devices_per_node)
-        first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
-    # if no plan of the first round fits, plans with all degrees are tried
+        first = chosen(_plans(run, cluster, small), small, top=100 * num_degrees, enough=enough_degrees)
+    # `only` is empty if no plan of round 1 fits; then round 2 tries all degrees
     found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted, given=own)
     if not found.ranked:
         raise _nothing_fits(found, run, cluster, checked)
     if first is not None:
-        found = replace(found, tried=found.tried + first.tried, fitting=found.fitting + first.fitting, refused=_joined(found, first))
+        found = replace(found, tried=found.tried + first.tried, fitting=found.fitting + first.fitting, refused=_joined(first, found))
     return accepted.planned(network, cluster, found)
 
 
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
-    """Yield plans of a resolved run, legal or not. only: if given, only plans with these degrees."""
+    """Yield plans of a run with resolved degrees, also plans that cannot run. only: if given, only plans with these degrees."""
     base, stored = plan_of(run), _storages(run, plan_of(run), space.engines)
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
         yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
 
 
 def _offloading(space: Space, run: Run) -> Space:
-    """Return the space, restricted to the engines that can offload if the recipe offloads model states."""
+    """Return the space; if the recipe offloads model states, only with the engines that can offload."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
     return replace(space, engines=tuple(name for name, kind in ENGINES.items() if kind.offloads)) if on_host else space
 
 
 class _Accepted:
-    """Collects the `top` best ranked plans that the recipe's checks accept. Other plans are refused with the checks' error."""
+    """Collects the `top` best plans that the recipe's checks accept. Plans that they refuse are collected with the error as reason."""
 
-    def __init__(self, run: Run, world: int, top: int, checked: Callable[[Run, int], Run], own: Plan | None, own_run: Run | None) -> None:
-        """own: the recipe's own plan, if it passed the checks. own_run: the recipe after these checks."""
+    def __init__(self, run: Run, world: int, top: int, checked: Check, own: Plan | None, own_run: Run | None) -> None:
+        """own: the recipe's own plan; None if the checks refused it. own_run: the recipe after the checks."""
         self.run, self.world, self.top, self.checked, self.own, self.own_run = run, world, top, checked, own, own_run
         self.kept: list[Ranked] = []
         self.runs: list[Run] = []
-        self.refused: dict[str, Refused] = {}
+        self.refused = Refusals()
         self.first: BadInput | None = None
 
     def __call__(self, ranked: Ranked) -> bool:
-        """Check the next best plan. Returns True once `top` plans are accepted."""
+        """Check the next best plan. Return True once `top` plans are accepted."""
         try:
             own = self.own_run if ranked.plan == self.own else None
             made = own or self.checked(recipe_of(ranked.plan, self.run), self.world)
         except BadInput as reason:
             self.first = self.first or reason
-            before = self.refused.get(str(reason), Refused(str(reason), 0, ranked.plan))
-            self.refused[str(reason)] = replace(before, count=before.count + 1)
+            self.refused.add(Refused(str(reason), 1, ranked.plan))
             return False
         self.kept.append(ranked)
         self.runs.append(made)
@@ -195,55 +185,49 @@ class _Accepted:
         refused = (*found.refused, *self.refused.values())
         if not self.kept:
             assert self.first is not None
-            raise BadInput(
-                "plan",
-                got=f"no plan that the recipe's checks accept: {self.first.what}={self.first.got}",
-                needed=self.first.needed,
-                fix=self.first.fix,
-            )
+            got = f"no plan that the recipe's checks accept: {self.first.what}={self.first.got}"
+            raise BadInput("plan", got=got, needed=self.first.needed, fix=self.first.fix)
         return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs), self.own)
 
 
 def _storages(run: Run, base: Plan, engines: Iterable[str]) -> dict[str, Plan]:
-    """Return engine -> a plan with this engine, its bytes of model states (`storage`) and of an activation's element (`compute_bytes`)."""
+    """Return the plan `base` with each engine, by the engine's name, with the bytes per element that the recipe then has."""
     return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, PLAIN}}
 
 
-def _joined(found: Ranking, first: Ranking) -> tuple[Refused, ...]:
-    reasons = {one.reason: one for one in first.refused}
-    for one in found.refused:
-        before = reasons.get(one.reason)
-        reasons[one.reason] = one if before is None else replace(before, count=before.count + one.count)
-    return tuple(sorted(reasons.values(), key=lambda one: -one.count))
+def _joined(*rounds: Ranking) -> tuple[Refused, ...]:
+    joined = Refusals()
+    for refused in chain.from_iterable(ranking.refused for ranking in rounds):
+        joined.add(refused)
+    return joined.sorted()
 
 
-def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error for a recipe that no plan can train on the cluster. The fixes that it proposes have been tested."""
-    if found.nearest is None:
-        reason = (
-            found.refused[0].reason if found.refused else f"its ways to cut ranks do not divide train.global_batch={run.train.global_batch}"
-        )
+def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) -> BadInput:
+    """Return the error for a recipe that no plan can train on the cluster. Only fixes with which some plan can are proposed."""
+    if (nearest := found.nearest) is None:
+        no_dp = f"no possible dp divides train.global_batch={run.train.global_batch}"
+        reason = found.refused[0].reason if found.refused else no_dp
         batch = -(-run.train.global_batch // cluster.world) * cluster.world
         larger = {"train.global_batch": batch}
         works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
         fix = typed(larger) if works else "change that size, or --cluster"
         return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="one", fix=fix)
-    plan, over = found.nearest
-    mends = list(_mends(run, cluster, checked, least=over / cluster.memory_bytes() + 1))
+    mends = list(_mends(run, cluster, checked, least=nearest.over_bytes / cluster.memory_bytes() + 1))
     return BadInput(
         "plan",
-        got=f"{gib(over)} GiB a device too much for the smallest plan ({described(plan)})",
+        got=f"{gib(nearest.over_bytes)} GiB a device too much for the smallest plan ({described(nearest.example)})",
         needed=f"at most {cluster.memory_bytes() / _GIB:.4g} GiB",
         fix=any_of(mends or ["a smaller model, or devices with more memory"]),
     )
 
 
-def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, least: float) -> Iterator[Fix]:
-    """Yield up to two fixes that work: a change of the recipe, more nodes. least: memory of the smallest plan / memory of a device."""
+def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Iterator[Fix]:
+    """Yield a change of the recipe and a number of nodes, each only if a plan then fits. least: memory of the smallest plan divided by the
+    memory of a device."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]
-    if not cluster.cores:  # on a CPU, offloading to the host would change nothing
+    if not cluster.cores:  # on a CPU, states are in the host's memory anyway
         changes += [optimizer, optimizer | {"sharding.stage": 3, "sharding.offload.parameters": "cpu"}]
         changes.append(changes[-1] | chunks)
     for values in changes:
@@ -261,13 +245,13 @@ def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, le
         yield Words(f"take --cluster {cluster.name}x{more}" if shipped else f"write nodes: {more} in {cluster.name}.yaml")
 
 
-def _that_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> Plan | None:
-    """Return a plan of the first round with full recomputation that fits and that the recipe's checks accept; None if none is found."""
+def _that_fits(run: Run, cluster: Cluster, checked: Check) -> Plan | None:
+    """Return a plan that fits with full recomputation and that the recipe's checks accept; None if round 1 has no such plan."""
     run = run.resolve(cluster.world)
     network, limit = network_of(run), cluster.memory_bytes()
     again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))
     fitting = (plan for plan in again if refusal(network, plan) is None and held_bytes(network, plan, cluster) <= limit)
-    for plan in islice(fitting, 100):  # if the checks refuse 100 plans, they probably refuse all
+    for plan in islice(fitting, 100):  # after 100 refusals, probably all are refused
         with suppress(BadInput):
             checked(recipe_of(plan, run), cluster.world)
             return plan
@@ -275,13 +259,13 @@ def _that_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -
 
 
 def gib(size_bytes: float) -> str:
-    """Format bytes as GiB: one digit after the point, or two significant digits below 0.1."""
+    """Format bytes as GiB, with one digit after the point. Below 0.1 GiB, with two significant digits."""
     size = size_bytes / _GIB
     return f"{size:.1f}" if size >= 0.1 else f"{size:.2g}"
 
 
 def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
-    """Yield the rules of the guide (guide.py) with this recipe's numbers on this cluster."""
+    """Yield the rules of thumb of guide.py with predictions for this recipe on this cluster."""
     network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
     base = plan_of(run.resolve(cluster.world))
     stored = _storages(run, base, GUIDED.engines)

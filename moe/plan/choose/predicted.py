@@ -1,27 +1,28 @@
-"""Predicts memory and time of a run before it starts, whether it fits, and a change with which it fits.
+"""Predicts memory and time of a run before it starts, whether it fits into memory, and a change of the recipe with which it fits.
 
     predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py if the place has a cluster
-    change_that_fits(run)   the first of these changes of the recipe that works, cheapest in time first:
+    change_that_fits(run)   the first of these changes that works. The cheapest in time come first:
 
-    1  recompute of activations: selective, full            4  steps 2 or 3 with full recompute and the smallest micro-batches
+    1  recompute of activations: selective, full            4  steps 2 or 3, or both, with full recompute
     2  smaller micro-batches                                5  step 4 with the loss in chunks
-    3  states sharded: ZeRO-1, 2, 3, FSDP                   6  step 5 with states in the host's memory, if the device has its own memory
-                                                            7  steps 1, 2 and the loss in chunks, with shorter sequences
+    3  model states sharded: ZeRO-1, 2, 3, FSDP             6  full recompute, loss in chunks, model states in the host's memory (GPUs only)
+                                                            7  full recompute, loss in chunks, shorter sequences
 
-A run "cannot fit" only by a lower bound. On a GPU the tensors alone exceed the device, without the allocator's share and the context. On a
-CPU host the tensors of all its ranks exceed its memory, or the tensors of one rank exceed its process's `ulimit`. If the need is between
-this bound and the device's memory, the run may fit, and only a warning is printed (moe/records/prediction.py has its text). No torch.
+A run is refused only if a lower bound of its memory is too large. On a GPU, the bound is the bytes of tensors, without the allocator's
+reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and those of each rank into its `ulimit`.
+If only the full prediction is too large, the run may fit, and a warning is printed (moe/records/prediction.py). No torch.
 
-Each change is tried by the recipe's own checks and by the prediction, so the printed flags work. Source of their order: the guide
-(moe/plan/choose/guide.py), and ZeRO-Infinity (arXiv 2104.07857), section 3, for step 6.
+Each change passes the recipe's own checks and the prediction before it is printed. Source of the order: the guide
+(moe/plan/choose/guide.py); of step 6: ZeRO-Infinity (arXiv 2104.07857), section 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from moe.plan.choose.recipe_of import Values, with_values
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster
@@ -34,16 +35,15 @@ from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput
 from parallel.fixes import Fix, typed
 
-Values = dict[str, Any]  # key of the recipe with its section, such as train.global_batch -> value
-SHORTEST = 64  # tokens: shorter sequences are not proposed
+SHORTEST = 64  # number of tokens below which no sequence length is proposed
 
 
 @dataclass(frozen=True)
 class Place:
-    """Devices on which ranks train. cluster: description for predicting time, if any.
+    """Devices on which ranks train. cluster: their description, for predicting time; None if unknown.
 
-    limit_bytes: memory of one rank, on a CPU its share of the host's; None if unknown. own_bytes: bytes that one process on a CPU may
-    still allocate (`ulimit`); None without such a limit.
+    limit_bytes: memory of one rank's device, or on a CPU its share of the host's memory; None if unknown. own_bytes: bytes that one
+    process on a CPU may still allocate (`ulimit`); None without such a limit.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -53,7 +53,7 @@ class Place:
 
     @classmethod
     def of(cls, cluster: Cluster, world: int) -> Place:
-        """Return the place with as many of the cluster's nodes as `world` ranks need."""
+        """Return the nodes of this cluster that `world` ranks need, as a place."""
         return cls("cpu" if cluster.cores else "cuda", cluster.memory_bytes(world), cluster.holding(world))
 
 
@@ -73,22 +73,22 @@ class Prediction:
 
     @property
     def rank_bytes(self) -> float:
-        """Bytes of the fullest rank's tensors. On a CPU, states offloaded to the host count: they use the same memory."""
+        """Bytes of tensors on the rank that needs most. On a CPU, states offloaded to the host count too: they use the same memory."""
         return _held(self.place)(self.fullest)
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes of one rank to compare with limit_bytes: on a GPU including the allocator's share and the context."""
+        """Predicted bytes of one rank, which `limit_bytes` limits. On a GPU they include the allocator's reserve and CUDA's context."""
         return self.least_bytes if self.place.kind == "cpu" else RESERVED * self.rank_bytes + CONTEXT_BYTES
 
     @property
     def least_bytes(self) -> float:
-        """Lower bound of `needed_bytes`: the fullest rank's tensors on a GPU; the mean of all ranks on a CPU, whose memory they share."""
+        """Lower bound of `needed_bytes`: tensors of the rank that needs most; on a CPU the mean of all ranks."""
         return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
 
     @property
     def tightest(self) -> Bound | None:
-        """The memory limit that the run exceeds by most or, if it exceeds none, comes nearest to; None if no limit is known."""
+        """The memory limit with the largest excess, or with the smallest reserve if the run exceeds no limit; None if no limit is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
@@ -99,18 +99,18 @@ class Prediction:
 
     @property
     def over_bytes(self) -> float:
-        """Bytes by which the run exceeds the tightest limit; negative if it does not, or if no limit is known."""
+        """Bytes by which the run exceeds the tightest limit; negative if it stays below, or if no limit is known."""
         return -1.0 if self.tightest is None else self.tightest.over
 
     @property
     def fits(self) -> bool:
-        """True if the run fits even with the allocator's share and the context."""
+        """True if the run fits even with the allocator's reserve and CUDA's context."""
         return self.over_bytes <= 0 and (self.place.limit_bytes is None or self.needed_bytes <= self.place.limit_bytes)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory limit. least: bytes that a run needs with any allocator. limit: available bytes. of: the ranks concerned, as text."""
+    """A memory limit. least: bytes that a run needs with any allocator. limit: available bytes. of: text that names the ranks."""
 
     least: float
     limit: float
@@ -122,7 +122,7 @@ class Bound:
 
 
 def predict(run: Run, place: Place) -> Prediction:
-    """Predict memory and time of a checked run with resolved degrees. Raises BadInput for a schedule that the planner does not know."""
+    """Predict memory and time of a run that was checked and has degrees for all ranks. Raises BadInput for an unknown schedule."""
     network, plan = network_of(run), plan_of(run)
     ranks = memory(network, plan, OURS_ON_CPU if place.kind == "cpu" else OURS)
     time = step_time(network, plan, place.cluster) if place.cluster else None
@@ -142,9 +142,8 @@ def stack_on(cluster: Cluster) -> Stack:
 
 
 def held_bytes(network: Network, plan: Plan, cluster: Cluster) -> float:
-    """Bytes of the fullest rank, as Cluster.memory_bytes counts: with allocator and context, or on a CPU with states offloaded to the
-    host.
-    """
+    """Bytes of the rank that needs most, for comparison with Cluster.memory_bytes. On a GPU they include the allocator's reserve and CUDA's
+    context, on a CPU the states offloaded to the host."""
     fullest = peak(network, plan, stack_on(cluster))
     return fullest.allocated + sum(fullest.host.values()) if cluster.cores else fullest.used
 
@@ -160,7 +159,7 @@ def _held(place: Place) -> Callable[[Memory], float]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a recipe. fix: the change as flags. run: the changed run, checked."""
+    """A change of a recipe. fix: flags of the command line that make it. run: the changed run after the recipe's checks."""
 
     fix: Fix
     run: Run
@@ -169,8 +168,8 @@ class Change:
 def change_that_fits(
     run: Run, world: int, *, fits: Callable[[Run], bool], checked: Callable[[Run, int], Run], has_gpus: bool
 ) -> Change | None:
-    """Return the first change with which the run fits on `world` ranks; None if none works. checked: (run, world) -> the run after the
-    recipe's checks, which raise BadInput."""
+    """Return the first change with which the run fits on `world` ranks; None if none works. checked: makes the recipe's checks, which raise
+    BadInput. has_gpus: also try to move model states to the host's memory."""
     for values in _changes(run, has_gpus=has_gpus):
         try:
             changed = checked(with_values(run, values), world)
@@ -181,19 +180,6 @@ def change_that_fits(
     return None
 
 
-def with_values(run: Run, values: Values) -> Run:
-    """Return the run with some values changed. Nothing is checked."""
-    for key, value in values.items():
-        first, *rest = key.split(".")
-        run = _with(run, [first, *rest], value)
-    return run
-
-
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    inner = value if len(path) == 1 else _with(getattr(section, path[0]), path[1:], value)
-    return section.model_copy(update={path[0]: inner})
-
-
 def _named(kind: EngineKind) -> Values:
     return {f"sharding.{key}": value for key, value in kind.sharding.items()}
 
@@ -201,7 +187,7 @@ def _named(kind: EngineKind) -> Values:
 def _changes(run: Run, *, has_gpus: bool) -> Iterator[Values]:
     again: list[Values] = [{"recompute.kind": "selective"}, {"recompute.kind": "full"}]
     smaller: list[Values] = [{"pipeline.microbatches": run.pipeline.microbatches * 2**n} for n in range(1, 11)]
-    engines = sorted(reversed(ENGINES.values()), key=lambda kind: kind.stage)  # both engines of stage 3: ZeRO first, then FSDP
+    engines = sorted(reversed(ENGINES.values()), key=lambda kind: kind.stage)  # of both engines with stage 3, ZeRO first
     sharded = [_named(kind) for kind in engines if kind.stage]
     chunked: Values = {"recompute.loss_chunks": 8}
     host = _named(offloading("parameters", "cpu")) | {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "cpu"}

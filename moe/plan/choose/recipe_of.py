@@ -1,4 +1,4 @@
-"""Changes a recipe so that it is trained as a plan says. plan_of (moe/plan/job/of_recipe.py) is the inverse."""
+"""Changes keys of a recipe, such that a plan trains it. The inverse is plan_of (moe/plan/job/of_recipe.py)."""
 
 from __future__ import annotations
 
@@ -11,68 +11,79 @@ from moe.plan.job.of_recipe import plan_of, stage_layers
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
+Values = dict[str, Any]  # key of the recipe with its section, such as train.global_batch -> value
+
 
 def recipe_of(plan: Plan, run: Run) -> Run:
-    """Return the run with the plan's degrees, kinds, pipeline, batch and recomputation; model, data, precision and optimizer stay.
+    """Return the run with the plan's degrees, kinds, pipeline, batch and recomputation. Model, data, precision and optimizer stay.
 
-    train.eval_sequences is rounded up until the plan's ranks can share them. plan_of(recipe_of(plan, run)) == plan if the plan's element
-    sizes are the recipe's, which `as_stored` sets. Raises BadInput otherwise. Call check_run (moe/checks/together.py) on the result.
+    Rounds train.eval_sequences up to a number that the plan's ranks can share. Raises BadInput if the plan's bytes per element are not the
+    recipe's; `as_stored` sets them. With them, plan_of(recipe_of(plan, run)) == plan. The result still needs check_run (moe/checks/).
     """
     fitting = as_stored(plan, run)
     for key in ("storage", "compute_bytes"):
         if getattr(plan, key) != getattr(fitting, key):
-            needed, fix = (
-                f"{getattr(fitting, key)}, as the recipe's precision has it",
-                "plan with the recipe's precision, or call as_stored(plan, run)",
-            )
+            needed = f"{getattr(fitting, key)}, as the recipe's precision has it"
+            fix = "plan with the recipe's precision, or call as_stored(plan, run)"
             raise BadInput(f"plan.{key}", got=getattr(plan, key), needed=needed, fix=fix)
     return _changed(plan, run)
 
 
 def as_stored(plan: Plan, run: Run) -> Plan:
-    """Return the plan with the element sizes of the recipe's precision and the plan's engine."""
+    """Return the plan with the bytes per element that the recipe's precision and the plan's engine have."""
     made = plan_of(_changed(plan, run))
     return replace(plan, storage=made.storage, compute_bytes=made.compute_bytes)
 
 
 def _changed(plan: Plan, run: Run) -> Run:
-    changes: dict[str, dict[str, Any]] = {
-        "degrees": {"dp": plan.dp, "tp": plan.tp, "sp": plan.sp, "pp": plan.pp, "ep": plan.ep, "etp": plan.etp},
-        "sharding": {
-            "stage": 1,
-            "engine": "auto",
-            "reshard": plan.reshard,
-            "prefetch": run.sharding.prefetch if "prefetch" in plan.kind.keys else 1,
-            "allow_slow": plan.stage >= 2 and plan.pp > 1,
-            **plan.kind.sharding,
+    kind, offload = plan.kind, "sharding.offload"
+    degrees = {f"degrees.{name}": getattr(plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp")}
+    sharding = {"sharding.stage": 1, "sharding.engine": "auto"} | {f"sharding.{key}": value for key, value in kind.sharding.items()}
+    changed = with_values(
+        run,
+        {
+            **degrees,
+            **sharding,
+            "sharding.reshard": plan.reshard,
+            "sharding.prefetch": run.sharding.prefetch if "prefetch" in kind.keys else 1,
+            "sharding.allow_slow": plan.stage >= 2 and plan.pp > 1,
+            f"{offload}.optimizer": plan.offload_optimizer,
+            f"{offload}.parameters": plan.offload_parameters,
+            "tensor.kind": "1d" if plan.tensor == "sliced" else plan.tensor,
+            "tensor.sequence_parallel": plan.tensor == "sliced",
+            "tensor.depth": plan.depth if plan.tensor == "2.5d" else None,
+            "sequence.kind": plan.sequence,
+            "sequence.order": None if plan.order == plan.method.orders[0] else plan.order,
+            "pipeline.schedule": plan.schedule,
+            "pipeline.microbatches": plan.microbatches,
+            "pipeline.layers": plan.stage_layers,
+            "pipeline.chunks": plan.chunks if plan.chunks > 1 else None,
+            "recompute.kind": plan.recompute,
+            "recompute.every": plan.recompute_every,
+            "recompute.loss_chunks": plan.loss_chunks,
+            "tiling.ffn": plan.tiles,
+            "train.global_batch": plan.global_batch,
+            "train.eval_sequences": _evaluated(plan, run),
         },
-        "tensor": {
-            "kind": "1d" if plan.tensor == "sliced" else plan.tensor,
-            "sequence_parallel": plan.tensor == "sliced",
-            "depth": plan.depth if plan.tensor == "2.5d" else None,
-        },
-        "sequence": {"kind": plan.sequence, "order": None if plan.order == plan.method.orders[0] else plan.order},
-        "pipeline": {
-            "schedule": plan.schedule,
-            "microbatches": plan.microbatches,
-            "layers": plan.stage_layers,
-            "chunks": plan.chunks if plan.chunks > 1 else None,
-        },
-        "recompute": {"kind": plan.recompute, "every": plan.recompute_every, "loss_chunks": plan.loss_chunks},
-        "tiling": {"ffn": plan.tiles},
-        "train": {"global_batch": plan.global_batch, "eval_sequences": _evaluated(plan, run)},
-    }
-    made = {section: getattr(run, section).model_copy(update=values) for section, values in changes.items()}
-    offload = run.sharding.offload.model_copy(update={"optimizer": plan.offload_optimizer, "parameters": plan.offload_parameters})
-    made["sharding"] = made["sharding"].model_copy(update={"offload": offload})
-    made_run = run.model_copy(update=made)
-    if plan.stage_layers is not None and plan.stage_layers == stage_layers(made_run):  # the trainer's default cut
-        made_run = made_run.model_copy(update={"pipeline": made_run.pipeline.model_copy(update={"layers": None})})
-    return made_run
+    )
+    by_default = plan.stage_layers is not None and plan.stage_layers == stage_layers(changed)
+    return with_values(changed, {"pipeline.layers": None}) if by_default else changed
+
+
+def with_values(run: Run, values: Values) -> Run:
+    """Return the run with some keys changed, without any check."""
+    for key, value in values.items():
+        run = _with(run, key.split("."), value)
+    return run
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _with(getattr(section, path[0]), path[1:], value)
+    return section.model_copy(update={path[0]: inner})
 
 
 def _evaluated(plan: Plan, run: Run) -> int:
-    """Round train.eval_sequences up to a multiple that the ranks can share; otherwise 64 sequences, the default, would rule out dp=6."""
+    """Return train.eval_sequences, rounded up to a number that the plan's ranks can share. (dp=6 cannot share the default, 64.)"""
     unit, spec = plan.dp, run.router
     if run.model.layers_with_experts():
         grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)

@@ -1,1 +1,1 @@
-"""The job that is planned: network, plan, counts, stages."""
+"""The network that is trained, the plan that trains it, their parameters, FLOPs and pipeline stages."""

@@ -1,12 +1,10 @@
 """Counts the parameters of a Network that a rank holds under a Plan, before data parallelism shards them.
 
-    attention, dense network, shared experts, vocabulary    1 / t of their elements; grids 1 / q^2 (2d, 2.5d) or 1 / q^3 (3d)
-    norms, router, down-projections of latent attention     whole on every rank of tp
+    attention, dense network, shared experts, vocabulary    1 / t on each of t tp ranks; grids 1 / q^2 (2d, 2.5d) or 1 / q^3 (3d)
+    norms, router, down-projections of latent attention     all on every tp rank
     experts                                                 1 / (ep etp)
 
-    stages_of(network, plan)     layers of each stage: plan.stage_layers, or an even cut; the end stages get fewer if it does not divide
-
-The embedding is on the first stage, the head on the last. They are one matrix if they are tied and on the same rank.
+The first stage has the embedding, the last stage the head. Tied and on the same rank, they are one matrix.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from moe.plan.job.network import Network, Plan
+from moe.plan.job.hashed import Summed
+from moe.plan.job.network import Network, Plan, attention_shapes
 
 
 @dataclass(frozen=True)
-class Elements:
-    """Numbers of parameters. dense: outside of experts, copied on all ranks of dp and sp. expert: in experts, copied on the edp ranks
-    (Plan.edp). frozen_dense, frozen_expert: how many of them are not trained and so have no gradients and optimizer states."""
+class Elements(Summed):
+    """Numbers of parameters. dense: outside of experts, with copies on all ranks of dp and sp. expert: in experts, with copies on the
+    edp ranks (Plan.edp). frozen_dense, frozen_expert: parameters among these without gradients and optimizer states."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -41,40 +40,24 @@ class Elements:
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
     def as_frozen(self) -> Elements:
-        """Return these parameters, all counted as frozen."""
+        """Return the same numbers of parameters, all frozen."""
         return Elements(self.dense, self.expert, self.dense, self.expert)
-
-    def __add__(self, other: Elements) -> Elements:
-        return Elements(
-            self.dense + other.dense,
-            self.expert + other.expert,
-            self.frozen_dense + other.frozen_dense,
-            self.frozen_expert + other.frozen_expert,
-        )
-
-    def times(self, count: int) -> Elements:
-        return Elements(count * self.dense, count * self.expert, count * self.frozen_dense, count * self.frozen_expert)
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """Numbers of parameters that a rank holds of layer `index` of this stack, adapters included."""
+    """Return the numbers of parameters that a rank holds of layer `index` of this stack, LoRA adapters included."""
     whole = _matrices(network, plan, index)
     return whole if network.adapters is None else whole.as_frozen() + _adapters(network, plan, index)
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of a layer's adapters: LoRA rank times (rows + columns) of each matrix. Only adapters of experts are cut over ranks."""
-    n, a, latent = network, network.adapters, network.latent
+    """Parameters of a layer's adapters: LoRA rank x (rows + columns) of each matrix. Only experts' adapters are divided among ranks."""
+    n, a = network, network.adapters
     assert a is not None
     sides, of_experts = 0.0, 0.0
     if n.trains("attention"):
-        inner, keys = n.heads * n.channels, n.groups * n.channels
-        pairs = [(n.width, inner), (n.width, keys), (n.width, keys), (inner, n.width)]
-        if latent is not None:
-            query, content = n.heads * (n.channels + latent.rotary_size), n.heads * (n.channels + latent.value_size)
-            pairs = [(latent.query_rank or n.width, query), (n.width, latent.key_rank + latent.rotary_size), (latent.key_rank, content)]
-            pairs += [(n.heads * latent.value_size, n.width), *([(n.width, latent.query_rank)] if latent.query_rank else [])]
-        sides += (2 if n.source else 1) * sum(map(sum, pairs))
+        shapes = attention_shapes(n.width, n.heads, n.groups, n.channels, n.latent)
+        sides += (2 if n.source else 1) * sum(map(sum, shapes))
     e = n.experts if index in n.sparse_layers else None
     if n.trains("dense") and (e is None or e.shared_hidden):
         gated, hidden = (n.gated, n.hidden) if e is None else (e.gated, e.shared_hidden)
@@ -101,30 +84,28 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
 
 
 def norm(network: Network) -> int:
-    """Parameters of a norm: its gain, and its bias if the network has biases."""
+    """Number of parameters of one norm: its gain, and its bias if the network has biases."""
     return network.width * (2 if network.norm == "layernorm" and network.biases else 1)
 
 
 def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
-    """Parameters of a feed-forward network's matrices."""
+    """Number of parameters in the matrices of a feed-forward network with `hidden` units."""
     return (3 if gated else 2) * network.width * hidden
 
 
 def attention(network: Network, t: int, *, over: int) -> float:
-    """Parameters of one layer's attention on a rank, if `t` ranks share its matrices.
-
-    over: number of ranks over which heads are cut (fewer than t on grids). With fewer key-value heads than that, several ranks hold each.
-    """
+    """Parameters of one layer's attention on a rank, if `t` ranks divide its matrices and `over` its heads (on grids, over < t). With fewer
+    key-value heads than `over`, several ranks hold a copy of each."""
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
-    latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # gains of their norms
+    latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # gains of the latents' norms
     others = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
     return attention_matrices(n, t, over=over) + biases + gains(n) + latents + others
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """Parameters of the matrices of one layer's attention on a rank. t, over: as in `attention`."""
+    """Parameters in the matrices of one layer's attention on a rank. `t` ranks divide each matrix, `over` ranks divide the heads."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)
@@ -134,21 +115,22 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def gains(network: Network) -> int:
-    """Number of gains in a layer's norms of queries and keys. Every rank of tp holds all of them."""
+    """Number of parameters in a layer's norms of queries and keys, all of which every tp rank holds."""
     n = network
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels
 
 
 def embedding(network: Network, plan: Plan) -> float:
-    """Parameters of the embedding table on a rank. The head has as many."""
+    """Number of parameters of the embedding table on a rank, which is also the number of the head's."""
     return network.vocab * network.width / plan.grid.matrix
 
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
-    """Parameters of a rank outside of layers: vocabulary, positions, final norms. first, last: it has the model's first, last stage."""
+    """Parameters outside of layers on a rank: embedding, head, positions, final norms, multi-token prediction. first, last: whether the
+    rank has the first, the last stage of the model."""
     table = embedding(network, plan)
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
-    tables += last and not first and network.ahead > 0 and not network.tied  # on the last stage, multi-token prediction embeds next tokens
+    tables += last and not first and network.ahead > 0 and not network.tied  # multi-token prediction needs the embedding on the last stage
     positions = network.length * network.width if network.learned_positions and first else 0
     runs = (run for run in network.halves if (last if run is network else first))
     found = Elements(tables * table + positions + sum(norm(run) + _shared_bias(run, plan) for run in runs))
@@ -161,12 +143,12 @@ def _shared_bias(run: Network, plan: Plan) -> float:
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
-    """Parameters of multi-token prediction for one further token: a dense layer, the matrix that merges its two inputs, three norms."""
+    """Parameters of multi-token prediction per further token: a dense layer, the matrix that merges its two inputs, three norms."""
     return Elements(2 * network.width**2 + 3 * norm(network)) + layer(replace(network, experts=None), plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:
-    """Parameters that a rank holds. stages: layers of each stage. mine: numbers of the rank's stages."""
+    """Parameters that a rank holds. stages: the layers of each stage. mine: the stages of this rank, as indices of `stages`."""
     found = ends(network, plan, first=0 in mine, last=len(stages) - 1 in mine)
     for stage in mine:
         for index in stages[stage]:
@@ -181,23 +163,18 @@ def parameters(network: Network) -> float:
 
 
 def stages_of(network: Network, plan: Plan, count: int) -> tuple[range, ...]:
-    """Layers of each of `count` stages."""
+    """Return the layers of each of `count` pipeline stages, by plan.stage_layers or else by an even cut."""
     sizes = sizes_of(network.depth, count, plan.stage_layers)
     return tuple(range(a, b) for a, b in pairwise((0, *accumulate(sizes))))
 
 
 def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Number of layers of each stage: `given` if it has this many stages and layers, otherwise an even cut."""
-    fits = given is not None and len(given) == stages and sum(given) == layers
-    return given if fits and given is not None else even(layers, stages)
+    """Number of layers of each stage: `given` if it lists `stages` numbers with the sum `layers`, otherwise an even cut."""
+    return given if given is not None and (len(given), sum(given)) == (stages, layers) else even(layers, stages)
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage, as even as possible. If they cannot be equal, the last stage has one layer less, then the first stage
-    too, then further stages from the end."""
+    """Number of layers of each stage. Numbers differ by one at most; the last stage is the first to get fewer, then the first stage."""
     size = -(-layers // stages)
-    sizes = [size] * stages
-    order = [stages - 1, 0, *range(stages - 2, 0, -1)]
-    for stage in order[: size * stages - layers]:
-        sizes[stage] -= 1
-    return tuple(sizes)
+    smaller = [stages - 1, 0, *range(stages - 2, 0, -1)][: size * stages - layers]
+    return tuple(size - (stage in smaller) for stage in range(stages))

@@ -1,16 +1,17 @@
-"""Makes a frozen dataclass compute its hash once: the planner's caches look up the same few values hundreds of thousands of times."""
+"""Dataclasses of the planner: one hash for each instance, which caches look up very often, and sums of instances field by field."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from operator import add
+from typing import Any, Self, TypeVar
 
 KEPT = "_hash"
 _T = TypeVar("_T")
 
 
 def hashed_once(kind: type[_T]) -> type[_T]:
-    """Decorate a frozen dataclass. The stored hash is left out of pickles, because another process hashes strings differently."""
+    """Store the hash of each instance of a frozen dataclass, but not in pickles: other processes hash strings differently."""
     full: Callable[[Any], int] = vars(kind)["__hash__"]
 
     def of(self: Any) -> int:
@@ -25,3 +26,13 @@ def hashed_once(kind: type[_T]) -> type[_T]:
     setattr(kind, "__hash__", of)  # noqa: B010 mypy knows no other way
     setattr(kind, "__getstate__", state)  # noqa: B010
     return kind
+
+
+class Summed:
+    """Base of frozen dataclasses whose fields are numbers or Summed: `+` and `times` work on each field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(add, vars(self).values(), vars(other).values()))
+
+    def times(self, count: float) -> Self:
+        return type(self)(*(value.times(count) if isinstance(value, Summed) else count * value for value in vars(self).values()))

@@ -1,11 +1,10 @@
-"""Number of micro-batches in flight: forward passes of which a rank keeps activations, for each of its stages, by schedule and sizes.
+"""Number of micro-batches in flight: micro-batches whose activations a rank keeps until their backward pass, by schedule and sizes.
 
     1f1b, 4 ranks     4 3 2 1 on ranks 0 to 3
     gpipe             all micro-batches on every rank
 
-The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). With more
-micro-batches than a few for each rank, the numbers stay the same. So they are counted in a short step. Results are cached, because the
-planner needs the same few sizes thousands of times.
+The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). From a few
+micro-batches per rank on, more micro-batches do not change them, so they are counted in a short step.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from functools import cache, lru_cache
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
-from parallel.pipeline.simulator.held import RankPeaks, held
+from parallel.pipeline.simulator.held import RankPeaks, rank_peaks
 
-STEADY = 3  # number of rounds (one micro-batch for each rank) after which all further rounds are equal
+STEADY = 3  # all rounds after this one are equal; a round has one micro-batch for each rank
 
 
 def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
-    """Peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
+    """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
     kind = kind_of(schedule)
-    if kind.held is not None:
-        return kind.held(Size(ranks, microbatches, kind.chunks or chunks))
+    if kind.peaks is not None:
+        return kind.peaks(Size(ranks, microbatches, kind.chunks or chunks))
     if kind.rounds is None:
         return _found(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
     fewer = range(kind.rounds * ranks, microbatches)
@@ -32,23 +31,23 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
 
 
 def steady(schedule: str, ranks: int, microbatches: int) -> int:
-    """Number of micro-batches of the shortest step that begins and ends like the step with `microbatches`."""
+    """Return the least number of micro-batches with which a step begins and ends with the same actions as with `microbatches`."""
     fewer = range(STEADY * ranks + microbatches % ranks, microbatches, ranks)
     return next((n for n in fewer if possible(schedule, ranks, n)), microbatches)
 
 
 def possible(schedule: str, ranks: int, microbatches: int) -> bool:
-    """True if the schedule can have these sizes."""
+    """Return whether the schedule allows these sizes."""
     return kind_of(schedule).refusal(Size(ranks, microbatches)) is None
 
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Build a schedule. It is cached, because it keeps its order (parallel/pipeline/check.py)."""
+    """Build a schedule. The cache keeps the last four, because a schedule's order of actions is computed only once."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 
 
 @cache
 def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
-    return held(made(schedule, ranks, microbatches, chunks))
+    return rank_peaks(made(schedule, ranks, microbatches, chunks))

@@ -1,11 +1,10 @@
-"""Inputs of the planner: a Network, the model that is trained, and a Plan, the way in which ranks train it. Values without tensors.
+"""Inputs of the planner: a Network is the model that is trained, a Plan says how ranks train it. Both are values without tensors.
 
     Network + Plan            -> memory.py        bytes on each rank
     Network + Plan + Cluster  -> cost.py          seconds of one step
-    guide.py, mcmc.py, intra_op.py, inter_op.py, annotate.py     return Plans
 
-Both are made from a recipe (moe/plan/job/of_recipe.py), or from a line of a table of measured runs. Ranks are pp x dp x sp x tp; experts
-use the dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh/mesh.py).
+Both are made from a recipe (moe/plan/job/of_recipe.py), or from a row of a table of published runs. There are pp x dp x sp x tp ranks. The
+dp x sp x tp ranks of a stage hold the experts as edp x ep x etp ranks (parallel/mesh/mesh.py).
 """
 
 from __future__ import annotations
@@ -21,71 +20,59 @@ from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid
-from parallel.sequence.kinds import catalog as sequences
-from parallel.sequence.kinds.kind import SequenceKind
+from parallel.sequence import kinds as sequences
+from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
 Recomputed = Literal["none", "selective", "full"]
 
 
 def repeats(index: int, every: int) -> bool:
-    """True if layer `index` is recomputed, as every `every`-th layer is. Multi-token prediction's layers are numbered after all others."""
+    """True if layer `index` is recomputed when every `every`-th layer is. The layers of multi-token prediction have the highest indices."""
     return index % every == 0
 
 
 @dataclass(frozen=True)
 class Router:
-    """Parts of a router in addition to its matrix.
+    """Parts of a router in addition to its matrix."""
 
-    vectors: further learned numbers of each expert. noise: a second matrix, for the size of the noise. norm: its input is normed. jitter:
-    its input is multiplied by noise. capped: its logits are bounded. kept: further bytes for each token that the backward pass needs.
-    """
-
-    vectors: int = 0
-    noise: bool = False
-    norm: bool = False
-    jitter: bool = False
-    capped: bool = False
-    kept: int = 0
+    vectors: int = 0  # number of learned scalars for each expert
+    noise: bool = False  # a second matrix gives the scale of the noise
+    norm: bool = False  # the input is normalized
+    jitter: bool = False  # the input is multiplied by noise
+    capped: bool = False  # the logits are bounded
+    kept: int = 0  # bytes for each token that the routing method keeps for the backward pass
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of one MoE layer: `count` experts of `hidden` units, of which each token chooses `choices`.
-
-    shared_hidden: hidden units of shared experts, which all tokens pass. rows: rows computed for each choice (below 1 if choices are
-    dropped); None: one, but experts may get unequal numbers. slots: capacity for each choice, empty slots included; None: no limit.
-    exchange: the dispatcher; None: rows are sent by an all-to-all. gates: number of gates that weigh shared experts. dropout: in the
-    experts, so that another tensor of the hidden size is kept. free: number of experts without parameters, which compute nothing.
-    products: dtype of the experts' products (device.py); None: the compute dtype. fused: one kernel computes the whole network, so that
-    only its input and pre-activations are kept.
-    """
+    """Experts of one MoE layer."""
 
     count: int
-    choices: int
-    hidden: int
+    choices: int  # number of experts that each token chooses
+    hidden: int  # hidden units of one expert
     gated: bool = False
-    shared_hidden: int = 0
-    rows: float | None = None
-    slots: float | None = None
-    exchange: Dispatcher | None = None
+    shared_hidden: int = 0  # hidden units of the shared experts, which compute all tokens
+    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: 1, unequal over experts
+    slots: float | None = None  # capacity of all experts / choices of all tokens; None: no capacity
+    exchange: Dispatcher | None = None  # None: an all-to-all
     biases: bool = False
     router: Router = Router()
-    gates: int = 0
-    dropout: bool = False
-    free: int = 0
-    products: str | None = None
-    fused: bool = True
+    gates: int = 0  # number of gates that weigh shared experts
+    dropout: bool = False  # inside the experts, which then keep one more tensor of the hidden size
+    free: int = 0  # number of experts that compute nothing
+    products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
+    fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). Ranks are sizes of latents: of queries (0: none), of keys and values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
-    query_rank: int
-    key_rank: int
-    rotary_size: int
-    value_size: int
+    query_rank: int  # size of the queries' latent; 0: queries have no latent
+    key_rank: int  # size of the latent of keys and values
+    rotary_size: int  # channels of a head for rotary positions
+    value_size: int  # channels of a head's values
 
 
 @dataclass(frozen=True)
@@ -96,59 +83,57 @@ class Adapters:
     targets: tuple[Literal["attention", "dense", "experts"], ...]
 
 
+def attention_shapes(width: int, heads: int, groups: int, channels: int, latent: Latent | None) -> list[tuple[int, int]]:
+    """Return (rows, columns) of each matrix of one attention with `groups` key-value heads: q, k, v, out, or the matrices of latents."""
+    if latent is None:
+        return [(heads * channels, width), (groups * channels, width), (groups * channels, width), (width, heads * channels)]
+    down = [(latent.query_rank, width)] if latent.query_rank else []
+    queries = (heads * (channels + latent.rotary_size), latent.query_rank or width)
+    keys = [(latent.key_rank + latent.rotary_size, width), (heads * (channels + latent.value_size), latent.key_rank)]
+    return [*down, queries, *keys, (width, heads * latent.value_size)]
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Network:
-    """A stack of Transformer layers, with embedding and head: a decoder, or the decoder of an encoder-decoder.
-
-    encoder: the encoder's stack, to whose output the decoder's layers have cross-attention; None: decoder only.
-    length: tokens of a sequence. head_size: None: width / heads. activation: of dense networks without a gate.
-    sees: attention to past tokens only, or to all. sparse_layers: numbers of the layers with experts instead of a dense network.
-    biases: all products and norms have biases. qk_norm: norm of queries and keys, for each head or over all heads.
-    buckets: number of distances with a learned bias for each head (T5), in each layer, or once a stack (`shared_buckets`).
-    sinks: each head has a learned logit in its softmax. clipped: queries, keys and values are clipped, and kept in both forms.
-    logit_cap: tanh bounds the head's logits, and tanh's result is kept for the backward pass.
-    ahead: number of further tokens of multi-token prediction; each adds a dense layer, a product that joins its two inputs, and a head.
-    core_work: number of (query, key) pairs that attention computes, divided by the number in causal attention: mean over layers.
-    windows_in_runs: fraction of layers whose sliding windows are computed in chunks of tokens, which keep keys and values twice.
-    """
+    """A stack of Transformer layers with embedding and head: a decoder-only model, or the decoder of an encoder-decoder."""
 
     layers: int
     width: int
     heads: int
     hidden: int
     vocab: int
-    length: int
+    length: int  # tokens of a sequence
     kv_heads: int | None = None
-    head_size: int | None = None
+    head_size: int | None = None  # channels of a head; None: width / heads
     gated: bool = False
-    activation: Literal["gelu", "relu"] = "gelu"
+    activation: Literal["gelu", "relu"] = "gelu"  # of dense networks without a gate
     tied: bool = True
-    biases: bool = False
+    biases: bool = False  # all linear layers and norms have biases
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     qkv_biases: bool = False
     out_bias: bool = False
-    buckets: int = 0
-    shared_buckets: bool = False
-    sinks: bool = False
-    clipped: bool = False
-    logit_cap: bool = False
-    qk_norm: Literal["none", "heads", "whole"] = "none"
+    buckets: int = 0  # number of distances with a learned attention bias (T5)
+    shared_buckets: bool = False  # all layers of a stack share one T5 bias
+    sinks: bool = False  # each head has a learned logit in its softmax
+    clipped: bool = False  # queries, keys and values are clipped
+    logit_cap: bool = False  # tanh bounds the head's logits
+    qk_norm: Literal["none", "heads", "whole"] = "none"  # queries and keys are normalized, for each head or over all heads
     learned_positions: bool = False
     dropout: bool = False
     experts: Experts | None = None
-    sparse_layers: tuple[int, ...] = ()
+    sparse_layers: tuple[int, ...] = ()  # indices of the layers with experts instead of a dense network
     latent: Latent | None = None
     adapters: Adapters | None = None
-    ahead: int = 0
-    core_work: float = 1.0
-    windows_in_runs: float = 0.0
-    sees: Literal["past", "all"] = "past"
-    encoder: Network | None = None
+    ahead: int = 0  # number of further tokens of multi-token prediction
+    core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
+    windows_in_runs: float = 0.0  # fraction of layers whose sliding windows are computed in chunks, which keep keys and values twice
+    sees: Literal["past", "all"] = "past"  # `past`: attention is causal
+    encoder: Network | None = None  # stack whose output cross-attention reads; None: decoder-only model
 
     @property
     def halves(self) -> tuple[Network, ...]:
-        """Stacks of layers: the encoder (if any), then the decoder. Layers are numbered through both."""
+        """The stacks of the model: the encoder, if it has one, then the decoder."""
         return (self,) if self.encoder is None else (self.encoder, self)
 
     @property
@@ -168,17 +153,17 @@ class Network:
 
     @property
     def with_experts(self) -> tuple[int, ...]:
-        """Numbers of the layers with experts, among all layers."""
+        """Indices of the layers with experts. Indices count the encoder's layers first, then the decoder's."""
         if self.encoder is None:
             return self.sparse_layers
         return (*self.encoder.sparse_layers, *(self.before + layer for layer in self.sparse_layers))
 
     def at(self, index: int) -> tuple[Network, int]:
-        """Return (stack of layer `index`, number of the layer in this stack)."""
+        """Return (stack that has layer `index` of the model, the layer's index in that stack)."""
         return (self, index - self.before) if self.encoder is None or index >= self.before else (self.encoder, index)
 
     def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
-        """True if matrices of this kind, or their adapters, are trained."""
+        """True if matrices of this kind are trained, or if they have LoRA adapters."""
         return self.adapters is None or target in self.adapters.targets
 
     @property
@@ -188,27 +173,14 @@ class Network:
 
     @property
     def groups(self) -> int:
-        """Number of key-value heads."""
+        """Number of key-value heads (of query groups)."""
         return self.kv_heads or self.heads
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Plan:
-    """Settings of parallel training.
-
-    dp, tp, sp, pp, ep, etp: degrees of parallelism. engine: the data-parallel engine.
-    tensor: kind of tensor parallelism: `1d` is Megatron-LM's, `sliced` adds Megatron's sequence parallelism between layers.
-    depth: number of grids in the 2.5d kind, each with its own tokens.
-    sequence: method of attention over the sp ranks. order: positions of a sequence that each sp rank holds. Under a causal mask, a rank
-    that holds only early positions has less work than the others, and waits for them.
-    schedule: the pipeline schedule. chunks: stages on each rank. stage_layers: number of layers of each stage (None: an even cut).
-    microbatch: number of sequences in a replica's micro-batch. microbatches: number of a replica's micro-batches in a step.
-    recompute_every: every n-th layer is recomputed. loss_chunks: number of parts in which the loss is computed, one after another.
-    storage: bytes of a parameter and its states. compute_bytes: bytes of an element of activations.
-    offload_activations: fraction of the layers' activations on the host; used for tables of other software, not for recipes.
-    tiles: number of tiles into which each matrix of a dense network is cut. reshard: FSDP frees gathered weights after the forward pass.
-    """
+    """Settings of parallel training. dp, tp, sp, pp, ep, etp: degrees of parallelism."""
 
     dp: int = 1
     tp: int = 1
@@ -216,29 +188,29 @@ class Plan:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    engine: str = PLAIN
-    tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
-    depth: int = 1
-    sequence: str = sequences.DEFAULT
-    order: Places = "zigzag"
+    engine: str = PLAIN  # data-parallel engine
+    tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"  # Megatron-LM: `1d`, with sequence parallelism `sliced`
+    depth: int = 1  # number of layers of the 2.5D grid
+    sequence: str = sequences.DEFAULT  # method of attention over the sp ranks
+    order: Places = "zigzag"  # which positions of a sequence each sp rank holds; ranks with early positions have less causal attention
     schedule: str = "1f1b"
-    chunks: int = 1
-    stage_layers: tuple[int, ...] | None = None
-    microbatch: int = 1
-    microbatches: int = 1
+    chunks: int = 1  # number of pipeline stages on each rank
+    stage_layers: tuple[int, ...] | None = None  # number of layers of each stage; None: an even cut
+    microbatch: int = 1  # sequences in a micro-batch of one replica
+    microbatches: int = 1  # number of micro-batches of one replica in a step
     recompute: Recomputed = "none"
-    recompute_every: int = 1
-    loss_chunks: int = 1
-    compute_bytes: int = 2
-    storage: Storage = MIXED_FP32_GRADIENTS
+    recompute_every: int = 1  # every n-th layer is recomputed
+    loss_chunks: int = 1  # number of chunks of tokens for which the loss is computed, one after another
+    compute_bytes: int = 2  # bytes of an element of activations
+    storage: Storage = MIXED_FP32_GRADIENTS  # bytes of a parameter, its gradient and optimizer states
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
-    offload_activations: float = 0.0
-    tiles: int = 1
-    reshard: bool = True
+    offload_activations: float = 0.0  # fraction of the layers' activations that is offloaded; only for tables of other software
+    tiles: int = 1  # number of tiles of each matrix of a dense network
+    reshard: bool = True  # FSDP frees gathered weights after the forward pass
 
     def but(self, **changes: Any) -> Plan:
-        """Return a changed copy, ten times as fast as dataclasses.replace: the planner makes hundreds of thousands of plans."""
+        """Return a changed copy. Ten times as fast as dataclasses.replace: the planner makes hundreds of thousands of plans."""
         assert changes.keys() <= self.__dict__.keys(), changes
         made = object.__new__(Plan)
         made.__dict__.update(self.__dict__, **changes)
@@ -246,7 +218,7 @@ class Plan:
         return made
 
     def only(self, names: tuple[str, ...], **changes: Any) -> Plan:
-        """Plan with these settings and changes, and defaults otherwise. Equal results are one object, which caches find quickly."""
+        """Return a plan with the named settings of this plan, with `changes`, and otherwise with defaults. Equal results are one object."""
         return _plan_with(names, _getter(names)(self), tuple(changes.items()))
 
     @property
@@ -256,44 +228,44 @@ class Plan:
     @property
     def stage(self) -> int:
         """ZeRO stage of the engine, 0 to 3."""
-        return ENGINES[self.engine].stage
+        return self.kind.stage
 
     @property
     def kind(self) -> EngineKind:
-        """Row of the engine in the catalog of data-parallel engines."""
+        """The engine's entry in the catalog of data-parallel engines."""
         return ENGINES[self.engine]
 
     @property
     def carrier(self) -> EngineKind:
-        """Row of the engine that really runs. With pipeline stages, another engine may replace the plan's."""
-        kind = ENGINES[self.engine]
+        """Catalog entry of the engine that runs. With pipeline stages, another engine may replace the plan's."""
+        kind = self.kind
         return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
 
     @property
     def method(self) -> SequenceKind:
-        """Row of the sequence-parallel method in its catalog."""
+        """The entry of the sequence-parallel method in its catalog."""
         return sequences.SEQUENCES[self.sequence]
 
     @property
     def grid(self) -> Grid:
-        """Grid of the tp ranks. The plan must be legal."""
+        """Grid of the tp ranks. Only for plans whose tp ranks can form one."""
         made = grid(self.tensor, self.tp, self.depth)
         assert made is not None
         return made
 
     @property
     def copies(self) -> int:
-        """Number of ranks with the same part of dense parameters but other tokens: the ranks of the data-parallel engine."""
+        """Number of ranks that hold the same dense parameters and compute different tokens: the size of the data-parallel group."""
         return self.dp * self.sp * self.grid.copies
 
     @property
     def edp(self) -> int:
-        """Number of ranks with copies of the same part of the experts."""
+        """Number of ranks that hold the same experts' parameters: the size of the experts' data-parallel group."""
         return self.dp * self.sp * self.tp // (self.ep * self.etp)
 
     @property
     def global_batch(self) -> int:
-        """Number of sequences in a step."""
+        """Number of sequences of all replicas in a step."""
         return self.dp * self.microbatch * self.microbatches
 
 

@@ -1,8 +1,8 @@
-"""Converts a recipe to the planner's input: network_of(run) is the model, plan_of(run) the way to train it. Neither builds the model.
+"""Converts a recipe to the planner's input: network_of(run) is the model, plan_of(run) the parallel plan. The model is not built.
 
-Bytes of optimizer states for each parameter, in fp32, are means over dense parameters and over experts (`optimizer_bytes`):
+Bytes of fp32 optimizer states for each parameter, of which `optimizer_bytes` returns the means:
 
-    adamw, kfac   8     two moments; a user's own optimizer counts the same. K-FAC's factors are extra (docs/parallel/kfac.md)
+    adamw, kfac   8     two moments; also for a user's own optimizer. K-FAC's factors do not count (docs/parallel/kfac.md)
     sgd           4     a momentum
     muon          4     of matrices, 8 of embedding, head, gates and norms
     adafactor     4 (n + m) / (n m)     of an n x m matrix; 4 of a vector
@@ -18,10 +18,20 @@ from typing import Literal, NamedTuple
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.cut import cut
-from moe.plan.job.flops import core_work, expert_size, in_chunks, layer_flops, rows_of_token, size, slots_of_token
-from moe.plan.job.network import Adapters, Experts, Latent, Network, Plan, Router
+from moe.plan.job.flops import (
+    attention_matrices,
+    core_work,
+    expert_size,
+    in_chunks,
+    latent_of,
+    layer_flops,
+    rows_of_token,
+    size,
+    slots_of_token,
+)
+from moe.plan.job.network import Adapters, Experts, Network, Plan, Router
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
-from moe.recipe.sections import Model, Run
+from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import SCHEDULES, placed
@@ -29,36 +39,25 @@ from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
 
 
 def compute_bytes(run: Run) -> int:
-    """Return the bytes of an element in the compute dtype; `auto` counts as bf16."""
+    """Return the bytes of an element of the compute dtype; `auto` counts as bf16."""
     return 4 if run.precision.compute == "fp32" else 2
 
 
 def network_of(run: Run) -> Network:
-    """Return the recipe's model. If layers have different numbers of experts, each gets their mean."""
+    """Return the recipe's model. If layers have different numbers of experts, each layer gets the mean number."""
     m = run.model
     decoder = _decoder(run)
     if m.kind == "decoder":
         return decoder
     begins, sparse = m.decoder_begins, m.layers_with_experts()
-    encoder = replace(
-        decoder,
-        layers=begins,
-        shared_buckets=True,
-        sees="all",
-        sparse_layers=tuple(layer for layer in sparse if layer < begins),
-    )
-    return replace(
-        decoder,
-        layers=m.num_layers - begins,
-        length=m.target_length,
-        shared_buckets=True,
-        sparse_layers=tuple(layer - begins for layer in sparse if layer >= begins),
-        encoder=encoder,
-    )
+    before, after = tuple(n for n in sparse if n < begins), tuple(n - begins for n in sparse if n >= begins)
+    encoder = replace(decoder, layers=begins, shared_buckets=True, sees="all", sparse_layers=before)
+    layers, length = m.num_layers - begins, m.target_length
+    return replace(decoder, layers=layers, length=length, shared_buckets=True, sparse_layers=after, encoder=encoder)
 
 
 def _decoder(run: Run) -> Network:
-    """Return the model as a decoder with all layers, also of an encoder-decoder."""
+    """Return the model as one decoder with all layers of the recipe, even if it is an encoder-decoder."""
     m = run.model
     return Network(
         layers=m.num_layers,
@@ -85,17 +84,10 @@ def _decoder(run: Run) -> Network:
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         windows_in_runs=sum(in_chunks(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         experts=_experts(run),
-        latent=_latent(m),
+        latent=latent_of(m),
         adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,
         sparse_layers=m.layers_with_experts(),
     )
-
-
-def _latent(m: Model) -> Latent | None:
-    if m.latent.key_rank is None:
-        return None
-    size = m.latent_sizes
-    return Latent(m.latent.query_rank or 0, size.rank, size.rotary, size.value)
 
 
 def _experts(run: Run) -> Experts | None:
@@ -133,7 +125,7 @@ def _experts(run: Run) -> Experts | None:
 
 
 def plan_of(run: Run) -> Plan:
-    """Return the recipe's parallel plan. Call `run.resolve(world)` first."""
+    """Return the plan of a recipe with resolved degrees (`run.resolve(world)`)."""
     d = run.mesh_degrees()
     replicas = d.dp * run.pipeline.microbatches
     return Plan(
@@ -166,7 +158,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def stage_layers(run: Run) -> tuple[int, ...] | None:
-    """Return the layers of each stage, cut by FLOPs as the trainer cuts them; None without a pipeline or with more stages than layers."""
+    """Return the number of layers that the trainer gives to each stage by FLOPs; None without stages or with more stages than layers."""
     stages = run.mesh_degrees().pp * (1 if placed(run.pipeline.schedule) == "both_ways" else _chunks(run))
     if run.mesh_degrees().pp == 1 or stages > run.model.num_layers:
         return None
@@ -179,7 +171,7 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def _chunks(run: Run) -> int:
-    """Number of stages on each rank: the schedule's own number, or the recipe's. With a schedule from a file, pipeline.layers decides."""
+    """Return the number of stages on each rank. A schedule from a file has as many stages as pipeline.layers has numbers."""
     p, pp = run.pipeline, run.degrees.pp
     if pp == 1:
         return p.chunks or 1
@@ -189,16 +181,16 @@ def _chunks(run: Run) -> int:
 
 
 def storage_of(run: Run) -> Storage:
-    """Return the bytes of parameters, gradients and optimizer states, with the states that the recipe's optimizer keeps."""
+    """Return the bytes of a parameter, its gradient and the states of the recipe's optimizer."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
     if run.optimizer.kind in ("adamw", "kfac"):
         return storage
-    other = storage.optimizer - (4 if storage is BF16 else 8)  # the bytes of a master copy, if the storage has one
-    return replace(storage, optimizer=other + dense, of_experts=other + expert)
+    master = storage.optimizer - (4 if storage is BF16 else 8)  # bytes without AdamW's two moments
+    return replace(storage, optimizer=master + dense, of_experts=master + expert)
 
 
 def _with_adam(run: Run) -> Storage:
-    """Return the storage with AdamW. Parameters are in precision.master; engines with a master copy compute with a second copy."""
+    """Return the storage with AdamW, for the recipe's master precision. Some engines compute with a copy of the master parameters."""
     copied = run.sharding.carrier().master_copy
     if run.precision.master == "bf16":
         return MIXED if copied else BF16
@@ -211,7 +203,7 @@ def _with_adam(run: Run) -> Storage:
 
 
 class Matrices(NamedTuple):
-    """`num` matrices of `rows` x `columns`. kind: `expert`; `inner`: others that Muon updates; `outer`: embedding, head and gates."""
+    """`num` equal matrices. kind: `expert`: of experts; `outer`: embedding, head and gates; `inner`: all others, which Muon updates."""
 
     kind: Literal["inner", "outer", "expert"]
     num: int
@@ -224,7 +216,7 @@ class Matrices(NamedTuple):
 
 
 def optimizer_bytes(run: Run) -> tuple[float, float]:
-    """Return the mean bytes of optimizer states for (a dense parameter, a parameter of an expert)."""
+    """Return (mean bytes of optimizer states of a parameter outside of experts, the same of a parameter of an expert)."""
     kind, found = run.optimizer.kind, list(_matrices(run))
     if kind in ("adamw", "kfac") or run.optimizer.is_own:
         return 8.0, 8.0
@@ -242,14 +234,10 @@ def optimizer_bytes(run: Run) -> tuple[float, float]:
 
 def _matrices(run: Run) -> Iterator[Matrices]:
     m, x, width = run.model, run.experts, run.model.d_model
-    head = m.head_size or width // m.num_heads
     yield Matrices("outer", 1 if m.tied_embeddings else 2, run.vocab_size, width)
-    if m.latent.key_rank is not None:
-        yield from _latents(m)
-    else:
-        attentions = m.num_layers + (0 if m.kind == "decoder" else m.num_layers - m.decoder_begins)  # cross attention, too
-        yield Matrices("inner", 2 * attentions, m.num_heads * head, width)
-        yield Matrices("inner", 2 * attentions, (m.num_kv_heads or m.num_heads) * head, width)
+    cross_attentions = 0 if m.kind == "decoder" else m.num_layers - m.decoder_begins
+    for rows, columns in attention_matrices(m):
+        yield Matrices("inner", m.num_layers + cross_attentions, rows, columns)
     if m.positions == "t5":
         yield Matrices("outer", m.num_layers if m.kind == "decoder" else 2, T5_BUCKETS, m.num_heads)
     sparse = m.layers_with_experts()
@@ -262,17 +250,6 @@ def _matrices(run: Run) -> Iterator[Matrices]:
         yield Matrices("outer", int(x.shared_gate), 1, width)
         yield _network("inner", int(x.residual), width, expert_size(m, x) // (width * (3 if ffn in GATED else 2)), ffn)
         yield Matrices("outer", int(x.residual), 2, width)
-
-
-def _latents(m: Model) -> Iterator[Matrices]:
-    """Yield the matrices of latent attention (moe/nn/latent.py)."""
-    size, rank = m.latent_sizes, m.latent.query_rank
-    if rank is not None:
-        yield Matrices("inner", m.num_layers, rank, m.d_model)
-    yield Matrices("inner", m.num_layers, m.num_heads * size.key, m.d_model if rank is None else rank)
-    yield Matrices("inner", m.num_layers, size.rank + size.rotary, m.d_model)
-    yield Matrices("inner", m.num_layers, m.num_heads * (size.content + size.value), size.rank)
-    yield Matrices("inner", m.num_layers, m.d_model, m.num_heads * size.value)
 
 
 def _network(kind: Literal["inner", "expert"], count: int, width: int, hidden: int, ffn: str) -> Matrices:

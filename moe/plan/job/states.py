@@ -1,4 +1,4 @@
-"""Bytes of model states that a rank holds, and that it sends in a step, as closed forms for data parallelism. Needs no torch.
+"""Bytes of model states that a rank of data parallelism holds, and bytes that it sends in a step, in closed form. Needs no torch.
 
     states of one parameter     parameters | gradients | optimizer (master copy and moments)
     stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold copies of it
@@ -15,12 +15,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe.plan.job.hashed import Summed
+
 STAGES = (0, 1, 2, 3)
+Every = Literal["step", "microbatch"]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one parameter, its gradient and its optimizer states, unsharded. of_experts: optimizer bytes in experts, if different."""
+    """Bytes of one parameter, of its gradient, and of its optimizer states, before sharding. of_experts: bytes of optimizer states for a
+    parameter of an expert; None: the same as for other parameters."""
 
     parameters: int
     gradients: int
@@ -33,20 +37,20 @@ class Storage:
 
     @property
     def expert(self) -> Storage:
-        """Storage of the parameters of experts."""
+        """The storage of experts' parameters."""
         return self if self.of_experts is None else replace(self, optimizer=self.of_experts)
 
 
 MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
-MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # as MIXED, but gradients are summed in fp32, as in Megatron-LM: 18 bytes
-MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # gradients in 16 bits and their sum in fp32, as in DeepSpeed's bf16 optimizer and its estimates
+MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # MIXED with gradients in fp32, as in Megatron-LM: 18 bytes
+MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # MIXED with another copy of the gradients in fp32, as in DeepSpeed's bf16 optimizer
 BF16 = Storage(2, 2, 4)  # weights, gradients and moments in 16 bits, no fp32 copy
-FP32 = Storage(4, 4, 8)  # parameters are their own master copy: DP, DDP and FSDP here, for any compute dtype
-FP32_AND_COPY = Storage(4, 4, 12)  # as FP32, with another master copy in the engine: DeepSpeed's ZeRO here
+FP32 = Storage(4, 4, 8)  # fp32 parameters without a master copy: DP, DDP and FSDP of this project, for any compute dtype
+FP32_AND_COPY = Storage(4, 4, 12)  # FP32 with a master copy in the engine: DeepSpeed's ZeRO in this project
 
 
 @dataclass(frozen=True)
-class States:
+class States(Summed):
     """Bytes of each kind of state on one rank."""
 
     parameters: float
@@ -57,15 +61,10 @@ class States:
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer
 
-    def __add__(self, other: States) -> States:
-        return States(self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer)
-
 
 def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
-    """Bytes of the model states on one rank, for P parameters held or sharded by N = `copies` ranks. stage: ZeRO stage, 0 to 3.
-
-    For MIXED: 16 P in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3.
-    """
+    """Bytes of the model states on one of N = `copies` ranks that hold the same P parameters, sharded by ZeRO stage 0 to 3. For MIXED: 16 P
+    in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3."""
     _check(stage, copies)
     return States(
         num_parameters * storage.parameters / (copies if stage >= 3 else 1),
@@ -75,12 +74,8 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
-    """Bytes of the model states on one rank of a model with experts.
-
-    dense, expert: total parameters outside and inside the experts. stage: ZeRO stage, 0 to 3. The dp ranks hold copies of the dense
-    parameters, which ZeRO shards. A rank holds 1 / (ep etp) of the experts' parameters, and dp / (ep etp) ranks hold copies of these (the
-    edp axis).
-    """
+    """Bytes of the model states on one rank of a model with experts. dense, expert: numbers of parameters outside and inside of experts.
+    The dp ranks hold the same dense parameters. dp / (ep etp) ranks hold the same 1 / (ep etp) of the experts' parameters."""
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)
@@ -88,21 +83,13 @@ def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep:
 
 
 def sent_bytes(
-    *,
-    parameters: float,
-    gradients: float,
-    stage: int,
-    copies: int,
-    microbatches: int = 1,
-    reduces: Literal["step", "microbatch"] = "step",
-    gathers: int = 2,
+    *, parameters: float, gradients: float, stage: int, copies: int, microbatches: int = 1, reduces: Every = "step", gathers: int = 2
 ) -> float:
-    """Bytes that a rank sends in one step, by ring collectives: (N - 1)/N of the buffer, twice that for an all-reduce. (This is optimal.)
+    """Bytes that each of `copies` ranks sends in one step by ring collectives. parameters, gradients: bytes of all of them.
 
-    parameters, gradients: bytes of all parameters, of all gradients, in the dtype that is sent. copies: N. Stage 0: an all-reduce of the
-    gradients. Stages 1 and 2: a reduce-scatter of the gradients, and an all-gather of the new parameters. Stage 3: `gathers` all-gathers
-    of the parameters in each micro-batch (2: forward and backward; 1: they stay gathered in between), and the reduce-scatter. reduces:
-    gradients are sent once a step, or once a micro-batch (if no unsharded gradients are kept). Source: ZeRO section 7.
+    A reduce-scatter or an all-gather sends (N - 1)/N of the buffer, an all-reduce twice that. Stage 0: all-reduce of gradients. Stages 1
+    and 2: reduce-scatter of gradients, all-gather of new parameters. Stage 3: reduce-scatter of gradients, `gathers` all-gathers of
+    parameters in each micro-batch (2: forward and backward). reduces: when gradients are sent. Source: ZeRO section 7.
     """
     _check(stage, copies)
     reduced = gradients * (microbatches if reduces == "microbatch" else 1)

@@ -1,1 +1,1 @@
-"""Devices, nodes, links and software."""
+"""Descriptions of clusters, devices and training programs."""

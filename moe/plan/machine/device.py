@@ -1,11 +1,11 @@
-"""Predicts the time of one kernel on one accelerator: a roofline with tiles, waves and a floor.
+"""Predicts the time of one kernel on one accelerator: a roofline model with tiles, waves and a shortest time (floor).
 
     product (m, n, k)     tiles of a by b outputs, one after another on `units` processors: waves = ceil(tiles / units)
                           seconds = max(waves * (k + ramp) * 2 a b / (rate of one processor), bytes / memory bandwidth, floor)
     all other kernels     seconds = max(bytes / memory bandwidth, floor)
 
-`rate` is the sustained rate of large products, not the data sheet's peak. Several tile sizes are tried, and the fastest counts: small
-tiles fill a device better, but each is slower. Products with sizes that are no multiple of 64 elements (128 bytes) load slowly.
+Rates are sustained rates of large products, not the data sheet's peak. The fastest of several tile sizes counts: small tiles leave fewer
+processors idle, but reach a lower rate. Products whose rows are no multiple of 128 bytes load slowly.
 
 Sources: NVIDIA, "Matrix Multiplication Background" (tiles, waves, alignment); Williams et al., Roofline (CACM 2009).
 """
@@ -16,49 +16,91 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from moe.plan.job.hashed import hashed_once
+from parallel.errors import harmless
 
 Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+RATED = ("bf16", "fp16", "tf32", "fp32")  # dtypes for which `peak_tflops` may have a rate, narrow dtypes first
 
-# Tiles of the output: (rows, columns, fraction of a processor's rate that they reach). Small tiles load more for each operation, so they
-# wait for memory. The first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of its rate.
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
+
+
+def _in_range(least: float) -> AfterValidator:
+    def checked(number: float) -> float:
+        if not least <= number <= MOST:
+            raise ValueError(f"a number from {least:.3g} to {MOST:.0e}")
+        return number
+
+    return AfterValidator(checked)
+
+
+def _harmless(text: str) -> str:
+    if not harmless(text):
+        raise ValueError("text without control characters")
+    return text
+
+
+def _rated(peaks: dict[str, float]) -> dict[str, float]:
+    if not set(peaks) & set(RATED):
+        raise ValueError(f"a rate for one of {', '.join(RATED)}")
+    return peaks
+
+
+# Types of the values in a cluster file. Formulas divide by a Positive, and overflow with smaller numbers or with numbers above MOST.
+MOST = 1e15
+Number = BeforeValidator(_no_bool)
+Positive = Annotated[float, Number, _in_range(1 / MOST)]
+NotNegative = Annotated[float, Number, _in_range(0)]
+Count = Annotated[int, Number, Field(ge=1, le=1_000_000)]
+Text = Annotated[str, AfterValidator(_harmless)]
+NotEmpty = Field(min_length=1)
+FILE = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+# Tiles of a product's output: (rows, columns, fraction of a processor's rate). Small tiles need more memory traffic per operation. NVIDIA's
+# guide measures tiles of 128 x 128 at about nine tenths of the rate of 256 x 128, the standard size.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
-RATED = ("bf16", "fp16", "tf32", "fp32")  # kinds of products for which a device may have a rate, narrow ones first
-RAMP = 96  # starting a tile and writing it out takes as long as this many further elements of k
-SPLITS = (1, 2, 4, 8)  # numbers of parts into which k may be cut if tiles leave processors idle; the parts are summed in fp32
+RAMP = 96  # start and end of a tile take as long as 96 more elements of k
+SPLITS = (1, 2, 4, 8)  # split-k: if tiles leave processors idle, k may be cut into this number of parts, which are summed in fp32
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. Rates in TFLOP/s and GB/s (10^9), power in watts.
+    """One accelerator. GB/s are 10^9 bytes per second.
 
-    units: number of processors. peak_tflops: dtype of products -> TFLOP/s. sustained: fraction of the peak that large products reach in a
-    long run. attention: the same for fused attention, (forward, backward). memory_share: fraction of the memory bandwidth that pointwise
-    kernels reach. launch_us: shortest time from one kernel to the next.
-    rates: dtype -> FLOPs of a product -> measured TFLOP/s; if given, they replace the model of tiles.
-    attention_times: dtype -> measured picoseconds of fused attention: (for each FLOP, for each pair of positions) forward, then the same
-    two backward. (On a CPU core, a pair's softmax takes time in addition to its products.)
+    units: number of processors (SMs). peak_tflops: dtype of a product -> TFLOP/s of the data sheet. sustained: fraction of the peak that
+    large products reach in a long run. attention: fraction of the peak that fused attention reaches (forward, backward).
+    memory_share: fraction of the memory bandwidth that pointwise kernels reach. launch_us: shortest time from one kernel to the next.
+    rates: dtype -> FLOPs of a product -> measured TFLOP/s; a dtype in `rates` is not predicted by tiles.
+    attention_times: dtype -> measured picoseconds of fused attention: forward per FLOP and per (query, key) pair, backward per FLOP and
+    per pair. (On a CPU core, the softmax of a pair takes time of its own.)
     """
 
-    name: str
-    memory_gib: float
-    memory_gb_s: float
-    units: int
-    peak_tflops: dict[str, float] = field(hash=False)
-    sustained: float
-    attention: tuple[float, float]
-    memory_share: float = 0.85
-    launch_us: float = 4.0
-    watts: float = 0.0
-    idle_watts: float = 0.0
-    rates: dict[str, dict[float, float]] = field(default_factory=dict, hash=False)
-    attention_times: dict[str, list[float]] = field(default_factory=dict, hash=False)
+    __pydantic_config__ = FILE
+    name: Text
+    memory_gib: Positive
+    memory_gb_s: Positive
+    units: Count
+    peak_tflops: Annotated[dict[Text, Positive], AfterValidator(_rated)] = field(hash=False)
+    sustained: Positive
+    attention: tuple[Positive, Positive]
+    memory_share: Positive = 0.85
+    launch_us: NotNegative = 4.0
+    watts: NotNegative = 0.0
+    idle_watts: NotNegative = 0.0
+    rates: dict[Text, Annotated[dict[Positive, Positive], NotEmpty]] = field(default_factory=dict, hash=False)
+    attention_times: dict[Text, Annotated[list[NotNegative], Field(min_length=4, max_length=4)]] = field(default_factory=dict, hash=False)
 
     def rate(self, kind: str = "bf16") -> float:
-        """Sustained FLOP/s of large products. A kind that the device lacks has the rate of the nearest wider kind."""
+        """Sustained FLOP/s of large products of dtype `kind`, or of the nearest wider dtype that the device has."""
         for wider in (kind, *RATED):
             if wider in self.peak_tflops:
                 return self.peak_tflops[wider] * 1e12 * self.sustained
@@ -70,7 +112,7 @@ class Device:
         return self.memory_gb_s * 1e9 * self.memory_share
 
     def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16") -> float:
-        """Seconds of `count` products of m x k by k x n that start together."""
+        """Seconds of `count` matrix products (m x k by k x n) in one kernel."""
         if min(m, n, k, count) <= 0:
             return 0.0
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind)
@@ -80,7 +122,7 @@ class Device:
         return max(num_bytes / self.bandwidth, kernels * self.launch_us * 1e-6)
 
     def fused_attention(self, flops: float, pairs: float, *, backward: bool = False, kind: str = "bf16") -> float:
-        """Seconds of attention in one kernel (FlashAttention), which does not write the scores. pairs: number of (query, key) pairs."""
+        """Seconds of fused attention (FlashAttention). pairs: number of (query, key) pairs."""
         if kind in self.attention_times:
             of_operation, of_pair = self.attention_times[kind][2:] if backward else self.attention_times[kind][:2]
             seconds = (of_operation * flops + of_pair * pairs) * 1e-12
@@ -109,7 +151,7 @@ def _product(device: Device, m: int, n: int, k: int, count: int, kind: str) -> f
 
 
 def _measured(rates: dict[float, float], flops: float) -> float:
-    """Seconds of a product of `flops` FLOPs. rates: FLOPs -> measured TFLOP/s, interpolated linearly over the logarithm of the FLOPs."""
+    """Seconds of a product with `flops` FLOPs. rates: FLOPs -> measured TFLOP/s, interpolated linearly over log(FLOPs)."""
     sizes = sorted(rates)
     at = bisect_left(sizes, flops)
     if at in (0, len(sizes)):
@@ -120,10 +162,7 @@ def _measured(rates: dict[float, float], flops: float) -> float:
 
 
 def alignment(num_bytes: int) -> float:
-    """Fraction of the full rate that products with rows of `num_bytes` bytes reach: 1 for multiples of 128 bytes, 0.3 for odd numbers.
-
-    NVIDIA's guide: A100 is most efficient at multiples of 128 bytes, and below 16 bytes loads go element by element.
-    """
+    """Fraction of the full rate of a product whose rows have `num_bytes` bytes: 1 for multiples of 128 bytes (as A100 needs), else less."""
     for multiple, share in ((128, 1.0), (64, 0.85), (32, 0.8), (16, 0.7), (4, 0.5)):
         if num_bytes % multiple == 0:
             return share

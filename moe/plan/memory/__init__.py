@@ -1,1 +1,1 @@
-"""Bytes that each rank needs."""
+"""Predicts the memory that each rank needs."""

@@ -1,13 +1,13 @@
 """Activation memory: bytes that one micro-batch keeps on a rank from the forward to the backward pass, by layer and part.
 
-The parts and their coefficients are defined in moe/plan/memory/stack.py. A Plan cuts them:
+moe/plan/memory/stack.py defines the parts for one rank. Under a Plan a rank keeps:
 
-    sp                   every part has length / sp tokens
-    tp 1d                1 / t inside attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
-    tp sliced            everything 1 / t (34 s b h / t), except gathered inputs if the software keeps them
-    tp 2d, 2.5d, 3d      everything 1 / tp (moe/plan/time/tensor.py)
-    recompute full       only the layer's input; selective: the fractions in the software's `selective`
-    ep, etp              rows of experts: choices * tokens / tp on average, or as many as capacities allow; hidden units 1 / etp
+    sp                   length / sp tokens of every part
+    tp 1d                1 / t of attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
+    tp sliced            1 / t of everything (34 s b h / t), except inputs that are gathered for a product, if the software keeps them
+    tp 2d, 2.5d, 3d      1 / tp of everything (moe/plan/time/tensor.py)
+    recompute full       only the layer's input; selective: the fractions in `Stack.selective`
+    ep, etp              choices * tokens / tp rows of experts on average, or as many as capacities allow; 1 / etp of the hidden units
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 """
@@ -27,8 +27,8 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Tokens:
-    """Numbers of tokens in a micro-batch's tensors on a rank. inside: in attention and networks. between: in norms and masks around these.
-    read: in the kept inputs of the products after norms."""
+    """Number of tokens of a micro-batch on a rank, in the tensors of one place. inside: of attention and networks. between: of the norms
+    and dropout masks before and after these. read: of the kept inputs of the products after norms."""
 
     inside: float
     between: float
@@ -43,7 +43,7 @@ def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
 
 
 def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[Part, float]:
-    """Bytes that each part of layer `index` keeps for the backward pass when nothing is recomputed."""
+    """Return the bytes that each part of layer `index` keeps for the backward pass if nothing is recomputed."""
     n, c, at = network, plan.compute_bytes, tokens_of(network, plan, stack)
     norms = 2 * norm_kept(n, plan, stack) * n.width
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -54,12 +54,12 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["attention"] += _latents(n, plan, stack, at)
     if plan.sp > 1:
         parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
-    if n.buckets and plan.sp == 1:  # with sp, the backward pass computes the bias again instead of keeping it
+    if n.buckets and plan.sp == 1:  # with sp, the backward pass recomputes the bias
         if stack.biased == "scores":
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
             parts["attention"] += c * bias_elements(n, plan, stack)
-        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets, and a causal mask of 1 byte
+        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets of all pairs; a causal mask has 1 byte
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):
@@ -70,25 +70,23 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
     if n.experts is None or index not in n.sparse_layers:
         count = stack.gated if n.gated else 1 if n.activation == "relu" else stack.plain
-        count -= not n.trains("dense") and count > 1  # a frozen product does not keep its input
-        came_out = min(count, stack.activation_of)
-        parts["activation"] = c * came_out * n.hidden * at.inside
-        parts["network"] = c * (count - came_out) * n.hidden * at.inside
+        count -= not n.trains("dense") and count > 1  # the frozen last product does not need its input
+        of_activation = min(count, stack.activation_of)
+        parts["activation"] = c * of_activation * n.hidden * at.inside
+        parts["network"] = c * (count - of_activation) * n.hidden * at.inside
     else:
         parts["experts"] = _experts(n, plan, stack)
     return parts
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return whether the backward pass needs (attention's normed input, the normed input of the network or experts).
-
-    An input is not kept if all weights that multiply it are frozen. A router always keeps its input.
-    """
+    """Return whether the backward pass needs (the normalized input of attention, the same of the feed-forward network or experts). It does
+    not if all weights that multiply this input are frozen. A router always needs its input."""
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
 def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a layer's cross-attention keeps. The encoder's output, which all layers read, is counted once, in `ends_kept`."""
+    """Bytes that a layer's cross-attention keeps, without the encoder's output, which `ends_kept` counts once for all layers."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
     inner, keys = n.heads * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
     of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
@@ -99,30 +97,28 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
 
 
 def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
-    """Number of elements of T5's bias of the attention logits, which is one tensor for all sequences of a micro-batch."""
+    """Number of elements of T5's attention bias on a rank. All sequences of a micro-batch share this tensor."""
     heads = n.heads * tokens_of(n, plan, stack).inside / (plan.microbatch * n.length)
     return heads * n.length**2
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes that a norm between layers keeps for each element of its input. On tensor grids it keeps only the input itself."""
+    """Bytes that a layer's norm keeps for each element of its input. On tensor grids it keeps only the input itself."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
-    """Bytes that a norm keeps for each element of its input; RMSNorm in separate kernels (`Stack.rms`) more, for its gain's gradient."""
+    """Bytes that a norm keeps for each element of its input; `Stack.rms` more for the gradient of RMSNorm's gain."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and n.adapters is None else 0)
 
 
 def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes that norms of queries and keys keep for each token: their inputs, and a statistic for each head or one for all heads."""
-    if n.qk_norm == "none":
-        return 0.0
+    """Bytes that the norms of queries and keys keep for each token: their inputs and statistics."""
     return sum(_head_norm(n, stack, itemsize, heads) for heads in (n.heads, n.groups))
 
 
 def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
-    """Bytes that the norm of queries, or of keys, keeps for each token. heads: number of heads of the queries, or of the keys."""
+    """Bytes that the norm of queries keeps for each token, or the norm of keys. heads: number of heads of its input."""
     if n.qk_norm == "none":
         return 0.0
     of_input = _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels
@@ -144,32 +140,30 @@ def _attention(n: Network, stack: Stack) -> float:
             + ((1 - n.windows_in_runs) * inner + 4 * n.heads if n.sinks else 0)
             + (inner + 2 * n.groups * n.channels if n.clipped else 0)
         )
-    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # each head's key has its own copy of the rotary channels
+    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # all heads share the rotary key; each keeps a copy
     value = n.heads * late.value_size
-    if stack.keys == "repeated":  # for the core, values are padded to the size of keys, and its output is cut again
+    if stack.keys == "repeated":  # the kernel's values and output are padded to the size of keys
         return 4 * key + 3 * n.windows_in_runs * key + value
     return 2 * key + 2 * value
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Bytes that the latents of multi-head latent attention keep: before their norms for a rank's own tokens, after them for all tokens.
-
-    If tp cuts the heads, the tensor after the norms also holds the rotary key, and x if queries have no latent.
-    """
+    """Bytes that the latents of multi-head latent attention keep: the norms' inputs of the rank's own tokens, the outputs of all tokens. If
+    tp divides the heads, the outputs are in one tensor with the rotary key, and with x if queries have no latent."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0
     low = late.query_rank + late.key_rank
-    if stack.keys == "repeated":  # in fp32, norms keep the whole product, rotary key included
+    if stack.keys == "repeated":  # fp32 norms keep the whole output of the product before them, with the rotary key
         before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + (c * late.rotary_size if c == 4 else 0)
     else:
         before = c * (low + late.rotary_size)
-    beside = late.rotary_size + (0 if late.query_rank else n.width) if plan.tp > 1 and plan.tensor != "copied" else 0
-    return at.between * before + plan.microbatch * n.length / plan.sp * c * (low + beside)
+    more = late.rotary_size + (0 if late.query_rank else n.width) if plan.tp > 1 and plan.tensor != "copied" else 0
+    return at.between * before + plan.microbatch * n.length / plan.sp * c * (low + more)
 
 
 def rows_of(network: Network, plan: Plan) -> float:
-    """Number of rows that a rank's experts compute for one micro-batch with a balanced router. All etp ranks compute the same rows."""
+    """Number of rows that a rank's experts compute for one micro-batch if the router is balanced; the same on all etp ranks."""
     e = network.experts
     if e is None:
         return 0.0
@@ -178,7 +172,7 @@ def rows_of(network: Network, plan: Plan) -> float:
 
 
 def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
-    """Messages over ep of one MoE layer, if the choices of `tokens` tokens make `rows` rows. number_bytes: bytes of an element."""
+    """Return the messages over ep of one MoE layer, for `tokens` tokens whose choices need `rows` rows, with `number_bytes` per element."""
     e = network.experts
     assert e is not None
     slots = None if e.slots is None else tokens * e.choices * e.slots
@@ -189,7 +183,7 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
 
 
 def buffers_of(network: Network, plan: Plan) -> float:
-    """Bytes of the buffers for the largest message that one MoE layer sends over ep; 0 if one rank holds all experts."""
+    """Bytes of the buffers for the largest message of one MoE layer over ep; 0 if one rank holds all experts."""
     if network.experts is None or plan.ep == 1:
         return 0.0
     tokens = plan.microbatch * network.length / plan.sp / plan.tp * plan.etp
@@ -202,23 +196,23 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
     hidden = tensors * e.hidden / plan.etp
-    of_weights = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # merged W + s B A
+    merged = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A of LoRA
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + of_weights
+    return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + merged
 
 
 def expert_elements(n: Network, plan: Plan) -> float:
-    """Elements of all expert matrices of one layer on a rank."""
+    """Number of parameters in all expert matrices of one layer on a rank."""
     e = n.experts
     return 0.0 if e is None else e.count / plan.ep * network_elements(n, e.hidden, gated=e.gated) / plan.etp
 
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes that the router and its losses keep for each token, in fp32: jitter and its product, inputs of the norm and of the noise's
-    matrix, probabilities of experts. itemsize: bytes of an element of activations."""
+    """Bytes that the router and its losses keep for each token. itemsize: bytes of an element of activations. In fp32: the jitter and the
+    jittered input, the inputs of the norm and of the noise's matrix, the experts' probabilities."""
     e = n.experts
     assert e is not None
     r, held = e.router, 0.0
@@ -232,7 +226,7 @@ def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
 
 
 def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:
-    """Bytes that one layer keeps with this kind of recompute."""
+    """Bytes that one layer keeps for the backward pass with this kind of recompute."""
     at = tokens_of(network, plan, stack)
     if recompute == "full":
         return plan.compute_bytes * network.width * at.between
@@ -240,13 +234,13 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
     if recompute == "selective":
         shares = dict(stack.selective)
         kept = sum(size * shares.get(part, 1.0) for part, size in parts.items())
-        whole = shares.get("network") == 0.0  # the layer's second half is recomputed from its input, which is kept
-        return kept + (plan.compute_bytes * network.width * at.between if whole else 0.0)
+        second_half = shares.get("network") == 0.0  # if the second half of the layer is recomputed, its input is kept
+        return kept + (plan.compute_bytes * network.width * at.between if second_half else 0.0)
     return sum(parts.values())
 
 
 def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:
-    """Bytes that a micro-batch keeps on a decoder's stage with these layers. first, last: True for the model's first, last stage."""
+    """Bytes that a micro-batch keeps on a stage of a decoder with these layers. first, last: it is the model's first, last stage."""
     casts, input_bytes = casts_kept(plan, stack), plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
     kept = ends_kept(network, plan, stack, first=first, last=last)
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
@@ -258,43 +252,40 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
-    """Number of received or sent tensors that a micro-batch keeps on a stage, in addition to the tensors of layers and of the last norm."""
+    """Number of tensors, received from or sent to other stages, that a micro-batch keeps on a stage and no layer or norm counts."""
     sent = int(stack.outputs == "kept" and plan.pp > 1)
-    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the norm keeps a wider copy, and the received tensor is kept too
+    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps a copy of its own
     if layers or last:
         return sent + (wider and not (layers and recompute_of(plan, layers.start) == "full"))
-    return sent + (not first)  # a stage without layers, embedding and head keeps the tensor that it passes on
+    return sent + (not first)  # an empty stage keeps the tensor that it receives and sends on
 
 
 def keeps_scores(plan: Plan) -> bool:
-    """True if the sequence-parallel method keeps the softmax of all pairs."""
+    """True if the sequence-parallel method keeps the softmax of all (query, key) pairs."""
     return plan.sp > 1 and plan.method.keeps_scores
 
 
 def recompute_of(plan: Plan, index: int) -> Recomputed:
-    """Kind of recompute of one layer. Every `recompute_every`-th layer is recomputed."""
+    """Return the kind of recompute of layer `index`."""
     return plan.recompute if repeats(index, plan.recompute_every) else "none"
 
 
 def casts_kept(plan: Plan, stack: Stack) -> bool:
-    """True if each micro-batch keeps weights cast to the compute dtype. With pipeline stages, the backward pass casts them again instead,
-    because every micro-batch in flight would keep its own casts."""
+    """True if each micro-batch keeps copies of the weights in the compute dtype. With pipeline stages, every micro-batch in flight would
+    keep its own copies, so the backward pass casts the weights again instead."""
     return stack.casts and plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of one layer's dense weights, cast to the compute dtype, that are kept for the backward pass (not if it recomputes them).
-
-    index: number among the layers of all stacks.
-    """
+    """Bytes of kept copies, in the compute dtype, of the weights of layer `index` outside of its experts. Recomputed parts keep none."""
     (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0
-    made_again = n.adapters is not None  # the backward pass merges W + s B A again, so nothing is kept
+    merges = n.adapters is not None  # the backward pass computes LoRA's W + s B A again, so it is not kept
     elements = 0.0
-    if not (made_again and n.trains("attention")):
+    if not (merges and n.trains("attention")):
         elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
-    if recompute == "none" and not (made_again and n.trains("dense")):
+    if recompute == "none" and not (merges and n.trains("dense")):
         sparse = e is not None and number in n.sparse_layers
         second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
         elements += second / plan.grid.matrix
@@ -302,12 +293,12 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of kept weight casts of one multi-token-prediction layer and of the matrix that merges its two inputs."""
+    """Bytes of kept copies, in the compute dtype, of the weights of multi-token prediction for one further token."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
 def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
-    """Bytes kept outside of layers: the embedding's dropout, the last norm, the loss, and an encoder's last norm and output."""
+    """Bytes kept outside of layers: dropout after the embedding, last norm, loss, multi-token prediction, an encoder's last norm."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     total = 0.0
     if first and (stack.masks == "always" or network.dropout):
@@ -322,17 +313,17 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
 
 
 def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that the last norm keeps for each token: input, output, which the head reads, and in encoder-decoders a dropout mask."""
+    """Bytes that the last norm keeps for each token: its input and output, and in encoder-decoders a dropout mask."""
     c = plan.compute_bytes
     masked = run.dropout and (run.encoder is not None or run.sees == "all")
-    read = c if run.adapters is None else 0  # the head needs its input for the gradient of its weights
+    read = c if run.adapters is None else 0  # the norm's output is needed for the gradient of the head, unless the head is frozen
     return (norm_kept(run, plan, stack) + read) * run.width + 2 * stack.statistics + (_mask(stack, c) * run.width if masked else 0)
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that multi-token prediction keeps for one further token: inputs of two norms and of the product, a layer, a norm, logits."""
+    """Bytes that multi-token prediction keeps for one further token: two norms, the product of both, a layer, the last norm, logits."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
-    same = c if stack.norm <= c else 0  # in fp32, two norms keep one tensor in common
+    same = c if stack.norm <= c else 0  # two norms share a kept input, unless each keeps its own fp32 copy
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
     of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
@@ -340,10 +331,10 @@ def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def logit_kept(network: Network, stack: Stack) -> float:
-    """Bytes kept for each logit until the backward pass; with `logit_cap` also the result of tanh, in fp32."""
+    """Bytes that are kept for each logit until the backward pass. `logit_cap` also keeps tanh's result in fp32."""
     return stack.logits_kept + (4 if network.logit_cap else 0)
 
 
 def logits(network: Network, plan: Plan) -> float:
-    """Number of logits of one micro-batch on a rank."""
+    """Number of logits that one micro-batch has on a rank."""
     return plan.microbatch * network.length / plan.sp * network.vocab / (1 if plan.tensor == "copied" else plan.tp)

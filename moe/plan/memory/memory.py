@@ -2,15 +2,15 @@
 
     allocated = states + activations in flight + temporary tensors, at the moment of the step at which their sum is largest
 
-    states         parameters, gradients, optimizer states     moe/plan/job/states.py x the parameters in moe/plan/job/counts.py
-    activations    micro-batches in flight x bytes of one      moments.py
-    temporary      of the loss, of a layer's backward pass, of ZeRO stage 3     temporary.py
-    buffers        buckets of gradients
+    states         parameters, gradients, optimizer states                          moe/plan/job/states.py, counts.py
+    activations    micro-batches in flight x bytes of one micro-batch               moments.py, kept.py
+    temporary      of the loss, of a layer's backward pass, of ZeRO stage 3         temporary.py
+    buffers        gradient buckets
 
-A device needs more than that: torch's allocator reserves blocks, and CUDA's context is not a tensor.
+The device needs more, because torch's allocator reserves blocks, and CUDA's context is no tensor:
 
-    reserved  = 1.10 allocated         the median of 16 rows of published tables that state both (1.06 to 1.15)
-    used      = reserved + 1.5 GB      the context, 1.3 to 1.6 GB on A100 nodes
+    reserved  = 1.10 allocated         median of 16 published measurements of both (1.06 to 1.15)
+    used      = reserved + 1.5 GB      CUDA's context, 1.3 to 1.6 GB on A100 nodes
 
 Sources: ZeRO (arXiv 1910.02054), Korthikanti et al. (arXiv 2205.05198), ZeRO-Infinity (arXiv 2104.07857) for tiles.
 """
@@ -31,7 +31,7 @@ from parallel.data.kinds.kind import At
 
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
-ROUNDED = 1e-9  # relative tolerance for sums of bytes in another order
+ROUNDED = 1e-9  # relative tolerance: the order of a sum changes its last digits
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),
     *("activations", "loss and logits", "embedding's gradient", "layer at work", "dispatch buffers"),
@@ -41,7 +41,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak bytes of one pipeline rank. parts: name in PARTS -> bytes. host: the same for tensors that are offloaded to the host."""
+    """Peak memory of one pipeline rank. parts: name in PARTS -> bytes. host: name in PARTS -> bytes offloaded to the host."""
 
     rank: int
     parts: dict[str, float]
@@ -57,23 +57,24 @@ class Memory:
 
     @property
     def used(self) -> float:
-        """Bytes as nvidia-smi counts them: reserved by the allocator, plus CUDA's context."""
+        """Bytes that nvidia-smi shows: reserved by the allocator, plus CUDA's context."""
         return self.reserved + CONTEXT_BYTES
 
 
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
-    """Memory of each pipeline rank. (Ranks that differ only on other axes need the same.) Raises BadInput for impossible schedule sizes."""
+    """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes. Ranks that differ only on
+    other axes need the same."""
     return tuple(_memory(plan, stack, rank) for rank in ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
-    """Memory of the pipeline rank that needs most."""
+    """Return the memory of the pipeline rank that needs most."""
     ranks = _fullest(plan, stack, ranks_of(network, plan, stack, "fullest"))
     return max([_memory(plan, stack, rank) for rank in ranks], key=lambda m: m.allocated)
 
 
 def _fullest(plan: Plan, stack: Stack, ranks: Sequence[RankMoments]) -> Sequence[RankMoments]:
-    """Ranks that need most memory: one, or several equal ones. Bytes of states are a rank's parameters times the bytes of one parameter."""
+    """Return the rank that needs most memory; if several need the same, return all of them."""
     if len(ranks) == 1:
         return ranks
     dense, expert = (_states(plan, one)[0].total for one in (Elements(1.0, 0.0), Elements(0.0, 1.0)))
@@ -86,12 +87,12 @@ def _fullest(plan: Plan, stack: Stack, ranks: Sequence[RankMoments]) -> Sequence
 
 
 def fits(needed: Memory, capacity: float) -> bool:
-    """True if a device with `capacity` bytes has enough for the tensors, the allocator's blocks and CUDA's context."""
+    """Return whether a device with `capacity` bytes has room for the tensors, the allocator's blocks and CUDA's context."""
     return needed.used <= capacity
 
 
 def _memory(plan: Plan, stack: Stack, rank: RankMoments) -> Memory:
-    """Peak memory of a rank, with its states sharded as the plan says."""
+    """Return the peak memory of a rank whose states are sharded by the plan."""
     states, host = _states(plan, rank.held)
     full = _fullest_moment(plan, stack, rank)
     at = full.moment
@@ -105,10 +106,9 @@ def _memory(plan: Plan, stack: Stack, rank: RankMoments) -> Memory:
 
 
 class _Full(NamedTuple):
-    """Moment of a step, with the bytes that depend on the plan's engine. bucket: gradient buckets.
-
-    missing: gradients that do not exist yet. waiting: a tied head's separate gradient. gathered: ZeRO-3's gathered weights and gradients.
-    """
+    """A moment of a step with the bytes that depend on the plan's engine. bucket: bytes of gradient buckets. missing: bytes of gradients
+    that do not exist yet. waiting: bytes of a tied head's gradient before it is added to the embedding's. gathered: bytes of gathered
+    weights and unreduced gradients with ZeRO stage 3."""
 
     moment: Moment
     missing: float
@@ -122,12 +122,12 @@ class _Full(NamedTuple):
 
 
 def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
-    """Return the moment of the step at which the rank needs the most bytes."""
+    """Return the moment of the step at which the rank needs most memory."""
     if stack.gradients == "kept":
         one = rank.moments[0]
         return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one), _bucket(plan, stack, one.at))
     head = plan.storage.gradients if plan.stage < 3 or differs_by_moment(plan, stack) else 0.0
-    dense = expert = 0.0  # bytes of one parameter's gradient, if gradients are missing at some moment
+    dense = expert = 0.0  # bytes of the gradient of one parameter, outside and inside of experts
     if any(one.to_come is not NOTHING for one in rank.moments):
         dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
     found = [
@@ -146,15 +146,15 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
-    """Return the moment at the start of the second step when DDP rebuilds its buckets: gradients exist twice. With more than two ranks, it
-    rebuilds them before the optimizer has states (parallel/data/ddp.py)."""
+    """Return the moment in the second step at which DDP rebuilds its buckets, so that gradients exist twice. With more than two ranks, it
+    does so before the optimizer has states (parallel/data/ddp.py), and this moment is no peak."""
     of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1].expert))[0].gradients
     empty = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
 def _gathered(plan: Plan, stack: Stack, rank: RankMoments, moment: Moment) -> float:
-    """Bytes of weights that ZeRO stage 3 has gathered, and of gradients that it has not reduced yet, at this moment."""
+    """Bytes of gathered weights and unreduced gradients at this moment; 0 without ZeRO stage 3."""
     if plan.stage < 3 or plan.copies == 1:
         return 0.0
     if differs_by_moment(plan, stack):
@@ -166,10 +166,8 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments, moment: Moment) -> fl
 
 
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
-    """Return (one dense parameter, one expert parameter) as Elements, each with 0 instead if its gradient stays in memory between steps.
-
-    DDP's buckets keep the gradients that all its ranks sum, and DeepSpeed's stage 3 has one buffer for all shards of a rank.
-    """
+    """Return (Elements of one dense parameter, Elements of one expert parameter), empty if its gradient is not freed between steps. DDP's
+    buckets keep the gradients that all its ranks sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
     kept = plan.kind.gradients
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
@@ -177,11 +175,9 @@ def _freed(plan: Plan) -> tuple[Elements, Elements]:
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
-    """Return (states on the device, name in PARTS -> bytes on the host) for these parameters.
-
-    With an offloaded optimizer, the gradients are on the host too. With pipeline stages, whole gradients are first summed on the device,
-    and the host holds this rank's shard of the sums.
-    """
+    """Return (bytes of the states on the device, name in PARTS -> bytes on the host) for these parameters. With an offloaded optimizer,
+    gradients are on the host too. With pipeline stages, the device sums whole gradients, and the host has only this rank's shard of the
+    sums."""
 
     def of(elements: Elements, stage: int) -> States:
         dense = model_states(elements.dense, stage=stage, copies=plan.copies, storage=plan.storage)
@@ -209,7 +205,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
 
 
 def _bucket(plan: Plan, stack: Stack, at: At) -> float:
-    """Bytes of DeepSpeed's bucket of gradients, which has its full size even for a small model. In this project, stages 1 and 2 allocate it
+    """Bytes of DeepSpeed's gradient bucket, which has its full size even for a small model. This project's ZeRO stages 1 and 2 allocate it
     at the first gradient, after the loss."""
     if not stack.bucket_elements or plan.kind.bucket == "none" or plan.copies == 1:
         return 0.0

@@ -1,13 +1,12 @@
-"""Lists the moments of a step at which a pipeline rank's tensors may need most bytes, apart from the states of its parameters.
+"""Lists the moments of a step at which the memory of a pipeline rank may be at its peak, without the states of its parameters.
 
     loss        logits in two dtypes and their gradients
-    work        backward pass of a layer: recomputed activations, gradients inside the layer, gradient of its largest matrix, exchanged rows
-    embedding   its gradient, after its micro-batch's activations are freed
-    sums, head, bucket, forward     with ZeRO stage 3, where gathered weights and unreduced gradients differ (temporary.py)
+    work        backward pass of a layer: recomputed activations, gradients inside the layer and of its largest matrix, dispatched rows
+    embedding   gradient of the embedding, after the activations of the micro-batch are freed
+    sums, head, bucket, forward     further moments of ZeRO stage 3, with other gathered weights and unreduced gradients (temporary.py)
 
-At each moment the micro-batches in flight keep their activations (in_flight.py, kept.py). Gradients without a buffer between steps exist
-only after the step's first backward pass has made them. Everything here is independent of the data-parallel engine, so that plans which
-differ only in the engine share the cached moments (with ZeRO stage 3, only plans with the same engine do).
+At each moment, the micro-batches in flight keep their activations (in_flight.py, kept.py). Gradients that are freed between steps exist
+only after the first backward pass. The result is cached. Only with ZeRO stage 3 does it depend on the data-parallel engine.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
 from parallel.pipeline.simulator.held import RankPeaks
 
-NO_EXPERTS = -1  # layer number for a layer without experts
+NO_EXPERTS = -1  # index that stands for a layer without experts
 _DEFAULT = Plan()
 _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "microbatch", "compute_bytes", "offload_activations")
 
 
 @dataclass(frozen=True, eq=False)
 class LayerBytes:
-    """Sizes of one kind of layer on a rank.
+    """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
 
-    elements: parameters held. gathered: parameters that are whole at the same time in ZeRO stage 3. matrix: elements of its widest matrix.
-    kept: bytes that a micro-batch keeps. work: temporary bytes of its backward pass. dispatch: bytes of rows sent to and from experts.
+    gathered: its parameters that ZeRO stage 3 holds whole at the same time. kept: bytes that a micro-batch keeps for the backward pass.
+    work: temporary bytes of its backward pass. dispatch: bytes of the buffers for rows sent to and from experts.
     """
 
     elements: Elements
@@ -65,11 +64,11 @@ class LayerBytes:
 
 
 class Moment(NamedTuple):
-    """Bytes at one moment of a step. total: their sum, without `gathered`.
+    """Bytes of a rank at one moment of a step. at: kind of moment. total: sum of the first five.
 
-    work: temporary bytes of the layer in its backward pass. at: kind of moment. to_come: parameters without a gradient yet, in a step's
-    first backward pass. waiting: parameters of a tied head; autograd keeps their gradient apart until the embedding's gradient is added to
-    it. gathered: bytes of ZeRO-3's gathered weights and unreduced gradients.
+    work: temporary bytes of the layer that is in its backward pass. to_come: parameters whose gradient does not exist yet.
+    waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
+    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3.
     """
 
     activations: float
@@ -86,10 +85,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankMoments:
-    """Sizes of a pipeline rank that do not depend on the sharding of its states. number: the rank.
+    """Sizes of pipeline rank `number` before its states are sharded. versions: number of versions of the weights that it keeps.
 
-    versions: number of weight versions that it keeps. held: its parameters. gathered: for each kind of its layers, the parameters that are
-    whole at the same time. table: parameters of its embedding or head, or 0. moments: all that may be its memory peak.
+    held: its parameters. gathered: for each kind of its layers, the parameters that ZeRO stage 3 holds whole at the same time.
+    table: parameters of its embedding or head; 0 without them. moments: the moments of a step that may be its memory peak.
     """
 
     number: int
@@ -101,7 +100,7 @@ class RankMoments:
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
-    """Ranks of a pipeline: all, or only the ranks that may need most memory."""
+    """Return the sizes of all pipeline ranks, or only of those that may need most memory."""
     engine: dict[str, Any] = {} if differs_by_moment(plan, stack) else {"dp": 1, "engine": _DEFAULT.engine, "reshard": _DEFAULT.reshard}
     sequence = plan.sequence if keeps_scores(plan) else _DEFAULT.sequence
     offload: dict[str, Any] = {"offload_optimizer": "none", "offload_parameters": "none"}
@@ -110,13 +109,13 @@ def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "
 
 
 def differs_by_moment(plan: Plan, stack: Stack) -> bool:
-    """True if gathered bytes of ZeRO stage 3 differ between moments. With pipeline stages, weights stay whole at all moments."""
+    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between moments, which needs pp = 1."""
     return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
 
 
 @lru_cache(maxsize=256)
 def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
-    """Compute the result of `ranks_of`, cached. casts: True if a micro-batch keeps weights in the compute dtype."""
+    """Return the result of `ranks_of`. casts: micro-batches keep copies of the weights in the compute dtype."""
     ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
     stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
     step = _Step(network, plan, stack, stages, casts)
@@ -132,8 +131,8 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 def _fullest(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """Numbers of the ranks that may need most memory: without ranks for which an earlier rank has the same layers, the same ends and as
-    many micro-batches in flight, or more. sizes: layers of each stage. sparse: layers with experts. every: Plan.recompute_every."""
+    """Return the ranks that may need most memory. Leaves out a rank if an earlier rank has the same layers, and at least the same
+    micro-batches in flight, embedding and head. sizes: number of layers of each stage. sparse: layers with experts."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
@@ -153,12 +152,12 @@ def _fullest(
 
 @lru_cache(maxsize=20_000)
 def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerBytes:
-    """Sizes of a layer with experts (`sparse`) or without. plan.recompute is the kind of recompute of this one layer."""
+    """Return the sizes of a layer, with experts if it is `sparse`. plan.recompute is the kind of recompute of this layer."""
     index = network.sparse_layers[0] if sparse else NO_EXPERTS
     of = (network, plan, stack, index)
     elements, matrix = counts.layer(network, plan, index), widest(network, plan, sparse=sparse)
     at_once = elements
-    if plan.tiles > 1 and not sparse:  # tiles are gathered one after another
+    if plan.tiles > 1 and not sparse:  # ZeRO stage 3 gathers one tile after another
         of_network = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
         at_once = replace(elements, dense=elements.dense - of_network * (1 - 1 / plan.tiles))
     if stack.gathers == "elements":  # each product gathers its own matrix
@@ -169,11 +168,11 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerByt
 
 @dataclass(frozen=True, eq=False)
 class _Outside:
-    """Sizes of the model outside of its layers: embedding, head, final norms, loss.
+    """Sizes of a rank outside of its layers: embedding, head, final norms, loss.
 
-    elements, keeps: (has the first stage, has the last stage) -> parameters, and bytes that a micro-batch keeps there. crossing: bytes of a
-    tensor sent between stages. loss, head_input: temporary bytes at the loss. table: parameters of the embedding. ahead: parameters of one
-    layer of multi-token prediction. casts: bytes of that layer's weights in the compute dtype.
+    elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
+    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. table: parameters of the embedding.
+    ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -202,7 +201,7 @@ def _outside(network: Network, plan: Plan, stack: Stack) -> _Outside:
 
 
 class _Step:
-    """Computes the moments of a step. Each kind of layer is computed once, because the planner asks for thousands of plans."""
+    """Computes the moments of a step on each rank. Each kind of layer is computed once."""
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
@@ -224,7 +223,7 @@ class _Step:
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
-        """Return (sizes of the layer, number of such layers) for each kind of layer in a stage."""
+        """Return (sizes of one layer, number of layers of this kind) for each kind of layer in a stage."""
         if not self.sparse and self.plan.recompute_every == 1 and self.network.encoder is None:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
@@ -240,8 +239,8 @@ class _Step:
         return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held, table)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
-        """Moments that no other moment exceeds in all respects (Pareto front)."""
-        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a bucket, which may not exist yet at the loss
+        """Return the moments that no other moment exceeds in all respects (Pareto front)."""
+        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a gradient bucket, which may not exist at the loss
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
@@ -255,7 +254,7 @@ class _Step:
         return tuple(found)
 
     def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], held: Elements, table: float) -> Iterator[Moment]:
-        """Yield all moments of a step that may be the peak. layers: stage of the rank -> [(kind of layer, number of these layers)]."""
+        """Yield all moments of a step that may be the rank's peak. layers: stage -> [(sizes of one layer, number of such layers)]."""
         outside, last, network, plan = self.outside, self.last, self.network, self.plan
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
         ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
@@ -267,7 +266,7 @@ class _Step:
         tied = outside.table if network.tied and 0 in layers and last == 0 and network.adapters is None else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
         whole = self._gathered(held, table)
-        # embedding rows are read in fp32, then cast (not in FSDP); a tied table's gradient is added to the head's in a second tensor
+        # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
         wide = FP32_BYTES if self.stack.casts and not self.gathers else plan.compute_bytes
         of_embedding = wide * (2 if tied else 1) * table if network.adapters is None else 0.0
 
@@ -294,7 +293,7 @@ class _Step:
                 of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
                 cast = plan.compute_bytes * table if of_head else 0.0
                 yield moment("loss", kept, of_ends + outside.loss + cast, work=outside.head_input, to_come=none_yet)
-            if last in layers and network.ahead:  # a layer of multi-token prediction
+            if last in layers and network.ahead:  # backward pass of a layer of multi-token prediction
                 yield moment("loss", kept, of_ends, work=work, to_come=none_yet)
             if not any(layers.values()):
                 yield moment("loss", kept, of_ends, to_come=none_yet)
@@ -310,7 +309,7 @@ class _Step:
                 if "head" in whole and stage == last:
                     yield moment("head", kept, left, to_come=none_yet)
                 if "bucket" in whole:
-                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the backward pass that fills a bucket
+                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
                     yield moment("forward", kept, left, to_come=none_yet)
                     yield moment("bucket", kept - full * body, left, to_come=before)
                 if stage == 0:
@@ -319,15 +318,15 @@ class _Step:
                 before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
 
     def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
-        """Return candidates for the peak: (micro-batches in flight for each stage of the rank, True if no backward pass of the step has
-        ended). The moment after the first backward pass counts too, because gradients exist from then on."""
+        """Return candidates for the peak as (micro-batches in flight on each stage, whether no backward pass of the step has ended yet).
+        The moment after the first backward pass is a candidate, because gradients exist from then on."""
         microbatches = self.plan.microbatches
         found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
         after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
         return [*found, *after]
 
     def _gathered(self, held: Elements, table: float) -> dict[At, float]:
-        """Return kind of moment -> bytes of ZeRO-3's gathered weights and unreduced gradients, for the moments outside of layers."""
+        """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
         if not self.gathers:
             return {}
         moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
@@ -335,11 +334,9 @@ class _Step:
         return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
 
     def _at_work(self, stage: int, held: Elements, table: float, once: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
-        """Layers of a stage that may be the peak during their backward pass: the last and the first layer of each kind.
-
-        Each is (layer, bytes that later layers kept and have freed, parameters without a gradient yet in the first backward pass, bytes of
-        ZeRO-3 during its backward pass, bytes of ZeRO-3 while its gradients are reduced). once: compute the parameters without a gradient.
-        """
+        """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
+        layer, bytes already freed by later layers, parameters whose gradient does not exist yet, gathered bytes of ZeRO stage 3 during its
+        backward pass, the same while its gradients are reduced). once: no backward pass has ended yet."""
         kinds = self.kinds_of(self.stages[stage])
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds

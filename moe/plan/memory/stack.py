@@ -1,25 +1,24 @@
-"""Coefficients of activation memory for a training software: a Plan says how ranks train, a Stack which tensors the software keeps.
+"""Coefficients of activation memory: which tensors a training software keeps from the forward to the backward pass.
 
-Bytes for each token in a layer of width D, w = heads * channels, k = kv_heads * channels, F hidden units; c: bytes of an element:
+Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * channels, F hidden units, L tokens, c bytes per element:
 
     norm_inputs     2 norm D + 2 statistics      inputs of the two norms; RMSNorm keeps `rms` D more if its steps are separate kernels
     norm_outputs    2 c D                        inputs of the products after the norms
-    attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and the log-sum-exp; keys `repeated` for all heads: k = w
-                    over_ranks c w more          its output in another order of dims, if sequences are cut
-    core            (2 c + 1) heads L            with `scores`: softmax of all pairs, dropout's mask and output; `fused` keeps none
+    attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and log-sum-exp; with `repeated` keys k = w
+                    + over_ranks c w             with sequence parallelism, a transposed copy of attention's output
+    core            (2 c + 1) heads L            with `scores`: softmax of all (query, key) pairs, dropout's mask and output; `fused`: none
                     c heads L                    Colossal-AI's ring: softmax of all pairs, in any software
-    with T5's bias  attention and core (12 + c) w + 4 heads L if `biased` is `scores`, otherwise attention as above and c heads L^2 a
-                    micro-batch; and 9 L^2 a micro-batch
-    network         c (n - a) F                  n (`plain` or `gated`): number of tensors of the hidden size
-    activation      c a F                        a (`activation_of`): number of these that the activation gives
+    with T5's bias  if `biased` is `scores`: attention and core (12 + c) w + 4 heads L; otherwise as above, and c heads L^2 per
+                    micro-batch; in both cases 9 L^2 per micro-batch
+    network         c (n - a) F                  n (`plain` or `gated`): number of kept tensors of the hidden size
+    activation      c a F                        a (`activation_of`): number of these that are outputs of the activation
     masks           2 D                          dropout after attention and network; `always`: even if dropout is 0
-    cross           cross-attention: a norm, its output, q and attention's output for each token, k and v for each of the encoder's
-                    tokens, a mask; with `scores` also the scores of all pairs
-    experts         c (rows D + n F) + maps      for each of a token's choices, and 8 bytes a token and expert for the router
+    cross           cross-attention: norm, its output, q, attention's output and a mask per token; k and v per token of the encoder; with
+                    `scores` also the scores of all pairs
+    experts         c (rows D + n F) + maps      for each choice of a token, and 8 bytes per token and expert for the router
 
-`selective`: fraction of each part that selective recompute keeps; parts that are not named are kept. Sources: Korthikanti et al. (arXiv
-2205.05198), section 4, for Megatron-LM; this project's own coefficients are checked against autograd
-(tests/moe/plan/job/test_activations.py).
+Sources: Korthikanti et al. (arXiv 2205.05198), section 4, for Megatron-LM; autograd for this project (tests/moe/plan/job/
+test_activations.py).
 """
 
 from __future__ import annotations
@@ -36,20 +35,7 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 @hashed_once
 @dataclass(frozen=True)
 class Stack:
-    """Coefficients of one training software. The first fields are explained at the top of this file.
-
-    mask: an element of a mask takes a byte, or as much as an element of the tensor.
-    logits: bytes for each logit at the peak of the loss. logits_kept: those of them that are kept until the backward pass. logits_shared:
-    additional bytes if ranks of tp share the vocabulary.
-    gathers: sharded parameters that are whole at the same time: a number of `layers` or `elements`, which is `gathered`; or as the engine
-    says for each of the step's `moments` (temporary.py).
-    reads_again: with `sliced` activations, products gather their input again in the backward pass instead of keeping it.
-    outputs: a stage's outputs are freed or kept after they are sent.
-    casts: weights wider than the compute dtype are cast, and the cast is kept.
-    bucket_elements, bucket_bytes: size of a bucket of gradients, and bytes of its elements.
-    reduce_bytes: bytes of an element of an unsharded gradient.
-    gradients: between steps, kept in the software's own buffers, or freed (unless an engine's buckets keep them).
-    """
+    """Coefficients of one training software. The top of this file explains the fields without a comment."""
 
     name: str
     norm: int = 2
@@ -63,29 +49,29 @@ class Stack:
     gated: int = 3
     activation_of: int = 1
     masks: Literal["always", "dropout"] = "dropout"
-    mask: Literal["byte", "element"] = "byte"
+    mask: Literal["byte", "element"] = "byte"  # an element of a dropout mask has one byte, or the bytes of the tensor's element
     expert_rows: int = 1
     expert_plain: int = 2
     expert_gated: int = 3
     maps: int = 8
-    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)
-    logits: float = 10
-    logits_kept: float = 4
-    logits_shared: float = 0
-    gathers: Literal["layers", "elements", "moments"] = "layers"
-    gathered: float = 2
-    reads_again: bool = True
-    outputs: Literal["freed", "kept"] = "freed"
-    casts: bool = False
-    bucket_elements: float = 0
-    bucket_bytes: int = 2
-    reduce_bytes: int = 4
-    gradients: Literal["kept", "freed"] = "kept"
+    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # fraction of each part that selective recompute keeps; others: all
+    logits: float = 10  # bytes per logit at the memory peak of the loss
+    logits_kept: float = 4  # bytes per logit that are kept until the backward pass
+    logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: the engine's closed forms (temporary.py)
+    gathered: float = 2  # number of whole layers, or of whole elements, that ZeRO-3 holds at a time
+    reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
+    outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
+    casts: bool = False  # copies of wider weights in the compute dtype are kept
+    bucket_elements: float = 0  # number of elements of a gradient bucket
+    bucket_bytes: int = 2  # bytes of an element of a gradient bucket
+    reduce_bytes: int = 4  # bytes of an element of an unsharded gradient
+    gradients: Literal["kept", "freed"] = "kept"  # whether the software's gradient buffers stay allocated between steps
     over_ranks: int = 0
 
 
-# This project: norms and losses in fp32, each product of a network is kept; experts' kernels recompute the activation. If tp ranks share
-# the vocabulary, logits_shared adds the log-sum-exp's gradient in three steps, the target's separate gradient, and the logits themselves.
+# This project computes norms and losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.
+# logits_shared: the gradients of the log-sum-exp and of the target's logit are separate tensors if tp ranks share the vocabulary.
 OURS = Stack(
     "moe",
     norm=4,
@@ -108,5 +94,5 @@ OURS = Stack(
     gradients="freed",
     over_ranks=1,
 )
-# On a CPU, torch computes RMSNorm in several steps and also keeps x / rms(x) in fp32. Its fused attention has no gradient for a bias.
+# On a CPU, torch computes RMSNorm in several kernels and also keeps x / rms(x) in fp32; a bias is only possible with written scores.
 OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4, biased="scores")

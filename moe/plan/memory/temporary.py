@@ -1,9 +1,7 @@
-"""Temporary bytes in addition to the activations that micro-batches keep: at the loss, in a layer's backward pass, of ZeRO stage 3.
+"""Predicts the bytes of tensors that exist for a short time: at the loss, in a layer's backward pass, and with ZeRO stage 3.
 
-ZeRO stage 3 adds gathered weights, and gradients before they are reduced, to a rank's shards. An engine's row of the catalog
-(parallel/data/kinds/) has a closed form for each moment of a step: the forward pass, the loss, a layer's backward pass, the sums of its
-gradients, a bucket's sums, the gradients of the head and of the embedding. Weights without copies on other ranks are never gathered. For
-other software, only the largest of all moments is computed.
+ZeRO stage 3 adds gathered weights and unreduced gradients to a rank's shards. Each engine in the catalog (parallel/data/kinds/) has a
+closed form of their bytes at each kind of moment (At). For other software, only the largest of all moments is computed.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ NOTHING = Elements()
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes at the loss: copies of the logits in other dtypes, and their gradients. With `loss_chunks`: the bytes of one chunk, and the
-    head's gradient, which is summed over the chunks."""
+    """Temporary bytes at the loss: copies of the logits in other dtypes, and gradients of the logits. With `loss_chunks`, these are the
+    logits of one chunk; the head's gradient, which is summed over chunks, is added."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
-        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # on a grid, autograd recomputes a chunk's whole loss
+        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # on a grid, the backward pass recomputes the loss of a chunk
         of_table = FP32_BYTES * counts.embedding(network, plan) if network.adapters is None else 0.0
         return logits(network, plan) * one / plan.loss_chunks + of_table
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
 def at_layer(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of a layer's backward pass: recomputed activations, gradients of its widest tensors and of its largest matrix."""
+    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
@@ -52,19 +50,17 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, less the bytes that the layer's second half has freed. The gradient needs the larger of: one
-    tensor for each sequence and their sum; the sum in fp32 before and after masking."""
+    """Bytes of the gradient of T5's bias, minus the kept tensors that the layer's second half has already freed. The gradient needs one
+    tensor per sequence and one for their sum, or the fp32 sum before and after masking, whichever is larger."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
 
 
 def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> float:
-    """Bytes of a dense network's backward pass. hidden: bytes of one tensor of the hidden size.
-
-    In this project the gradients of the activation (two with a gate) come after the last product's backward pass, which frees that
-    product's input, except for relu, which needs this input: its own output.
-    """
+    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. In this
+    project, the last product frees its input before the activation's gradients (two with a gate) are made. With relu, this input is kept,
+    because relu's gradient needs relu's output."""
     gradient = _gradient(network, plan, stack, sparse=False)
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
@@ -72,15 +68,12 @@ def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> fl
 
 
 def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
-    """Bytes of the largest matrix's gradient before it is added to the sum.
-
-    In this project each dense matrix has its own product, with a result in the compute dtype that is then cast to the weights' dtype.
-    Products of experts give the gradients of all their matrices in the weights' dtype.
-    """
+    """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches. In this project, a dense matrix's
+    gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
     largest = widest(network, plan, sparse=sparse)
     if network.adapters is not None and not (sparse and network.trains("experts")):
-        return 0.0  # frozen matrices have no gradient, and adapters are small
+        return 0.0  # frozen matrices have no gradient, and adapters are small enough to be left out
     if not stack.casts:
         return c * largest
     if e is not None and sparse:
@@ -89,7 +82,7 @@ def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> fl
 
 
 def widest(network: Network, plan: Plan, *, sparse: bool) -> float:
-    """Elements of a layer's largest matrix. Gate and first product count as one matrix, and so do all experts of a rank."""
+    """Number of elements of a layer's largest matrix. Gate and first product count as one matrix, and so do all experts of a rank."""
     e = network.experts
     if e is not None and sparse:
         return e.count / plan.ep * network.width * e.hidden / plan.etp * (2 if e.gated else 1)
@@ -97,12 +90,12 @@ def widest(network: Network, plan: Plan, *, sparse: bool) -> float:
 
 
 def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes with `sliced` activations: a product's gathered input (if it is not kept), and its gradient before the reduce-scatter."""
+    """Temporary bytes with `sliced` activations: a product's gathered input, if it is not kept, and this input's gradient."""
     return (2 if stack.reads_again else 1) * _whole_input(network, plan) if plan.tensor == "sliced" else 0.0
 
 
 def head_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that the head's gathered input adds at the loss with `sliced` activations, less the slice that it replaces if it is kept."""
+    """Bytes that `sliced` activations add at the loss: the head's gathered input, without the slice of it that is counted as kept."""
     if plan.tensor != "sliced" or stack.reads_again:
         return _gathered_input(network, plan, stack)
     return _whole_input(network, plan) * (1 - 1 / plan.tp)
@@ -116,8 +109,8 @@ def _whole_input(network: Network, plan: Plan) -> float:
 
 
 class Unit(NamedTuple):
-    """Parameters of the layer that is in its backward pass. at_once: those that are whole at the same time. matrix: elements of its widest
-    matrix. next: parameters of the next layer of the model, whose backward pass has just ended."""
+    """Layer that is in its backward pass. at_once: its parameters that ZeRO stage 3 holds whole at the same time. matrix: elements of its
+    largest matrix. next: parameters of the layer after it, whose backward pass has just ended."""
 
     at_once: Elements = NOTHING
     matrix: float = 0.0
@@ -125,7 +118,7 @@ class Unit(NamedTuple):
 
 
 def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, table: float) -> float:
-    """Bytes of gathered weights and unreduced gradients at a moment, in this project. held: rank's parameters. table: the embedding's."""
+    """Bytes of this project's gathered weights and unreduced gradients at a moment. held: rank's parameters, table: embedding's."""
     form = plan.carrier.gathered
     if form is None:
         return 0.0
@@ -154,11 +147,9 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes of ZeRO stage 3 in other software: whole weights of a few layers, and one layer's whole gradient before it is reduced.
-
-    held: parameters of the rank. table: of the embedding. units: of each kind of its layers.
-    """
-    if plan.pp > 1:  # all of the rank's weights and gradients stay whole between micro-batches
+    """Bytes of other software's gathered weights and unreduced gradients at the peak of ZeRO stage 3. held: parameters of the rank. table:
+    parameters of the embedding. units: parameters of each kind of layer."""
+    if plan.pp > 1:  # the rank's weights and gradients stay unsharded between micro-batches
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])
     if not plan.reshard:
@@ -172,5 +163,5 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
 
 
 def _shared(plan: Plan, elements: Elements) -> float:
-    """Number of these parameters that several ranks would hold without ZeRO, and that it shards."""
+    """Number of these parameters that ZeRO shards, because more than one rank would hold them."""
     return (elements.dense if plan.copies > 1 else 0.0) + (elements.expert if plan.edp > 1 else 0.0)

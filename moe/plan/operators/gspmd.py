@@ -1,17 +1,18 @@
 """GSPMD: the user annotates the shardings of a few tensors, and operators propagate them to all other tensors.
 
     annotations   {"w1": "_, columns", "w2": "columns, _"}   for two weights of a feed-forward network: gives Megatron-LM's f and g
-    propagate     an operator's factors (the letters of its einsum rule) carry mesh axes from tensor to tensor, forward and backward
-    program       each operator's work is cut; data that a rank's part of the work lacks is communicated (partition.py)
+    propagate     dims with the same letter in an operator's einsum rule get the same mesh axes, from inputs to output and back
+    program       each operator's work is cut over ranks; a rank receives the data that its part of the work lacks (partition.py)
 
 An annotation has one word for each dim: `_` any sharding, `.` whole, `rows` or `rows+columns` exactly these axes, `rows?` these axes and
 perhaps more. `| columns` at the end excludes axes; `1:` at the start is a priority (0 goes first). Propagation never changes the
 annotated axes.
 
-Propagation runs in rounds. In each round, every operator proposes, from the same state, to extend its tensors' dims by the longest prefix
-of a factor's axes on which all its tensors agree. First only element-wise operators propose, then all; first without, then with axes
-that two factors of an operator both want. If proposals for a tensor exclude each other, the one that moves fewer bytes is kept, and the
-conflict is recorded. So the result does not depend on the order of operators. It ends, because each round but the last extends a dim.
+Propagation runs in rounds. In each round, every operator sees the same shardings. For each letter it takes the longest list of axes on
+which its tensors agree, and proposes to shard every dim with this letter over them. At first only element-wise operators propose, then all
+operators. Only in the last rounds may they propose an axis that shards two different letters of the operator. If proposals for a tensor
+exclude each other, the one that moves fewer bytes is kept, and the conflict is recorded. So the result does not depend on the order of
+operators. Propagation ends, because each round but the last extends the sharding of a dim.
 
 Sources: GSPMD (arXiv 2105.04663), section 3.5; the priorities of Shardy's propagation (openxla/shardy).
 """
@@ -21,16 +22,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from parallel.annotations.graph import Graph, Operator
-from parallel.annotations.partition import Conflict, Cuts, Program, Work, indices, shape, tensors, work_of
+from parallel.annotations.partition import Conflict, Cuts, Program, indices, shape, tensors, work_of
 from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, num_parts, reshard, sent
 from parallel.errors import BadInput, did_you_mean
 
+ByLetter = Mapping[str, Axes]  # of one tensor of an operator: letter of a dim -> mesh axes that shard this dim
+
 
 class Annotation(NamedTuple):
-    """A parsed annotation. dims: axes of each dim. open: for each dim, True if propagation may add axes. never: axes that are excluded."""
+    """A parsed annotation. dims: mesh axes of each dim. open: for each dim, True if propagation may add axes. never: excluded axes."""
 
     dims: tuple[Axes, ...]
     open: tuple[bool, ...]
@@ -47,9 +50,6 @@ class Propagated:
     conflicts: tuple[Conflict, ...]
 
 
-Strength = Literal["agreed", "contended"]
-
-
 def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -> Annotation:
     """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim."""
     head, colon, rest = text.partition(":")
@@ -59,17 +59,11 @@ def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -
     words, _, never = (rest if colon else text).partition("|")
     dims = [word.strip() for word in words.split(",")] if words.strip() else []
     if len(dims) != len(shape):
-        fix = ", ".join("_" for _ in shape)
-        raise BadInput(
-            f"annotation of {tensor}", got=f"{len(dims)} dims", needed=f"one word for each of {len(shape)}", fix=f'begin with "{fix}"'
-        )
+        needed, fix = f"one word for each of {len(shape)} dims", f'begin with "{", ".join("_" for _ in shape)}"'
+        raise BadInput(f"annotation of {tensor}", got=f"{len(dims)} words", needed=needed, fix=fix)
     axes = tuple(() if word in ("_", ".") else tuple(word.rstrip("?").split("+")) for word in dims)
-    found = Annotation(
-        axes,
-        tuple(word == "_" or word.endswith("?") for word in dims),
-        frozenset(never.replace("+", " ").split()),
-        int(head) if colon else 0,
-    )
+    open_ = tuple(word == "_" or word.endswith("?") for word in dims)
+    found = Annotation(axes, open_, frozenset(never.replace("+", " ").split()), int(head) if colon else 0)
     _check(found, tensor, shape, mesh)
     return found
 
@@ -79,39 +73,30 @@ def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) 
     check_axes((*used, *found.never), mesh, what=what)
     for axis in (*used, *found.never):
         if used.count(axis) + (axis in found.never) > 1:
-            raise BadInput(
-                what, got=f"{axis} more than once", needed="each axis once in a tensor: it cuts one dim", fix=f"leave {axis} at one place"
-            )
+            needed = "each mesh axis at most once in a tensor, because it can cut only one dim"
+            raise BadInput(what, got=f"{axis} more than once", needed=needed, fix=f"leave {axis} at one place")
     for dim, (size, axes) in enumerate(zip(shape, found.dims, strict=True)):
-        if size % num_parts(axes, mesh):
-            raise BadInput(
-                what,
-                got=f"{'+'.join(axes)} ({num_parts(axes, mesh)} ranks) on dim {dim} of size {size}",
-                needed="equal parts",
-                fix=f"set the size to {-(-size // num_parts(axes, mesh)) * num_parts(axes, mesh)}, or write _ there",
-            )
+        if size % (ranks := num_parts(axes, mesh)):
+            got = f"{'+'.join(axes)} ({ranks} ranks) on dim {dim} of size {size}"
+            raise BadInput(what, got=got, needed="equal parts", fix=f"set the size to {-(-size // ranks) * ranks}, or write _ there")
 
 
 def propagate(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Propagated:
     """Propagate annotations to all tensors. annotations: tensor -> text. Raises BadInput for unknown tensors and wrong annotations."""
-    there = tensors(graph)
+    names = tensors(graph)
     for name in annotations:
-        if name not in there:
-            near = did_you_mean(name, there) or there[0]
+        if name not in names:
+            near = did_you_mean(name, names) or names[0]
             raise BadInput("annotations", got=f"a tensor {name!r}", needed="a tensor of the graph", fix=f"annotate {near}")
-    said = {name: annotation(text, tensor=name, shape=shape(graph, name), mesh=mesh) for name, text in annotations.items()}
-    state = _State.of(graph, mesh, said)
+    texts = {name: annotations.get(name, ", ".join("_" * len(graph.letters(name)))) for name in names}
+    parsed = {name: annotation(text, tensor=name, shape=shape(graph, name), mesh=mesh) for name, text in texts.items()}
+    state = _State(graph, mesh, {name: one.dims for name, one in parsed.items()}, parsed, [])
     plain = [op for op in graph.operators if not op.summed and not op.whole]
-    levels: tuple[tuple[Sequence[Operator], Strength], ...] = (
-        (plain, "agreed"),
-        (graph.operators, "agreed"),
-        (graph.operators, "contended"),
-    )
-    for priority in sorted({a.priority for a in said.values()} | {0}):
-        for chosen, strength in levels:
-            changed = set(there)
-            while changed:  # operators without a changed tensor are left out: they would repeat their proposals
-                changed = state.round([op for op in chosen if changed.intersection((*op.inputs, op.name))], strength, priority)
+    for priority in sorted({one.priority for one in parsed.values()} | {0}):
+        for chosen, contended in ((plain, False), (graph.operators, False), (graph.operators, True)):
+            changed = set(names)
+            while changed:  # operators whose tensors have not changed are skipped: they would repeat their proposals
+                changed = state.round([op for op in chosen if changed.intersection((*op.inputs, op.name))], priority, contended=contended)
     return Propagated(mesh, {name: Sharding(dims) for name, dims in state.dims.items()}, tuple(state.conflicts))
 
 
@@ -125,53 +110,44 @@ class Proposal(NamedTuple):
 
 @dataclass
 class _State:
-    """State of the propagation. dims: tensor -> current axes of each dim. said: tensor -> its annotation (if it has none, an open one)."""
+    """State of the propagation. dims: tensor -> mesh axes of each dim. annotations: of every tensor; a tensor without one has all `_`."""
 
     graph: Graph
     mesh: Sizes
     dims: dict[str, tuple[Axes, ...]]
-    said: Mapping[str, Annotation]
+    annotations: Mapping[str, Annotation]
     conflicts: list[Conflict]
 
-    @staticmethod
-    def of(graph: Graph, mesh: Sizes, said: Mapping[str, Annotation]) -> _State:
-        free = {name: len(graph.letters(name)) for name in tensors(graph)}
-        known = {name: said.get(name, Annotation(((),) * rank, (True,) * rank)) for name, rank in free.items()}
-        return _State(graph, mesh, {name: a.dims for name, a in known.items()}, known, [])
-
-    def round(self, operators: Iterable[Operator], strength: Strength, priority: int) -> set[str]:
-        """Run one round: collect all proposals from the same state, then apply them. Returns the tensors that have changed."""
+    def round(self, operators: Iterable[Operator], priority: int, *, contended: bool) -> set[str]:
+        """Collect all proposals from the same shardings, then apply them. Returns the names of the changed tensors."""
         proposed: dict[str, set[Proposal]] = {}
         for op in operators:
-            for tensor, proposal in self._proposals(op, strength, priority):
+            for tensor, proposal in self._proposals(op, priority, contended=contended):
                 proposed.setdefault(tensor, set()).add(proposal)
         self.dims |= {tensor: self._kept(tensor, proposed[tensor]) for tensor in sorted(proposed)}
         return set(proposed)
 
-    def _proposals(self, op: Operator, strength: Strength, priority: int) -> Iterator[tuple[str, Proposal]]:
-        heard = [
-            (name, letters, dict(zip(letters, self.dims[name], strict=True)))
-            for name, letters in zip((*op.inputs, op.name), (*op.terms, op.output), strict=True)
-            if self.said[name].priority <= priority
-        ]
-        agreed = {f: agreement([of[f] for _, _, of in heard if f in of]) for f in op.factors if f not in op.whole}
-        if strength == "agreed":
-            agreed = _uncontended(agreed, [of for _, _, of in heard])
-        for name, letters, _ in heard:
+    def _proposals(self, op: Operator, priority: int, *, contended: bool) -> Iterator[tuple[str, Proposal]]:
+        read = [(name, letters) for name, letters in _terms(op) if self.annotations[name].priority <= priority]
+        shardings = [dict(zip(letters, self.dims[name], strict=True)) for name, letters in read]
+        agreed: ByLetter = {a: agreement([one[a] for one in shardings if a in one]) for a in op.factors if a not in op.whole}
+        if not contended:
+            agreed = _uncontended(agreed, shardings)
+        for name, letters in read:
             for dim, letter in enumerate(letters):
                 if (more := self._allowed(name, dim, agreed.get(letter, ()))) is not None:
                     yield name, Proposal(op.name, dim, more)
 
     def _allowed(self, tensor: str, dim: int, wanted: Axes) -> Axes | None:
-        """Longest prefix of the wanted axes with which this dim may be sharded; None if it adds no axis to the current ones."""
-        held, said = self.dims[tensor], self.said[tensor]
-        taken = {axis for d, axes in enumerate(held) if d != dim for axis in axes} | said.never
+        """Return the longest prefix of the wanted axes with which this dim may be sharded; None if this adds no axis to the dim."""
+        held, given = self.dims[tensor], self.annotations[tensor]
+        taken = {axis for d, axes in enumerate(held) if d != dim for axis in axes} | given.never
         axes = next((wanted[:n] for n, axis in enumerate(wanted) if axis in taken), wanted)
-        fits = said.open[dim] and len(axes) > len(held[dim]) and axes[: len(held[dim])] == held[dim]
+        fits = given.open[dim] and len(axes) > len(held[dim]) and axes[: len(held[dim])] == held[dim]
         return axes if fits else None
 
     def _kept(self, tensor: str, proposals: Collection[Proposal]) -> tuple[Axes, ...]:
-        """Axes of each dim after a maximal set of compatible proposals; of several such sets, the one that moves the fewest bytes."""
+        """Return the axes of each dim after a maximal set of compatible proposals; of several such sets, the one with fewest sent bytes."""
         held = self.dims[tensor]
         options = [sorted({held[d], *(p.axes for p in proposals if p.dim == d)}) for d in range(len(held))]
         together = [dims for dims in product(*options) if _each_once(dims)]
@@ -184,47 +160,43 @@ class _State:
         return dims
 
     def _moved(self, tensor: str, dims: tuple[Axes, ...], proposals: Collection[Proposal]) -> float:
-        """Bytes that a rank sends if `dims` shard the tensor and each proposing operator reshards it to its own proposal and back."""
+        """Return the bytes that a rank sends if every proposing operator reshards the tensor from `dims` to its own proposal and back."""
         held, moved = Sharding(dims), 0.0
         for operator in sorted({p.operator for p in proposals}):
             asked = [*self.dims[tensor]]
             for p in sorted(p for p in proposals if p.operator == operator):
                 asked[p.dim] = p.axes
-            if _each_once(asked):  # an operator whose proposals contradict each other is left out
-                moved += self._between(tensor, held, Sharding(tuple(asked))) + self._between(tensor, Sharding(tuple(asked)), held)
+            if _each_once(asked):  # not counted: an operator that proposes one axis for two dims
+                for pair in ((held, Sharding(tuple(asked))), (Sharding(tuple(asked)), held)):
+                    moved += sent(reshard(*pair, shape(self.graph, tensor), self.mesh, itemsize=self.graph.itemsize))
         return moved
-
-    def _between(self, tensor: str, held: Sharding, wanted: Sharding) -> float:
-        return sent(reshard(held, wanted, shape(self.graph, tensor), self.mesh, itemsize=self.graph.itemsize))
 
 
 def agreement(found: Sequence[Axes]) -> Axes:
-    """Longest list of axes that is compatible with all lists in `found`: each of them begins with it, or is a prefix of it."""
+    """Return the longest list of axes that agrees with each list in `found`: one of the two is a prefix of the other."""
     longest = max(found, key=len, default=())
-    return next((longest[:n] for n in range(len(longest), 0, -1) if all(_same_start(longest[:n], axes) for axes in found)), ())
+    prefixes = (longest[:n] for n in range(len(longest), 0, -1))
+    return next((prefix for prefix in prefixes if all(prefix[: len(axes)] == axes[: len(prefix)] for axes in found)), ())
 
 
-def _same_start(a: Axes, b: Axes) -> bool:
-    short = min(len(a), len(b))
-    return a[:short] == b[:short]
+def _terms(op: Operator) -> Iterator[tuple[str, str]]:
+    """Yield (name, letters of its dims) of each input of an operator and of its output."""
+    return zip((*op.inputs, op.name), (*op.terms, op.output), strict=True)
 
 
-def _uncontended(agreed: Mapping[str, Axes], heard: Sequence[Mapping[str, Axes]]) -> dict[str, Axes]:
-    """Return letter of a dim -> its mesh axes in `agreed`, cut before the first axis that shards a dim with another letter in some tensor.
-
-    agreed: letter -> axes on which the operator's tensors agree. heard: for each tensor of the operator, letter -> its axes.
-    """
-    asked = _askers(heard)
-    return {f: next((axes[:n] for n, axis in enumerate(axes) if asked.get(axis, set()) - {f}), axes) for f, axes in agreed.items()}
+def _uncontended(agreed: ByLetter, shardings: Sequence[ByLetter]) -> ByLetter:
+    """Return `agreed`, but each letter's axes end before the first axis that shards a dim with another letter in one of the `shardings`."""
+    letters = _letters_of_axes(shardings)
+    return {a: next((axes[:n] for n, axis in enumerate(axes) if letters.get(axis, set()) - {a}), axes) for a, axes in agreed.items()}
 
 
-def _askers(heard: Iterable[Mapping[str, Axes]]) -> dict[str, set[str]]:
-    """Return axis -> letters of the dims that it shards in some tensor of an operator. heard: for each tensor, letter -> axes."""
+def _letters_of_axes(shardings: Iterable[ByLetter]) -> dict[str, set[str]]:
+    """Return mesh axis -> letters of the dims that it shards in any of these tensors."""
     found: dict[str, set[str]] = {}
-    for of in heard:
-        for factor, axes in of.items():
+    for one in shardings:
+        for letter, axes in one.items():
             for axis in axes:
-                found.setdefault(axis, set()).add(factor)
+                found.setdefault(axis, set()).add(letter)
     return found
 
 
@@ -237,21 +209,19 @@ def _extends(more: tuple[Axes, ...], dims: tuple[Axes, ...]) -> bool:
     return more != dims and all(a[: len(b)] == b for a, b in zip(more, dims, strict=True))
 
 
-# --- how each operator's work is cut over axes ----------------------------------------------------------------------
-
-
 def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Program:
-    """Propagate annotations, then choose how each operator's work is cut. Raises BadInput as `propagate` does.
+    """Propagate annotations, then choose how each operator's work is cut. Raises BadInput for unknown tensors and wrong annotations.
 
-    Every axis that cuts one of the operator's tensors also cuts the work along one of its factors, if possible. Of several choices, the one
-    that moves the fewest bytes is taken, and the next best is recorded as a conflict.
+    Every axis that cuts one of the operator's tensors also cuts its work along a dim, if possible. Of several choices, the one that sends
+    the fewest bytes is taken, and the next best is recorded as a conflict.
     """
     found = propagate(graph, mesh, annotations)
     conflicts, work, constant = [*found.conflicts], [], indices(graph)
     for op in graph.operators:
+        letters = _letters_of_axes(dict(zip(term, found.shardings[name].dims, strict=True)) for name, term in _terms(op))
         ranked = sorted(
-            (len(_unused(op, cuts, found)), _moved(graph, mesh, made, found.shardings), _text(cuts), made)
-            for cuts in _possible(graph, op, found)
+            (len(letters) - sum(map(len, cuts.values())), Program(graph, mesh, found.shardings, (made,)).sent, _text(cuts), made)
+            for cuts in _possible(graph, mesh, {axis: sorted(some - set(op.whole)) for axis, some in sorted(letters.items())})
             for made in [work_of(op, cuts, constant)]
         )
         work.append(ranked[0][3])
@@ -260,34 +230,18 @@ def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Progra
     return Program(graph, mesh, found.shardings, tuple(work), tuple(conflicts))
 
 
-def _heard(op: Operator, found: Propagated) -> list[dict[str, Axes]]:
-    named = zip((*op.inputs, op.name), (*op.terms, op.output), strict=True)
-    return [dict(zip(letters, found.shardings[name].dims, strict=True)) for name, letters in named]
-
-
-def _possible(graph: Graph, op: Operator, found: Propagated) -> Iterator[Cuts]:
-    """Yield all cuts of an operator's work. Each mesh axis cuts one of the dims that it shards, or none; axes of one dim in every order."""
-    asked = {axis: sorted(factors - set(op.whole)) for axis, factors in sorted(_askers(_heard(op, found)).items())}
+def _possible(graph: Graph, mesh: Sizes, letters_of: Mapping[str, Sequence[str]]) -> Iterator[Cuts]:
+    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. Axes of one letter come in every order."""
     seen: set[str] = set()
-    for chosen in product(*[(*factors, "") for factors in asked.values()]):
-        of = {f: tuple(axis for axis, factor in zip(asked, chosen, strict=True) if factor == f) for f in set(chosen) - {""}}
-        if any(graph.dims[f].size % num_parts(axes, found.mesh) for f, axes in of.items()):
+    for chosen in product(*[(*letters, "") for letters in letters_of.values()]):
+        of = {a: tuple(axis for axis, letter in zip(letters_of, chosen, strict=True) if letter == a) for a in set(chosen) - {""}}
+        if any(graph.dims[a].size % num_parts(axes, mesh) for a, axes in of.items()):
             continue
-        for orders in product(*[permutations(of[f]) for f in sorted(of)]):
+        for orders in product(*[permutations(of[a]) for a in sorted(of)]):
             cuts = dict(zip(sorted(of), orders, strict=True))
             if _text(cuts) not in seen:
                 seen.add(_text(cuts))
                 yield cuts
-
-
-def _unused(op: Operator, cuts: Cuts, found: Propagated) -> set[str]:
-    """Axes that cut tensors of the operator but not its work. Ranks along these axes do the same work."""
-    return set(_askers(_heard(op, found))) - {axis for axes in cuts.values() for axis in axes}
-
-
-def _moved(graph: Graph, mesh: Sizes, work: Work, shardings: Mapping[str, Sharding]) -> float:
-    """Bytes that a rank sends for the operator, forward and backward."""
-    return Program(graph, mesh, shardings, (work,)).sent
 
 
 def _text(cuts: Cuts) -> str:

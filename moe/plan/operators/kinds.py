@@ -2,7 +2,7 @@
 
     batch over rows, all dense weights whole                          dp, ddp     (weights over rows too: fsdp)
     heads, hidden and vocab over columns, tokens whole between layers tp, 1d      (their length over columns too: sliced)
-    experts over rows, columns or both, expert_hidden over one        ep, etp     (on the same ranks as dp and tp)
+    experts over rows, columns or both, expert_hidden over either     ep, etp     (on the same ranks as dp and tp)
 
 The shardings are compared tensor by tensor with the shardings of the most similar plan; the first tensor that differs is named. A refused
 program can still run on its graph by torch's DTensor (parallel/annotations/annotated.py).
@@ -26,39 +26,28 @@ BY_TENSOR = ("heads", "hidden", "vocab")  # dims that 1D tensor parallelism cuts
 
 
 def plan_of_layout(graph: Graph, mesh: Sizes, layout: str) -> Plan:
-    """Plan for a Mesh-TensorFlow layout `name:axis, ...`. Raises BadInput if it is illegal, or if no plan has these shardings."""
+    """Return the Plan for a Mesh-TensorFlow layout `name:axis, ...`. Raises BadInput if it is illegal, or if no plan has its shardings."""
     return plan_of(mesh_tensorflow.program(graph, mesh, mesh_tensorflow.layout_of(layout, graph, mesh)))
 
 
 def plan_of_annotations(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Plan:
-    """Plan for annotations that GSPMD propagates. Raises BadInput if they are wrong, or if no plan has the resulting shardings."""
+    """Return the Plan for annotations that GSPMD propagates. Raises BadInput for wrong ones, and if no plan has the resulting shardings."""
     return plan_of(gspmd.program(graph, mesh, annotations))
 
 
 def plan_of(program: Program) -> Plan:
-    """Plan with the shardings of the program: degrees, kind of tensor parallelism and engine. Raises BadInput if there is none."""
+    """Return the Plan with the shardings of the program: degrees, kind of tensor parallelism and engine. Raises BadInput without one."""
     kind = _Kind.nearest(program)
     idle = [axis for axis in program.mesh if program.mesh[axis] > 1 and axis not in (*kind.data, *kind.tensor)]
     if idle:
-        raise BadInput(
-            "mesh",
-            got=f"an axis {idle[0]} that cuts neither batch nor heads and hidden units",
-            needed="axes that all divide a layer's dense work (experts use the same ranks)",
-            fix=f"cut batch by {idle[0]}, or leave the axis out",
-        )
+        got = f"an axis {idle[0]} that cuts neither batch nor heads and hidden units"
+        needed = "axes that all divide a layer's dense work (experts use the same ranks)"
+        raise BadInput("mesh", got=got, needed=needed, fix=f"cut batch by {idle[0]}, or leave the axis out")
     if len(kind.tensor) > 1:
         raise _other("heads and hidden units", "+".join(kind.tensor), "one axis", f"leave out {kind.tensor[1]}")
-    engine = _check_weights(program, kind)
-    sliced = _check_stream(program, kind)
-    size = program.mesh
-    return Plan(
-        dp=num_parts(kind.data, size),
-        tp=num_parts(kind.tensor, size),
-        ep=num_parts(kind.experts, size),
-        etp=num_parts(kind.expert_hidden, size),
-        engine=engine,
-        tensor="sliced" if sliced else "1d",
-    )
+    engine, tensor = _check_weights(program, kind), _check_stream(program, kind)
+    dp, tp, ep, etp = (num_parts(axes, program.mesh) for axes in (kind.data, kind.tensor, kind.experts, kind.expert_hidden))
+    return Plan(dp=dp, tp=tp, ep=ep, etp=etp, engine=engine, tensor=tensor)
 
 
 @dataclass(frozen=True)
@@ -72,38 +61,34 @@ class _Kind:
 
     @staticmethod
     def nearest(program: Program) -> _Kind:
-        """Return the most similar plan's axes: axes that cut tokens between layers become data, axes that cut dense weights tensor."""
-        data = _cutting(program, _stream(program), ("batch",))
-        dense = {name: letters for name, letters in program.graph.parameters.items() if not _of_experts(program.graph, letters)}
-        experts = {name: letters for name, letters in program.graph.parameters.items() if _of_experts(program.graph, letters)}
+        """Return the axes of the most similar plan: data axes cut tokens between layers, tensor axes cut dense weights."""
+        data, weights = _cutting(program, _stream(program), ("batch",)), program.graph.parameters
+        experts = {name: letters for name, letters in weights.items() if _of_experts(program.graph, letters)}
+        dense = {name: letters for name, letters in weights.items() if name not in experts}
         tensor = tuple(axis for axis in _cutting(program, dense, BY_TENSOR) if axis not in data)
         return _Kind(data, tensor, _cutting(program, experts, ("experts",)), _cutting(program, experts, ("expert_hidden",)))
 
     def axes(self, name: str, *, of_experts: bool) -> Axes:
-        """Axes that cut the dim `name` of a weight in this plan."""
+        """Return the mesh axes that cut the dim `name` of a weight in this plan."""
         if of_experts:
             return {"experts": self.experts, "expert_hidden": self.expert_hidden}.get(name, ())
         return self.tensor if name in BY_TENSOR else ()
 
 
 def _of_experts(graph: Graph, letters: str) -> bool:
-    """True if a weight belongs to experts. (A router's weight has a dim `experts`, but no dim `expert_hidden`.)"""
+    """Return whether a weight with these dims belongs to experts. (A router's weight has a dim `experts`, but no `expert_hidden`.)"""
     return "expert_hidden" in {graph.dims[letter].name for letter in letters}
 
 
 def _stream(program: Program) -> dict[str, str]:
-    """Tensors of the residual stream, name -> letters: embedded tokens, and sums after attention and networks."""
-    graph = program.graph
-    whole = {"batch", "length", "width"}
-    return {
-        op.name: op.output
-        for op in graph.operators
-        if op.kind in ("lookup", "pointwise", "norm") and {graph.dims[letter].name for letter in op.output} == whole
-    }
+    """Return name -> letters of the tensors of the residual stream: embedded tokens, norms, and sums after attention and networks."""
+    dims, kinds = program.graph.dims, ("lookup", "pointwise", "norm")
+    named = {op.name: op.output for op in program.graph.operators if op.kind in kinds}
+    return {name: letters for name, letters in named.items() if {dims[letter].name for letter in letters} == {"batch", "length", "width"}}
 
 
 def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...]) -> Axes:
-    """Axes that cut a dim with one of these names in any of these tensors, in the mesh's order. tensors: name -> letters of its dims."""
+    """Return the mesh axes that cut a dim of these `names` in any of the tensors. tensors: name -> letters of its dims."""
     found = {
         axis
         for tensor, letters in tensors.items()
@@ -115,7 +100,7 @@ def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...
 
 
 def _check_weights(program: Program, kind: _Kind) -> str:
-    """Check that weights have the plan's shardings. Returns fsdp if the data axes cut all dense weights too, and ddp if none."""
+    """Check that weights have the plan's shardings. Returns the engine: fsdp if the data axes cut every dense weight too, ddp if none."""
     sharded, whole = list[str](), list[str]()
     for name, letters in program.graph.parameters.items():
         of_experts = _of_experts(program.graph, letters)
@@ -130,25 +115,24 @@ def _check_weights(program: Program, kind: _Kind) -> str:
         if not of_experts:
             (whole if less == got else sharded).append(name)
     if sharded and whole:
-        raise _other(
-            whole[0], str(program.shardings[whole[0]]), f"a dim over {'+'.join(kind.data)}, as {sharded[0]} has", "cut all weights or none"
-        )
+        needed = f"a dim over {'+'.join(kind.data)}, as {sharded[0]} has"
+        raise _other(whole[0], str(program.shardings[whole[0]]), needed, "cut all weights or none")
     return CUT if sharded else PLAIN
 
 
-def _check_stream(program: Program, kind: _Kind) -> Literal["", "sliced"]:
-    """Check the residual stream: batch over the data axes. Returns "sliced" if its length is cut over the tensor axis."""
+def _check_stream(program: Program, kind: _Kind) -> Literal["1d", "sliced"]:
+    """Check that the data axes cut the batch of the residual stream. Returns sliced if the tensor axis cuts its length, else 1d."""
     found: set[Axes] = set()
     for name, letters in _stream(program).items():
         of = {program.graph.dims[letter].name: axes for letter, axes in zip(letters, program.shardings[name].dims, strict=True)}
         if of["batch"] != kind.data or of["width"] or of["length"] not in ((), kind.tensor):
-            raise _other(
-                name, str(program.shardings[name]), f"batch over {'+'.join(kind.data) or 'nothing'} and width whole", "annotate it so"
-            )
+            needed = f"batch over {'+'.join(kind.data) or 'nothing'} and width whole"
+            raise _other(name, str(program.shardings[name]), needed, f"annotate {name} with this sharding")
         found.add(of["length"])
     if len(found) > 1:
-        raise _other("tokens between layers", "slices at some places", "the same everywhere", "annotate all or none with slices")
-    return "sliced" if kind.tensor in found and kind.tensor else ""
+        got, fix = "length cut after some operators, whole after others", "annotate all tensors between layers with the same sharding"
+        raise _other("tokens between layers", got, "one sharding after all operators", fix)
+    return "sliced" if kind.tensor and kind.tensor in found else "1d"
 
 
 def _other(what: str, got: str, needed: str, fix: str) -> BadInput:

@@ -18,7 +18,7 @@ from moe.plan.machine.cluster import Cluster
 
 @dataclass(frozen=True)
 class Link:
-    """A link: a message takes `alpha_s` + bytes * `beta_s` seconds. exchange_s: seconds for each byte of an all-to-all (None: beta_s)."""
+    """A link: a collective takes `alpha_s` + bytes * `beta_s` seconds. exchange_s: seconds a byte in an all-to-all (None: beta_s)."""
 
     alpha_s: float
     beta_s: float
@@ -27,10 +27,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbours along the last axis are closest.
-
-    flops: operations a second of a device. moved: bandwidth of its memory, in bytes a second. memory_bytes: size of its memory.
-    """
+    """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbours along the last axis are closest. flops:
+    operations a second of a device. moved: bandwidth of its memory, in bytes a second. memory_bytes: size of its memory."""
 
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
@@ -39,7 +37,7 @@ class Mesh:
     memory_bytes: float = inf
 
     def work(self, flops: float, moved_bytes: float) -> float:
-        """Seconds of one device for `flops` operations, and for `moved_bytes` read and written."""
+        """Return the seconds in which a device computes `flops` operations, and then reads and writes `moved_bytes`."""
         return flops / self.flops + moved_bytes / self.moved
 
     def _ring(self, size_bytes: float, axis: int, turns: int) -> float:
@@ -63,7 +61,7 @@ class Mesh:
 @dataclass(frozen=True)
 class Machine:
     """A machine with `nodes` nodes of `node_size` devices. inside: link within a node. between: one device's share of its node's network.
-    flops, moved, memory_bytes: as of Mesh."""
+    flops: operations a second of a device. moved: bytes a second of its memory. memory_bytes: size of its memory."""
 
     nodes: int
     node_size: int
@@ -78,11 +76,9 @@ class Machine:
         return self.nodes * self.node_size
 
     def link(self, count: int, stride: int) -> Link:
-        """Link of an axis with `count` ranks, each `stride` devices from the next.
-
-        An axis over several nodes uses hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m
-        nodes: (n-1)/n beta = (w-1)/w beta_inside + (m-1)/m beta_between / w. In an all-to-all, bytes for other nodes cross the network.
-        """
+        """Return the link of a mesh axis with `count` ranks, each `stride` devices from the next. An axis over several nodes uses
+        hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m nodes: (n-1)/n beta = (w-1)/w
+        beta_inside + (m-1)/m beta_between / w. In an all-to-all, bytes for other nodes cross the network."""
         near = min(count, max(1, self.node_size // stride))
         if count == 1 or near == count:
             return self.inside
@@ -93,7 +89,7 @@ class Machine:
         return Link((inside.alpha_s if near > 1 else 0.0) + between.alpha_s, beta * scale, exchange * scale)
 
     def mesh(self, *sizes: int) -> Mesh:
-        """Mesh of these sizes, of neighbouring devices; devices along the last axis are adjacent."""
+        """Return a mesh with these axis sizes over the first devices; devices along the last axis are adjacent."""
         links, stride = [], 1
         for size in reversed(sizes):
             links.append(self.link(size, stride))
@@ -101,16 +97,13 @@ class Machine:
         return Mesh(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
 
     def submeshes(self) -> tuple[int, ...]:
-        """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... devices of a node, or whole nodes."""
+        """Return the numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... devices of a node, or whole nodes."""
         parts = [n for n in (2**i for i in range(self.node_size.bit_length())) if self.node_size % n == 0]
         return tuple(sorted({*parts, *(k * self.node_size for k in range(1, self.nodes + 1))}))
 
 
 def machine_of(cluster: Cluster, *, kind: str = "bf16") -> Machine:
-    """Machine with the rates and bandwidths of a cluster (cluster.py). A tenth of the memory is reserved for the allocator.
-
-    kind: dtype of products. Processes of a host share its cores and memory.
-    """
+    """Return the Machine of a cluster (cluster.py). A tenth of the memory is left to the allocator. kind: dtype of matrix products."""
     device, inside, between = cluster.device, cluster.inside, cluster.between
     share = between.node_gb_s * 1e9 * between.share / cluster.devices_per_node
     return Machine(

@@ -4,17 +4,17 @@
     einsum   b:rows, f:columns    blf, fd -> bld    each rank computes its part; f is summed, so an all-reduce over columns follows
 
     legal    each name is on at most one axis; no two names of a tensor or operator are on the same axis; the axis divides the size
-    costs    partition.py: FLOPs of a part, sums over cut names, exchanges if a tensor is read under other names, bytes
+    costs    partition.py: FLOPs of a rank, all-reduces over split sums, resharding of a tensor that is read under other names, bytes
 
 A tensor is sharded equally wherever it has the same names. To change its sharding it gets other names (Mesh-TensorFlow's reshape). In MoE
 layers, the experts' rows have the names `experts` and `expert_batch` between dispatch and combine, and all tensors outside have `batch`
 and `experts_whole`. If batch and experts are both on rows, this renaming is the all-to-all.
 
-`best_layout` finds the best of all legal layouts, exactly. A step's cost is a sum of terms: FLOPs and sums of each operator, exchanges of
-each tensor. Each term depends on a few dim names with few legal choices, so it has a table of costs, which all equal layers share. The
-search decides the axis of one name after another, the names with the largest differences of cost first. The sum over all tables of the
-least cost that agrees with the decisions is a lower bound. A branch with a bound that is not below the best layout is dropped (branch and
-bound). Bytes are bounded in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the memory of a
+`best_layout` finds the best of all legal layouts by branch and bound. A step's cost is a sum of terms: FLOPs and all-reduces of each
+operator, resharding of each tensor. A term depends on a few dim names with few legal axes, so a table holds all its costs. Equal layers
+share their tables. The search chooses the axis of one name after another, first of the names with the largest differences of cost. The sum
+of the least costs in all tables, given the axes chosen so far, is a lower bound. A branch is dropped if its bound is not below the best
+layout. Bytes are bounded in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the memory of a
 forward pass.
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), sections 3 and 4, and its moe.py; Land and Doig 1960 for the search.
@@ -36,7 +36,7 @@ from parallel.errors import BadInput, did_you_mean
 Layout = Mapping[str, str]  # name of a dim -> axis of the mesh that splits it
 INSIDE, OUTSIDE = "expert_batch", "experts_whole"
 Objective = Literal["seconds", "bytes"]
-Choice = dict[str, str]  # name of a dim -> its axis, or NONE (whole); names that are missing are not decided yet
+Choice = dict[str, str]  # name of a dim -> its axis, or NONE (whole); a missing name has no axis yet
 NONE = ""
 
 
@@ -65,36 +65,29 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
             near = did_you_mean(name, names) or names[0]
             raise BadInput("layout", got=f"a dim {name!r}", needed=f"one of {', '.join(names)}", fix=f"use {near}")
         check_axes([axis], mesh, what=f"layout {name}:{axis}")
-    for letter in graph.dims:
-        dim = graph.dims[letter]
+    for dim in graph.dims.values():
         if dim.name in layout and dim.size % mesh[layout[dim.name]]:
             ways = mesh[layout[dim.name]]
-            raise BadInput(
-                f"layout {dim.name}:{layout[dim.name]}",
-                got=f"{dim.name} of size {dim.size} over {ways} ranks",
-                needed="equal parts",
-                fix=f"make it {-(-dim.size // ways) * ways}, or leave {dim.name} out",
-            )
+            got, fix = f"{dim.name} of size {dim.size} over {ways} ranks", f"make it {-(-dim.size // ways) * ways}, or leave {dim.name} out"
+            raise BadInput(f"layout {dim.name}:{layout[dim.name]}", got=got, needed="equal parts", fix=fix)
     for where, letters in together(graph).items():
         for a, b in combinations((graph.dims[letter].name for letter in letters), 2):
             if a in layout and layout.get(b) == layout[a]:
                 other = next((axis for axis in mesh if axis != layout[a]), None)
-                raise BadInput(
-                    f"layout {a}:{layout[a]}, {b}:{layout[b]}",
-                    got=f"two dims of {where} on {layout[a]}",
-                    needed="each dim of a tensor on an axis of its own",
-                    fix=f"leave out {b}" + (f", or use {b}:{other}" if other else ""),
-                )
+                what, got = f"layout {a}:{layout[a]}, {b}:{layout[b]}", f"two dims of {where} on {layout[a]}"
+                fix = f"leave out {b}" + (f", or use {b}:{other}" if other else "")
+                raise BadInput(what, got=got, needed="each dim of a tensor on an axis of its own", fix=fix)
 
 
 def together(graph: Graph) -> dict[str, str]:
-    """Name of a tensor or operator -> letters of its dims. A layout must not put two of these dims on one mesh axis."""
+    """Return name of a tensor or operator -> letters of its dims. A layout must not put two of these dims on one mesh axis."""
     return {name: graph.letters(name) for name in (*graph.inputs, *graph.parameters)} | {op.name: op.factors for op in graph.operators}
 
 
 def renamed(graph: Graph) -> Graph:
-    """Graph with other names for the batch between MoE dispatch and combine, and for the experts outside. Unchanged without experts."""
-    inside = {op.name for op in graph.operators if op.kind in ("product", "pointwise") and _has(graph, op.factors, "experts", "slots")}
+    """Return the graph with other names for the batch between MoE dispatch and combine, and for the experts everywhere else."""
+    roles = {op.name: {graph.dims[letter].name for letter in op.factors} for op in graph.operators}
+    inside = {op.name for op in graph.operators if op.kind in ("product", "pointwise") and {"experts", "slots"} <= roles[op.name]}
     if not inside:
         return graph
     free = iter(chr(c) for c in range(ord("A"), ord("Z") + 1) if chr(c) not in graph.dims)
@@ -112,17 +105,13 @@ def renamed(graph: Graph) -> Graph:
     return Graph(dims, inputs, parameters, operators, graph.itemsize)
 
 
-def _has(graph: Graph, letters: str, *roles: str) -> bool:
-    return set(roles) <= {graph.dims[letter].name for letter in letters}
-
-
 def _with(op: Operator, letters: Mapping[str, str]) -> Operator:
     table = str.maketrans(dict(letters))
     return replace(op, rule=op.rule.translate(table), whole=op.whole.translate(table), statistics=op.statistics.translate(table))
 
 
 def program(graph: Graph, mesh: Sizes, layout: Layout) -> Program:
-    """Program of all ranks for a layout. Raises BadInput as `check` does."""
+    """Return the program of all ranks for a layout. Raises BadInput for an illegal layout."""
     check(graph, layout, mesh)
     graph = renamed(graph)
     of = by_letter(graph, layout)
@@ -135,12 +124,9 @@ def by_letter(graph: Graph, layout: Layout) -> Cuts:
     return {letter: (layout[dim.name],) for letter, dim in graph.dims.items() if dim.name in layout}
 
 
-def cuts(of: Cuts, op: Operator) -> Cuts:
-    """Return letter -> axes that cut one operator's work. of: the same for all letters. Dims that the operator needs whole are left out."""
-    return {letter: of[letter] for letter in op.factors if letter in of and letter not in op.whole}
-
-
-# --- the best layout ----------------------------------------------------------------------------------------------------
+def cuts(layout: Cuts, op: Operator) -> Cuts:
+    """Return letter -> axes that cut an operator's work: the `layout` by letters, without dims that the operator needs whole."""
+    return {letter: layout[letter] for letter in op.factors if letter in layout and letter not in op.whole}
 
 
 class Best(NamedTuple):
@@ -153,38 +139,24 @@ class Best(NamedTuple):
 
 
 def best_layout(
-    graph: Graph,
-    mesh: Sizes,
-    machine: Machine,
-    *,
-    objective: Objective = "seconds",
-    of_weight: float = 16,
-    most_bytes: float = inf,
+    graph: Graph, mesh: Sizes, machine: Machine, *, objective: Objective = "seconds", of_weight: float = 16, most_bytes: float = inf
 ) -> Best:
     """Find the legal layout with the fewest seconds (then bytes), or bytes (then seconds), that takes at most `most_bytes` a rank.
-
-    of_weight: bytes of a weight with its states, as in Program.bytes. Raises BadInput if no layout takes at most `most_bytes`.
-    """
+    of_weight: bytes of a weight with its states, as in Program.bytes. Raises BadInput if no layout takes at most `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
     if search.best is None:
         least = best_layout(graph, mesh, machine, objective="bytes", of_weight=of_weight)
-        raise BadInput(
-            "most_bytes",
-            got=f"{most_bytes:,.0f}",
-            needed=f"at least {least.bytes:,.0f}, the least of any layout on {dict(mesh)}",
-            fix="give the mesh more ranks",
-        )
+        needed = f"at least {least.bytes:,.0f}, the least of any layout on {dict(mesh)}"
+        raise BadInput("most_bytes", got=f"{most_bytes:,.0f}", needed=needed, fix="give the mesh more ranks")
     made = program(graph, mesh, search.best)
     return Best(search.best, made.seconds(machine), made.bytes(of_weight=of_weight), search.tried)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Costs of one term of a step's cost, for each legal choice of the names that it depends on. times: number of equal terms.
-
-    found: cached results of `least`, by the choice of each name (None: undecided).
-    """
+    """Costs of one term of a step's cost, for each legal choice of axes of the `names` that it depends on. times: number of equal terms.
+    found: cached results of `least`, by the axis of each name (None: not chosen yet)."""
 
     names: tuple[str, ...]
     costs: tuple[tuple[Choice, float], ...]
@@ -192,7 +164,7 @@ class _Table:
     found: dict[tuple[str | None, ...], float] = field(default_factory=dict, compare=False)
 
     def least(self, decided: Choice) -> float:
-        """Least cost among the choices that agree with the decisions; infinite if none does."""
+        """Return the least cost among the choices that have the `decided` axes; infinite without such a choice."""
         key = tuple(decided.get(name) for name in self.names)
         if key not in self.found:
             mine = [(name, axis) for name, axis in zip(self.names, key, strict=True) if axis is not None]
@@ -207,7 +179,7 @@ class _Table:
 
 
 class _Search:
-    """Branch and bound, depth first: `go` gives axes to one dim name after another and stores the cheapest layout in `best`."""
+    """Branch and bound, depth first: `go` gives an axis to one dim name after another, and stores the cheapest layout in `best`."""
 
     def __init__(self, graph: Graph, mesh: Sizes, machine: Machine, objective: Objective, of_weight: float, most_bytes: float) -> None:
         self.graph, self.objective, self.of_weight, self.most_bytes = graph, objective, of_weight, most_bytes
@@ -225,10 +197,8 @@ class _Search:
             return
         held = self._bytes(decided)
         pair = (seconds, held) if self.objective == "seconds" else (held, seconds)
-        cost = (
-            *(float(f"{n:.12e}") for n in pair),
-            sum(map(bool, decided.values())),
-        )  # rounded, so that layouts with equal costs compare as equal whatever the order of the sums
+        # rounded, so that the order of float sums does not decide between layouts with equal costs
+        cost = (*(float(f"{n:.12e}") for n in pair), sum(map(bool, decided.values())))
         if held > self.most_bytes or cost >= self.cost:
             return
         if not left:
@@ -238,7 +208,7 @@ class _Search:
             self.go(decided | {left[0]: axis}, left[1:])
 
     def _bytes(self, decided: Choice) -> float:
-        """Lower bound of a rank's bytes over all layouts with these decisions."""
+        """Return a lower bound of a rank's bytes over all layouts with the `decided` axes."""
         least = {id(table): table.least(decided) for table in self.sizes.values()}
         held = {name: least[id(table)] for name, table in self.sizes.items()}
         weights = sum(held.pop(name) for name in self.graph.parameters)
@@ -246,7 +216,7 @@ class _Search:
 
 
 def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
-    """Name of a dim -> axes that may split it, because they divide the sizes of all dims with that name."""
+    """Return name -> mesh axes that may split it, because they divide the sizes of all dims with this name."""
     found: dict[str, list[str]] = {}
     for dim in graph.dims.values():
         found[dim.name] = [axis for axis in found.get(dim.name, mesh) if dim.size % mesh[axis] == 0]
@@ -254,7 +224,7 @@ def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
 
 
 def _choices(graph: Graph, mesh: Sizes, together: Iterable[str]) -> Iterator[Choice]:
-    """Yield all legal choices for the names of these dims. together: strings of dim letters; names in one string need different axes."""
+    """Yield all legal choices of axes for the names of these dims. together: strings of letters; dims in one string need different axes."""
     groups = [{graph.dims[letter].name for letter in letters} for letters in together]
     names, axes = sorted(set().union(*groups)), _axes(graph, mesh)
     apart = {frozenset(pair) for group in groups for pair in combinations(sorted(group), 2)}
@@ -276,14 +246,13 @@ def _table(graph: Graph, mesh: Sizes, together: Iterable[str], cost: Callable[[C
 
 
 def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
-    """Return cost tables of a step's seconds: for the work of each distinct operator, for the exchanges of each distinct tensor."""
+    """Return cost tables of a step's seconds: for the work of each distinct operator, and for the resharding of each distinct tensor."""
     readers = {name: tuple(op for op in graph.operators if name in op.inputs) for name in tensors(graph)}
     alike: dict[object, tuple[str, tuple[Operator, ...], int]] = {}
     for name, read in (*((op.name, (op,)) for op in graph.operators), *((name, read) for name, read in readers.items() if read)):
         own = read[0].name == name
-        forms = frozenset(
-            (op.rule, op.flops, op.whole, op.statistics, tuple(i for i, n in enumerate(op.inputs) if n == name)) for op in read
-        )
+        places = [tuple(i for i, n in enumerate(op.inputs) if n == name) for op in read]
+        forms = frozenset((op.rule, op.flops, op.whole, op.statistics, where) for op, where in zip(read, places, strict=True))
         key = (own, graph.letters(name), name in indices(graph), forms)
         alike[key] = (name, read, alike[key][2] + 1) if key in alike else (name, read, 1)
     return [
@@ -293,7 +262,7 @@ def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
 
 
 def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tuple[Operator, ...]) -> Callable[[Choice], float]:
-    """Return layout -> seconds of the operator `tensor` (if `read` holds only it), or of the tensor's exchanges with its readers."""
+    """Return a function from layout to seconds: of the operator `tensor` if `read` holds only it, else of resharding for its readers."""
     constant = indices(graph)
 
     def seconds(layout: Choice) -> float:
@@ -302,23 +271,22 @@ def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tup
         around = {tensor, *(name for op in read for name in (*op.inputs, op.name))}
         made = Program(graph, mesh, {name: Sharding(needed(of, graph.letters(name))) for name in around}, work)
         if read[0].name == tensor:
-            moved = [move for move in made.moves if move.why != "enter"]
+            moved = [move for move in made.communication if move.why != "enter"]
             return flops(work[0], mesh) / machine.flops + sum(machine.seconds(move.step) for move in moved)
-        return sum(machine.seconds(move.step) for move in made.moves if move.why == "enter" and move.tensor == tensor)
+        return sum(machine.seconds(move.step) for move in made.communication if move.why == "enter" and move.tensor == tensor)
 
     return seconds
 
 
 def _sizes(graph: Graph, mesh: Sizes) -> dict[str, _Table]:
-    """Tables of each tensor's elements on a rank. Tensors with equal letters share a table."""
+    """Return tensor -> table of its elements on a rank. Tensors with equal letters share a table."""
     found: dict[str, _Table] = {}
     for name in tensors(graph):
         letters = graph.letters(name)
+
+        def elements(choice: Choice, name: str = name, letters: str = letters) -> float:
+            return size(graph, name, Sharding(needed(by_letter(graph, choice), letters)), mesh)
+
         if letters not in found:
-            found[letters] = _table(
-                graph,
-                mesh,
-                [letters],
-                lambda choice, name=name, letters=letters: size(graph, name, Sharding(needed(by_letter(graph, choice), letters)), mesh),  # type: ignore[misc]
-            )
+            found[letters] = _table(graph, mesh, [letters], elements)
     return {name: found[graph.letters(name)] for name in tensors(graph)}

@@ -2,10 +2,10 @@
 
     graph_of(run, sequences=8)  ->  embedding, layers.0.attention_norm, layers.0.attention.q, ..., norm, head, loss
 
-Hooks see every module's call. One function for each kind of module adds its operators, with the sizes of its parameters. A MoE layer is
-not run, because routing needs data. It counts as products on `slots` rows for each expert and sequence: the rows of a balanced router's
-choices, rounded up. In GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Left out:
-dropout, noise, the router's choices and losses, which are all sharded like their neighbours.
+A hook on each module adds the module's operators when it runs, with the sizes of its parameters. A MoE layer is not run, because routing
+needs data. Its experts are recorded as products of `slots` rows for each expert and sequence: as many as a balanced router sends, rounded
+up. In GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Dropout, noise, top-k and the
+router's losses are left out: they are sharded like their neighbours.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """Return the operators of a forward pass of `sequences` sequences, all replicas together.
-
-    Raises BadInput for latent attention, multi-token prediction and an encoder.
-    """
+    """Return the operators of a forward pass of `sequences` sequences, all replicas together. Raises BadInput for latent attention,
+    multi-token prediction and an encoder."""
     if run.model.latent.key_rank is not None:
-        needed, fix = (
-            "null: an operator of latent attention has no rule here",
-            "take another recipe; moe plan without --search prices this one",
-        )
+        needed = "null: an operator of latent attention has no rule here"
+        fix = "take another recipe; moe plan without --search prices this one"
         raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
     if run.model.kind != "decoder":
         needed, fix = "decoder: an operator of two sequences has no rule here", "take moe plan without --search, which prices both halves"
@@ -77,7 +73,7 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 
 @dataclass
 class _Trace:
-    """Records operators while modules run. stream: operator that gives the residual stream. x: operator that the next module reads."""
+    """Records operators while modules run. stream: name of the operator whose output is the residual stream. x: what the next one reads."""
 
     run: Run
     sequences: int
@@ -89,8 +85,7 @@ class _Trace:
     layer: int = -1
 
     def __post_init__(self) -> None:
-        m = self.run.model
-        for role, size in (("batch", self.sequences), ("length", m.max_length), ("width", m.d_model)):
+        for role, size in (("batch", self.sequences), ("length", self.run.model.max_length), ("width", self.run.model.d_model)):
             self.letter(role, size)
 
     def letter(self, role: str, size: int) -> str:
@@ -107,26 +102,28 @@ class _Trace:
         self.operators.append(Operator(name, kind, rule, inputs, flops or 0.0, self.layer, **more))
         return name
 
+    def weight(self, name: str, letters: str) -> str:
+        """Add a parameter with these dims. Returns its name."""
+        self.parameters[name] = letters
+        return name
+
     def product(self, name: str, rule: str, x: str) -> str:
         """Add a product of `x` with the module's own matrix."""
-        self.parameters[f"{name}.weight"] = rule.partition("->")[0].split(",")[1]
-        return self.add(name, "product", rule, x, f"{name}.weight")
+        return self.add(name, "product", rule, x, self.weight(f"{name}.weight", rule.partition("->")[0].split(",")[1]))
 
     # --- one function for each kind of module --------------------------------------------------------------------------------
 
     def embedding(self) -> None:
         v = self.letter("vocab", self.run.vocab_size)
-        self.parameters["embedding"] = f"{v}d"
-        self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", "embedding")
+        self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", self.weight("embedding", f"{v}d"))
 
     def norm(self, name: str, module: Any) -> None:
-        """Add a norm, which begins its layer (the model's last norm follows all layers). Norms of q and k are left to `attention`."""
+        """Add a norm and note the number of its layer (num_layers for the model's last norm). `attention` adds the norms of q and k."""
         parts = name.split(".")
         if parts[-1] in ("q_norm", "k_norm"):
             return
         self.layer = int(parts[1]) if len(parts) > 1 else self.run.model.num_layers
-        self.parameters[f"{name}.weight"] = "d"
-        self.x = self.add(name, "norm", "bld,d->bld", self.stream, f"{name}.weight", statistics="d")
+        self.x = self.add(name, "norm", "bld,d->bld", self.stream, self.weight(f"{name}.weight", "d"), statistics="d")
 
     def _join(self, name: str, y: str) -> None:
         """Add the residual connection around attention, network or experts."""
@@ -144,28 +141,24 @@ class _Trace:
             keys, values = (self._add_bias(f"{name}.{part}_bias", k + c, x) for part, x in (("k", keys), ("v", values)))
         if module.q_norm is not None:
             q, keys = self._head_norm(f"{name}.q_norm", k + g + c, q), self._head_norm(f"{name}.k_norm", k + c, keys)
-        rule, inputs = f"bl{k}{g}{c},b{s}{k}{c},b{s}{k}{c}", [q, keys, values]
+        rule, inputs, whole = f"bl{k}{g}{c},b{s}{k}{c},b{s}{k}{c}", [q, keys, values], s + c
         if module.bias is not None:
-            self.parameters[f"{name}.bias.weight"] = self.letter("buckets", module.bias.buckets) + k + g
-            rule, inputs = f"{rule},{self.parameters[f'{name}.bias.weight']}", [*inputs, f"{name}.bias.weight"]
+            z = self.letter("buckets", module.bias.buckets)
+            rule, inputs, whole = f"{rule},{z}{k}{g}", [*inputs, self.weight(f"{name}.bias.weight", z + k + g)], whole + z
         if module.sinks is not None:
-            self.parameters[f"{name}.sinks.weight"] = k + g
-            rule, inputs = f"{rule},{k}{g}", [*inputs, f"{name}.sinks.weight"]
+            rule, inputs = f"{rule},{k}{g}", [*inputs, self.weight(f"{name}.sinks.weight", k + g)]
         flops = 4.0 * self.sequences * m.num_heads * module.head_size * length * attended(m, layer=self.layer)
-        whole = s + c + (self.letter("buckets", module.bias.buckets) if module.bias is not None else "")
         core = self.add(f"{name}.core", "attention", f"{rule}->bl{k}{g}{c}", *inputs, flops=flops, whole=whole)
         out = self.product(f"{name}.out", f"bl{k}{g}{c},{k}{g}{c}d->bld", core)
         out = out if module.out_bias is None else self._add_bias(f"{name}.out_bias", "d", out)
         self._join(f"{name}.add", out)
 
     def _add_bias(self, name: str, dims: str, x: str) -> str:
-        self.parameters[f"{name}.weight"] = dims
-        return self.add(name, "pointwise", f"bl{dims},{dims}->bl{dims}", x, f"{name}.weight")
+        return self.add(name, "pointwise", f"bl{dims},{dims}->bl{dims}", x, self.weight(f"{name}.weight", dims))
 
     def _head_norm(self, name: str, dims: str, x: str) -> str:
         over = dims if self.run.model.qk_norm == "whole" else dims[-1]
-        self.parameters[f"{name}.weight"] = over
-        return self.add(name, "norm", f"bl{dims},{over}->bl{dims}", x, f"{name}.weight", statistics=over)
+        return self.add(name, "norm", f"bl{dims},{over}->bl{dims}", x, self.weight(f"{name}.weight", over), statistics=over)
 
     def feed_forward(self, name: str, module: Any) -> None:
         out = self._network(name, self.letter("hidden", module.w1.weight.shape[0]), self.x, gated=module.w3 is not None)
@@ -182,38 +175,34 @@ class _Trace:
         slots = max(1, math.ceil(rows_of_token(self.run.router, among) * length / among))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
         r = self.letter("experts", among)
-        read = self.x
+        read, router = self.x, f"{name}.router"
         if module.router.input_norm is not None:
-            self.parameters[f"{name}.router.input_norm.weight"] = "d"
-            read = self.add(f"{name}.router.input_norm", "norm", "bld,d->bld", read, f"{name}.router.input_norm.weight", statistics="d")
-        gates = self.product(f"{name}.router", f"bld,{r}d->bl{r}", read)
+            norm = self.weight(f"{router}.input_norm.weight", "d")
+            read = self.add(f"{router}.input_norm", "norm", "bld,d->bld", read, norm, statistics="d")
+        gates = self.product(router, f"bld,{r}d->bl{r}", read)
         if module.router.logit_bias is not None:
-            self.parameters[f"{name}.router.logit_bias"] = r
-            gates = self.add(f"{name}.router.affine", "pointwise", f"bl{r},{r}->bl{r}", gates, f"{name}.router.logit_bias")
+            gates = self.add(f"{router}.affine", "pointwise", f"bl{r},{r}->bl{r}", gates, self.weight(f"{router}.logit_bias", r))
         if module.router.noise_weight is not None:
-            self.parameters[f"{name}.router.noise_weight"] = f"{r}d"
-            noise = self.add(f"{name}.router.noise", "product", f"bld,{r}d->bl{r}", read, f"{name}.router.noise_weight")
-            gates = self.add(f"{name}.router.noisy", "pointwise", f"bl{r},bl{r}->bl{r}", gates, noise)
+            matrix = self.weight(f"{router}.noise_weight", f"{r}d")
+            noise = self.add(f"{router}.noise", "product", f"bld,{r}d->bl{r}", read, matrix)
+            gates = self.add(f"{router}.noisy", "pointwise", f"bl{r},bl{r}->bl{r}", gates, noise)
         if module.router.expert_scale is not None:
-            self.parameters[f"{name}.router.expert_scale"] = r
-            gates = self.add(f"{name}.router.scaled", "pointwise", f"bl{r},{r}->bl{r}", gates, f"{name}.router.expert_scale")
+            gates = self.add(f"{router}.scaled", "pointwise", f"bl{r},{r}->bl{r}", gates, self.weight(f"{router}.expert_scale", r))
         rows = self.add(f"{name}.dispatch", "dispatch", f"bld,bl{r}->{e}b{u}d", self.x, gates)
         first = []
         for w in ("w1", "w3") if module.experts.w3 is not None else ("w1",):
-            self.parameters[f"{name}.experts.{w}"] = f"{e}d{m}"
-            first.append(self.add(f"{name}.experts.{w}.rows", "product", f"{e}b{u}d,{e}d{m}->{e}b{u}{m}", rows, f"{name}.experts.{w}"))
+            matrix = self.weight(f"{name}.experts.{w}", f"{e}d{m}")
+            first.append(self.add(f"{matrix}.rows", "product", f"{e}b{u}d,{e}d{m}->{e}b{u}{m}", rows, matrix))
             if module.experts.biases:
-                bias = f"{name}.experts.b{w[1]}"
-                self.parameters[bias] = f"{e}{m}"
+                bias = self.weight(f"{name}.experts.b{w[1]}", f"{e}{m}")
                 first[-1] = self.add(f"{bias}.rows", "pointwise", f"{e}b{u}{m},{e}{m}->{e}b{u}{m}", first[-1], bias)
         act = self.add(f"{name}.experts.act", "pointwise", ",".join([f"{e}b{u}{m}"] * len(first)) + f"->{e}b{u}{m}", *first)
-        self.parameters[f"{name}.experts.w2"] = f"{e}{m}d"
-        rows = self.add(f"{name}.experts.w2.rows", "product", f"{e}b{u}{m},{e}{m}d->{e}b{u}d", act, f"{name}.experts.w2")
+        matrix = self.weight(f"{name}.experts.w2", f"{e}{m}d")
+        rows = self.add(f"{matrix}.rows", "product", f"{e}b{u}{m},{e}{m}d->{e}b{u}d", act, matrix)
         y = self.add(f"{name}.combine", "combine", f"{e}b{u}d,bl{r}->bld", rows, gates)
         if module.output_bias is not None:
-            self.parameters[f"{name}.output_bias"] = f"{e}d"
             gates = gates if r == e else self.add(f"{name}.of_experts", "dispatch", f"bl{r}->bl{e}", gates)
-            biases = self.add(f"{name}.biases", "product", f"bl{e},{e}d->bld", gates, f"{name}.output_bias")
+            biases = self.add(f"{name}.biases", "product", f"bl{e},{e}d->bld", gates, self.weight(f"{name}.output_bias", f"{e}d"))
             y = self.add(f"{name}.biased", "pointwise", "bld,bld->bld", y, biases)
         self._join(f"{name}.add", self._beside(name, module, y))
 
@@ -228,8 +217,7 @@ class _Trace:
             n = self.letter("shared_hidden", module.shared.w1.weight.shape[0])
             shared = self._network(f"{name}.shared", n, self.x, gated=module.shared.w3 is not None)
             if module.shared_gate is not None:
-                self.parameters[f"{name}.shared_gate.weight"] = "d"
-                gate = self.add(f"{name}.shared_gate", "product", "bld,d->bl", self.x, f"{name}.shared_gate.weight")
+                gate = self.add(f"{name}.shared_gate", "product", "bld,d->bl", self.x, self.weight(f"{name}.shared_gate.weight", "d"))
                 shared = self.add(f"{name}.gated", "pointwise", "bld,bl->bld", shared, gate)
             y = self.add(f"{name}.beside", "pointwise", "bld,bld->bld", y, shared)
         return y

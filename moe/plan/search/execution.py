@@ -2,10 +2,10 @@
 
     each operator cut into parts on devices  ->  tasks: compute forward, backward; fetch data from other devices; sum gradients
 
-A part of an operator reads a region of each input. If other devices have it, one fetch brings it through the port of the part's device. If
-the input is a partial sum of t parts, 2/t of each of them is fetched, as in a ring. If several devices have copies of a region, it comes
-from the part's own device if possible, otherwise equally from all. A device and its port each handle one task at a time, in the order in
-which the tasks become ready (which on ties is the order of their keys).
+A part of an operator reads a region of each input. If other devices have the region, one fetch brings it through the port of the part's
+device. If the input is a partial sum of t parts, 2/t of the bytes of each partial sum is fetched, as in a ring all-reduce. If several
+devices have copies of a region, it comes from the part's own device if possible, otherwise equally from all. A device and its port each
+handle one task at a time, in the order in which the tasks become ready. If tasks become ready together, their keys decide.
 
 Delta simulation: tasks that became ready before the first change keep their times; only the others are simulated again. The paper
 instead recomputes the times that depend on a change. Both give the result of a full simulation.
@@ -28,16 +28,14 @@ from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
 Key = tuple[int, int, int]
-FORWARD, BACKWARD, FETCH, RETURN, SUM, MET = range(6)  # kinds of tasks. RETURN fetches a gradient; MET only waits for several parts
+FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN ends when several tasks have ended
 FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Placement of an operator. degrees: cuts as (factor, number of parts), outermost first; factor "": copies that do the same work.
-
-    Part i runs on device first + i * stride.
-    """
+    """Placement of an operator: part i runs on device first + i * stride. degrees: cuts as (letter of the dim, number of parts), outermost
+    first; letter "": copies that do the same work."""
 
     degrees: tuple[tuple[str, int], ...] = ()
     first: int = 0
@@ -47,8 +45,8 @@ class Placed:
     def parts(self) -> int:
         return prod(n for _, n in self.degrees)
 
-    def ways(self, letters: str) -> int:
-        """Number of different pieces into which this placement cuts a tensor with the dims `letters`."""
+    def num_pieces(self, letters: str) -> int:
+        """Return the number of different pieces into which this placement cuts a tensor with the dims `letters`."""
         return prod(n for letter, n in self.degrees if letter and letter in letters)
 
 
@@ -56,7 +54,7 @@ Placement = Mapping[str, Placed]
 
 
 class Task(NamedTuple):
-    """A task. where: number of the device or port that it occupies (-1: none). after: tasks that must end before it starts."""
+    """A task. where: number of the device or port that it occupies (-1: none). after: keys of the tasks that must end before it starts."""
 
     where: int
     seconds: float
@@ -65,7 +63,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Ran:
-    """Result of a simulation. order: (time at which it became ready, key) of each task, in the order of execution. ready, ends: seconds."""
+    """Result of a simulation. ready, ends: key -> seconds at which the task could start, and ended. order: (ready, key) as executed."""
 
     tasks: dict[Key, Task]
     order: list[tuple[float, Key]] = field(default_factory=list)
@@ -78,7 +76,7 @@ class Ran:
 
 
 def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
-    """Simulate all tasks. before: result for similar tasks; only times that can differ from it are then simulated."""
+    """Simulate all tasks. before: result of an earlier simulation; then only times that can differ from that result are simulated."""
     ran = Ran(tasks)
     since = 0.0 if before is None else _first_change(tasks, before)
     free: dict[int, float] = {}
@@ -95,8 +93,7 @@ def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
     for key, task in tasks.items():
         if key in ran.ends:
             continue
-        open_ = 0
-        latest = 0.0
+        open_, latest = 0, 0.0
         for other in task.after:
             if other in ran.ends:
                 latest = max(latest, ran.ends[other])
@@ -120,46 +117,44 @@ def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
             waits[later] -= 1
             if not waits[later]:
                 heapq.heappush(heap, (ready_at[later], later))
-    assert len(ran.ends) == len(tasks), "tasks that wait for each other"
+    assert len(ran.ends) == len(tasks), "some tasks wait for each other in a circle"
     return ran
 
 
 def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
-    """Earliest time at which the two sets of tasks can differ: all tasks that become ready earlier are equal in both."""
+    """Return the earliest time at which `tasks` can differ from those of `before`: tasks that become ready earlier are equal."""
     gone = [before.ready[key] for key in before.tasks.keys() - tasks.keys()]
     new = {key for key, task in tasks.items() if before.tasks.get(key) != task}
     old = [before.ready[key] for key in new if key in before.ready]
-    least = [
-        max((before.ends[other] for other in tasks[key].after if other in before.ends and other not in new), default=0.0) for key in new
-    ]
+    known = ([before.ends[other] for other in tasks[key].after if other in before.ends and other not in new] for key in new)
+    least = [max(ends, default=0.0) for ends in known]
     return min([*gone, *old, *least], default=before.seconds + 1.0)
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """Regions of one tensor that the parts of a placed operator read or write, as fractions of each dim, and the parts' devices."""
+class _Regions:
+    """Regions of one tensor that the parts of a placed operator read or write, as fractions of each dim."""
 
-    low: Any  # [parts, dims] start of the region
-    high: Any  # [parts, dims] end of the region
-    device: Any  # [parts]
-    group: Any  # [parts]: number of the region; parts with equal numbers are copies
-    copies: int
-    partial: int  # number of parts that each hold a partial sum
+    low: Any  # [parts, dims] start of each part's region
+    high: Any  # [parts, dims] end of each part's region
+    device: Any  # [parts] number of each part's device
+    group: Any  # [parts] number of the region; parts with equal numbers have copies of one region
+    copies: int  # number of copies of each region
+    partial: int  # number of partial sums that add up to the tensor; 1 if it is no sum
 
 
 class Simulator:
-    """Simulates placements of one graph on one machine. Caches the tasks of each placed operator and edge. weight: layer -> number of equal
-    layers that it represents."""
+    """Simulates placements of one graph on one machine. weight: layer -> number of equal layers that it represents."""
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, weight: Mapping[int, float] | None = None):
         self.graph, self.machine, self.settings = graph, machine, settings
         self.weight = {op.name: (weight or {}).get(op.layer, 1.0) for op in graph.operators}
         self.number = {op.name: i for i, op in enumerate(graph.operators)}
-        self._blocks: dict[Any, dict[Key, Task]] = {}
-        self._seen: dict[Any, _Pieces] = {}
+        self._blocks: dict[Any, dict[Key, Task]] = {}  # cached tasks of each placed operator and edge
+        self._seen: dict[Any, _Regions] = {}
 
     def tasks(self, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task, for all tasks of one forward and backward pass."""
+        """Return key -> task for all tasks of one forward and backward pass."""
         made: dict[Key, Task] = {}
         for op in self.graph.operators:
             made |= self._block((op.name, placement[op.name]), self._own, op, placement)
@@ -168,23 +163,19 @@ class Simulator:
         return made
 
     def seconds(self, placement: Placement, ran: Ran) -> float:
-        """Seconds of a simulated placement, plus the penalty for bytes above a device's memory."""
+        """Return the seconds of a simulated placement, plus a penalty for bytes above a device's memory."""
         return ran.seconds + FINE_S_PER_BYTE * self.excess(placement)
 
     def excess(self, placement: Placement) -> float:
-        """Bytes by which the fullest device exceeds its memory; 0 if none does."""
+        """Return the bytes by which the fullest device exceeds its memory; 0 if all fit."""
         held = np.zeros(self.machine.devices)
         for op in self.graph.operators:
             placed = placement[op.name]
-            one = self.graph.size(op.output) * self.graph.itemsize / placed.ways(op.output)
+            one = self.graph.size(op.output) * self.graph.itemsize / placed.num_pieces(op.output)
             for name, term in zip(op.inputs, op.terms, strict=True):
                 if name in self.graph.parameters:
-                    stage = 1 if 1 in self.settings.sharded else 0
-                    ways = placed.ways(term)
-                    states = model_states(
-                        self.graph.size(term) / ways, stage=stage, copies=placed.parts // ways, storage=self.settings.storage
-                    )
-                    one += states.total
+                    stage, pieces, storage = int(1 in self.settings.sharded), placed.num_pieces(term), self.settings.storage
+                    one += model_states(self.graph.size(term) / pieces, stage=stage, copies=placed.parts // pieces, storage=storage).total
             held[self._devices(placed)] += one * self.weight[op.name]
         return max(0.0, float(held.max()) - self.machine.memory_bytes)
 
@@ -197,11 +188,11 @@ class Simulator:
         return placed.first + placed.stride * np.arange(placed.parts)
 
     def _own(self, op: Operator, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task of an operator: forward and backward of each part, and the sums of its parameters' gradients."""
+        """Return key -> task of an operator: forward and backward of each part, all-reduces of its parameters' gradients."""
         placed, n, made = placement[op.name], self.number[op.name], {}
         devices, weight = self._devices(placed), self.weight[op.name]
-        moved = sum(self.graph.size(term) / placed.ways(term) for term in (*op.terms, op.output)) * self.graph.itemsize
-        once = op.flops / placed.ways(op.factors) / self.machine.flops + moved / self.machine.moved + self._statistics(op, placed)
+        moved = sum(self.graph.size(term) / placed.num_pieces(term) for term in (*op.terms, op.output)) * self.graph.itemsize
+        once = op.flops / placed.num_pieces(op.factors) / self.machine.flops + moved / self.machine.moved + self._statistics(op, placed)
         edges_in = [(i, e) for i, e in enumerate(self.graph.edges) if e.reader == op.name]
         edges_out = [(i, e) for i, e in enumerate(self.graph.edges) if e.writer == op.name]
         for part, device in enumerate(devices.tolist()):
@@ -217,36 +208,34 @@ class Simulator:
 
     def _statistics(self, op: Operator, placed: Placed) -> float:
         rest = "".join(a for a in op.output if a not in op.statistics)
-        ways = placed.ways(op.statistics)
-        size = self.graph.size(rest) * 4 / placed.ways(rest)
-        return self._all_reduce(size, placed.parts, ways) if ways > 1 else 0.0
+        count, size = placed.num_pieces(op.statistics), self.graph.size(rest) * 4 / placed.num_pieces(rest)
+        return self._all_reduce(size, placed.parts, count) if count > 1 else 0.0
 
     def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
-        """Seconds of an all-reduce over `count` devices spread over `span` neighbouring ones, first within nodes, then between them."""
+        """Return the seconds of an all-reduce over `count` of `span` devices, evenly spaced: within nodes, then between them."""
         within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
         inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
     def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
-        """Return key -> task for the sums of one parameter's gradient over the parts that hold the same piece of it. Their time is divided
-        by the number of micro-batches, because the sum runs once a step."""
+        """Return key -> task of the all-reduce of one parameter's gradient. Its time is divided over the micro-batches of a step."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}
         number, made = self.number[op.name], {}
-        size = self.graph.size(term) * self.settings.gradient_bytes / placed.ways(term)
+        size = self.graph.size(term) * self.settings.gradient_bytes / placed.num_pieces(term)
         seconds = self._all_reduce(size, placed.parts * placed.stride, count) / self.settings.microbatches * self.weight[op.name]
-        pieces = self._pieces(op.factors, term, placed)
+        regions = self._regions(op.factors, term, placed)
         for part, device in enumerate(self._devices(placed).tolist()):
-            met = (MET, number * 100 + 50 + place, int(pieces.group[part]) % 10_000)
-            same = np.flatnonzero((pieces.low == pieces.low[part]).all(1) & (pieces.high == pieces.high[part]).all(1))
-            made[met] = Task(-1, 0.0, tuple((BACKWARD, number, int(other)) for other in same))
-            made[SUM, number * 100 + place, part] = Task(self.machine.devices + device, seconds, (met,))
+            join = (JOIN, number * 100 + 50 + place, int(regions.group[part]) % 10_000)
+            same = np.flatnonzero((regions.low == regions.low[part]).all(1) & (regions.high == regions.high[part]).all(1))
+            made[join] = Task(-1, 0.0, tuple((BACKWARD, number, int(other)) for other in same))
+            made[SUM, number * 100 + place, part] = Task(self.machine.devices + device, seconds, (join,))
         return made
 
-    def _pieces(self, factors: str, term: str, placed: Placed) -> _Pieces:
-        """Regions of a tensor with dims `term` that an operator's parts hold; partial sums if other dims of it are cut, too."""
+    def _regions(self, factors: str, term: str, placed: Placed) -> _Regions:
+        """Return the regions of a tensor with dims `term` for the parts of an operator with dims `factors`."""
         key = (factors, term, placed)
         if key in self._seen:
             return self._seen[key]
@@ -264,49 +253,49 @@ class Simulator:
                 partial, part_of = partial * n, part_of * n + index[i]
         _, group = np.unique(np.column_stack([np.round(low, 9), part_of]), axis=0, return_inverse=True)
         copies = prod(n for letter, n in placed.degrees if not letter)
-        made = _Pieces(low, high, self._devices(placed), group.reshape(-1), copies, partial)
+        made = _Regions(low, high, self._devices(placed), group.reshape(-1), copies, partial)
         self._seen[key] = made
         return made
 
     def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task of an edge: the reader's parts fetch their input from the writer's parts, which fetch its gradient."""
+        """Return key -> task of edge number i: the reader's parts fetch the tensor from the writer's parts, and these fetch its
+        gradient."""
         edge = self.graph.edges[i]
         writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
         size = self.graph.size(writer.output) * self.graph.itemsize
-        given = self._pieces(writer.factors, writer.output, placement[edge.writer])
-        read = self._pieces(reader.factors, reader.terms[edge.place], placement[edge.reader])
+        given = self._regions(writer.factors, writer.output, placement[edge.writer])
+        read = self._regions(reader.factors, reader.terms[edge.place], placement[edge.reader])
         made = self._fetches(given, read, size, (FORWARD, self.number[edge.writer]), (FETCH, i), self.weight[edge.reader])
         if self.settings.backward:
             made |= self._fetches(read, given, size, (BACKWARD, self.number[edge.reader]), (RETURN, i), self.weight[edge.reader])
         return made
 
     def _fetches(
-        self, have: _Pieces, need: _Pieces, size: float, source: tuple[int, int], what: tuple[int, int], weight: float
+        self, have: _Regions, need: _Regions, size: float, source: tuple[int, int], what: tuple[int, int], weight: float
     ) -> dict[Key, Task]:
-        # shapes: [parts that need data, parts that have data]
+        # matrices with a row for each part that needs a region, and a column for each part that has one
         sides = np.minimum(need.high[:, None], have.high[None]) - np.maximum(need.low[:, None], have.low[None])
         overlap = np.clip(sides, 0.0, 1.0).prod(axis=2)
         overlap[overlap < 1e-12] = 0.0
         own = need.device[:, None] == have.device[None]
         groups = np.eye(int(have.group.max()) + 1)[have.group]
-        mine = (own @ groups)[:, have.group] > 0  # True if the device of the part that needs the region has it itself
+        mine = (own @ groups)[:, have.group] > 0  # whether the needing part's own device has a copy of the column's region
         from_there = overlap * size / have.copies * (2.0 / have.partial if have.partial > 1 else 1.0) * ~mine
         near = need.device[:, None] // self.machine.node_size == have.device[None] // self.machine.node_size
         inside, between = (from_there * near).sum(1), (from_there * ~near).sum(1)
         waits = (overlap > 0) & (own | ~mine)
         made: dict[Key, Task] = {}
-        met: dict[bytes, Key] = {}
+        joins: dict[bytes, Key] = {}
         for part in range(len(need.device)):
             row = waits[part].tobytes()
             others = np.flatnonzero(waits[part])
-            if len(others) > 1 and row not in met:
-                met[row] = (MET, what[1] * 2_000 + (what[0] == RETURN) * 1_000 + 1_000_000, part)
-                made[met[row]] = Task(-1, 0.0, tuple((*source, int(other)) for other in others))
-            after = (met[row],) if row in met else tuple((*source, int(other)) for other in others)
+            if len(others) > 1 and row not in joins:
+                joins[row] = (JOIN, what[1] * 2_000 + (what[0] == RETURN) * 1_000 + 1_000_000, part)
+                made[joins[row]] = Task(-1, 0.0, tuple((*source, int(other)) for other in others))
+            after = (joins[row],) if row in joins else tuple((*source, int(other)) for other in others)
             a, b = float(inside[part]), float(between[part])
-            link_s = (self.machine.inside.alpha_s + a * self.machine.inside.beta_s if a else 0.0) + (
-                self.machine.between.alpha_s + b * self.machine.between.beta_s if b else 0.0
-            )
+            links = ((a, self.machine.inside), (b, self.machine.between))
+            link_s = sum(link.alpha_s + size_bytes * link.beta_s for size_bytes, link in links if size_bytes)
             where = self.machine.devices + int(need.device[part]) if link_s else -1
             made[what[0], what[1], part] = Task(where, link_s * weight, after)
         return made

@@ -6,8 +6,8 @@ For every possible time t_max of the slowest stage, in ascending order:
 
     F(s, l, d) = min over k > l and submeshes of n <= d devices:   F(s - 1, k, d - n) + t(l..k, n, s - 1)     for stages with t <= t_max
 
-is the least sum of the times of s stages that hold the layers from l on, on d devices. The smallest F(s, 0, D) + (B - 1) t_max is the
-result. The last argument of t is the number of later stages, because 1F1B keeps one more micro-batch for each of them; t is inf if the
+F is the least sum of the times of s stages that hold the layers from l on, on d devices. The result is the smallest F(s, 0, D) + (B - 1)
+t_max. The last argument of t is the number of later stages, because 1F1B keeps one more micro-batch for each later stage. t is inf if the
 stage does not fit into memory. The search ends when B t_max exceeds the best result.
 """
 
@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
+
+import numpy as np
 
 from parallel.errors import BadInput
 
@@ -24,7 +27,7 @@ Time = Callable[[int, int, int, int], float]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: layers `first` to `end` - 1 on `devices` devices. seconds: of one micro-batch, forward and backward."""
+    """A stage: layers `first` to `end` - 1 on `devices` devices. seconds: time of one micro-batch, forward and backward."""
 
     first: int
     end: int
@@ -39,21 +42,15 @@ class Stages:
 
 
 def total(times: Sequence[float], microbatches: int) -> float:
-    """Seconds of a step. times: seconds of one micro-batch on each stage."""
+    """Return the seconds of a step. times: seconds of one micro-batch on each stage."""
     return sum(times) + (microbatches - 1) * max(times)
 
 
-def inter_op(
-    time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, most_stages: int | None = None, gap: float = 1e-9
-) -> Stages:
-    """Find the stages with the least time that use all devices. Raises BadInput if nothing fits into memory.
-
-    time: (first, end, devices, number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: possible numbers of
-    devices of a stage. gap: of values of t_max that differ by less than this fraction, only one is tried.
-    """
-    import numpy as np
-
-    most = min(layers, devices, most_stages or layers)
+def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, gap: float = 1e-9) -> Stages:
+    """Find the stages with the least time that use all devices. Raises BadInput if nothing fits into memory. time: (first, end, devices,
+    number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may have. gap: of
+    two values of t_max that differ by less than this fraction, only the smaller is tried."""
+    most = min(layers, devices)
     # t[later][submesh][first, end]: seconds; inf if the stage does not fit, or end <= first
     t = np.full((most, len(submeshes), layers + 1, layers + 1), inf)
     for later in range(most):
@@ -74,7 +71,7 @@ def inter_op(
         stages = int(values.argmin())
         if values[stages] < best:
             made = _walk(choice, t, stages, devices, submeshes)
-            seconds = total([stage.seconds for stage in made], microbatches)  # again, because the slowest stage may be faster than t_max
+            seconds = total([stage.seconds for stage in made], microbatches)  # may be less than values[stages]: all stages may beat t_max
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:
@@ -83,10 +80,8 @@ def inter_op(
     return found
 
 
-def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: ignore[no-untyped-def]
-    """Return (F[s, l, d], choice[s, l, d]) for the F of this file's top; a choice is (submesh's index, end layer) of the first stage."""
-    import numpy as np
-
+def _sums(t: Any, layers: int, devices: int, submeshes: Sequence[int]) -> tuple[Any, Any]:
+    """Return the arrays F[s, l, d] (top of this file) and choice[s, l, d, 2]: (index of the submesh, end layer) of the first stage."""
     most = len(t)
     sums = np.full((most + 1, layers + 1, devices + 1), inf)
     choice = np.zeros((most + 1, layers + 1, devices + 1, 2), dtype=np.int32)
@@ -95,7 +90,7 @@ def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: igno
         for j, n in enumerate(submeshes):
             if n > devices or not np.isfinite(t[s - 1, j]).any():
                 continue
-            # [l, k, d]: the first of s stages has layers l..k on n devices, the others have the remaining layers and devices
+            # both[l, k, d]: the first of s stages has layers l..k on n of d devices; the other stages have the other layers and devices
             both = t[s - 1, j][:layers, :, None] + sums[s - 1][None, :, : devices + 1 - n]
             end = both.argmin(axis=1)
             value = np.take_along_axis(both, end[:, None, :], axis=1)[:, 0]
@@ -106,7 +101,7 @@ def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: igno
     return sums, choice
 
 
-def _walk(choice, t, stages: int, devices: int, submeshes: Sequence[int]) -> tuple[Stage, ...]:  # type: ignore[no-untyped-def]
+def _walk(choice: Any, t: Any, stages: int, devices: int, submeshes: Sequence[int]) -> tuple[Stage, ...]:
     made, first = [], 0
     for s in range(stages, 0, -1):
         j, end = (int(x) for x in choice[s, first, devices])

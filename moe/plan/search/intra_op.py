@@ -1,14 +1,15 @@
 """Alpa's intra-operator search (arXiv 2201.12023, section 4): the cheapest strategies of all operators, by an integer linear program.
 
-    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: choice of operator i's strategy; e_ij: choice of the states in which
-                                                                  i gives its output and j reads it; R_ij: cost of resharding
-    such that   e_ij's rows add up to s_i, its columns to s_j, by state        and all live tensors fit into memory at every time
+    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: choice of operator i's strategy, with costs c_i
+                                                                  e_ij: choice of the states in which i gives its output and j reads it,
+                                                                  with resharding costs R_ij
+    such that   e_ij's rows add up to s_i, its columns to s_j, by state; and the live tensors fit into memory at every time
 
-A layer that is recomputed pays the forward third of its cost once more, and only its last output stays live. R is a matrix between states
-instead of strategies (several strategies give the same state). So there are few product variables, they need not be integers, and the
-relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). Mostly it has one strategy for each operator, and is
-the answer. Otherwise the integer program is solved. Above `LARGE` variables the relaxation is rounded instead: operator by operator, take
-the cheapest strategy with a large value, given the earlier choices.
+A layer that is recomputed pays the forward third of its cost once more, and only its last output stays live. R_ij has one row for each
+state, not for each strategy: several strategies give the same state. So e has few variables, which need not be integers, and the linear
+relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). Mostly it takes one whole strategy for each operator,
+and is the answer. Otherwise the integer program is solved. Above `LARGE` variables the relaxation is rounded instead: operator by
+operator, take the cheapest strategy among those with a large value in the relaxation, given the earlier choices.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from parallel.annotations.graph import Graph
 from parallel.errors import BadInput
 
 LARGE = 60_000
+Options = dict[str, tuple[Strategy, ...]]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Result of the search. chosen: operator -> strategy. graph: the given graph with additional operators `NAME.read` (strategies.py)."""
+    """Result of the search. graph: the given graph with operators `NAME.read` (see read_together). chosen: operator -> strategy."""
 
     graph: Graph
     chosen: Mapping[str, Strategy]
@@ -52,9 +54,9 @@ def intra_op(
 ) -> Assignment:
     """Find the cheapest strategies on `mesh`. Raises BadInput if nothing fits into memory.
 
-    memory_bytes: memory of a device for states and for the outputs of `in_flight` micro-batches. fixed: operator -> required state of its
+    memory_bytes: memory of a device for states and for the outputs of `in_flight` micro-batches. fixed: operator -> required state of the
     output. same: pairs of operators whose outputs must have equal states. weight: layer -> number of layers that it represents. again:
-    recomputed layer -> operator whose output it keeps. large: number of variables above which the relaxation is rounded. gap: fraction by
+    recomputed layer -> operator whose output is kept. large: number of variables above which the relaxation is rounded. gap: fraction by
     which the integer program may miss the optimum.
     """
     settings, joined = settings or Settings(), read_together(graph)
@@ -84,17 +86,12 @@ def intra_op(
 
 
 class _Program:
-    """The linear program. A column (variable) is a strategy of an operator, or a pair of states (given, read) on an edge."""
+    """The linear program. A column (variable) is a strategy of an operator, or a pair of states (given, read) of a tensor that is read.
+    options: operator -> strategies. weight, again: as in intra_op."""
 
     def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        settings: Settings,
-        options: dict[str, tuple[Strategy, ...]],
-        weight: Mapping[int, float],
-        again: Mapping[int, str],
-    ):
+        self, graph: Graph, mesh: Mesh, settings: Settings, options: Options, weight: Mapping[int, float], again: Mapping[int, str]
+    ) -> None:
         self.graph, self.mesh, self.settings, self.options = graph, mesh, settings, options
         self.weight = {op.name: weight.get(op.layer, 1.0) for op in graph.operators}
         self.paid = {op.name: self.weight[op.name] * (AGAIN if op.layer in again else 1.0) for op in graph.operators}
@@ -117,7 +114,7 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """State -> columns of the operator's strategies that have this state for the output (place: None) or for input number `place`."""
+        """Return state -> columns of the operator's strategies with this state of input number `place`, or of the output for None."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)
@@ -146,7 +143,7 @@ class _Program:
                 self.rows.append((row, 0.0, 0.0))
 
     def within(self, memory_bytes: float, in_flight: int) -> None:
-        """Add the memory limit: one row for each set of tensors that live at the same time, as fractions of the memory."""
+        """Add the memory limit: for each set of tensors that are live together, one row with fractions of the memory."""
         for alive in live(self.graph, backward=self.settings.backward):
             row: dict[int, float] = {}
             for name, one in self.options.items():
@@ -156,7 +153,7 @@ class _Program:
             self.rows.append((row, 0.0, 1.0))
 
     def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
-        """Bytes that a device needs with the chosen strategies, at the time at which it needs most."""
+        """Return the peak memory of a device in bytes with the chosen strategies."""
         states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
         kept = live(self.graph, backward=self.settings.backward)
         return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
@@ -178,14 +175,14 @@ class _Program:
         return found.x
 
     def is_whole(self, values: Any) -> bool:
-        """True if the relaxation's solution takes exactly one strategy for each operator; then no integer solution is better."""
+        """Return whether the relaxation's solution takes exactly one strategy for each operator; then no integer solution is better."""
         return all(min(abs(v), abs(1 - v)) < 1e-6 for v in values[: self.integers])
 
     def read(self, values: Any) -> dict[str, Strategy]:
         return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
 
     def rounded(self, values: Any) -> dict[str, Strategy]:
-        """Choose operator by operator the cheapest strategy with a large value in the relaxation, given earlier choices."""
+        """Return operator -> strategy: one after another, the cheapest with a large value in the relaxation, given earlier choices."""
         chosen: dict[str, Strategy] = {}
         for op in self.graph.operators:
             one, first = self.options[op.name], self.first[op.name]
@@ -205,10 +202,8 @@ class _Program:
 
 
 def live(graph: Graph, *, backward: bool) -> list[frozenset[str]]:
-    """Sets of operators whose outputs are in memory at the same time, without sets that another set contains.
-
-    With a backward pass, all outputs are in memory when it begins. Without one, each output is freed after its last reader has run.
-    """
+    """Return the sets of operators whose outputs are in memory at the same time, without sets that another set contains. When a backward
+    pass begins, all outputs are in memory. Without a backward pass, each output is freed after its last reader has run."""
     if backward:
         return [frozenset(graph.named)]
     order = {op.name: i for i, op in enumerate(graph.operators)}

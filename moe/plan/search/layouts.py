@@ -3,10 +3,10 @@
     meshes       rows x columns of all devices; columns within a node
     mesh_tf      for each mesh: the best legal layout (mesh_tensorflow.py), and the best layout that the trainer can run
     gspmd        for each mesh: the sets of annotations in SETS, propagated to all tensors (gspmd.py)
-                 \\__ then the fastest that fits and can run, by the program's own costs (partition.py)
+                 \\__ then the fastest layout or set that fits and can run, by the costs of its program (partition.py)
 
-A pass is one micro-batch of all replicas; gradients of weights are summed once a step. Neither paper has pipelines, so the plans have no
-stages. Mesh-TensorFlow shards no weights over the batch's axis; annotations can (FSDP).
+A program runs one micro-batch of all replicas; gradients of weights are summed once a step. Neither paper has pipelines, so the plans have
+no stages. Mesh-TensorFlow shards no weights over the batch's axis; annotations can (FSDP).
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), section 4; GSPMD (arXiv 2105.04663), section 5, for what is annotated in Transformers.
 """
@@ -31,12 +31,12 @@ from parallel.annotations.resharding import Sizes
 from parallel.errors import BadInput
 
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
-SETS = ("batch", "batch and slices", "weights over the batch")  # each with tensor parallelism if the mesh has columns
+SETS = ("batch", "batch and slices", "weights over the batch")  # names of sets of annotations: see `annotated`
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A program of shardings on a mesh. rules: the layout or annotations from which it was made, for messages."""
+    """A program of shardings on a mesh. rules: the layout or the annotations from which it was made, for messages."""
 
     mesh: Sizes
     program: Program
@@ -44,14 +44,15 @@ class _Candidate:
 
 
 def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the fastest layout that the trainer runs. `free_seconds`: step time of the fastest of all. Raises BadInput if none fits."""
+    """Find the fastest layout that the trainer can run. Raises BadInput if none fits. `free_seconds` of the result is the step time of the
+    fastest legal layout, even if the trainer cannot run it."""
     free, where = inf, ""
     for mesh in meshes(machine):
         rates = _rates(machine, mesh)
         try:
             best = best_layout(graph, mesh, rates, most_bytes=machine.memory_bytes)
         except BadInput:
-            continue  # nothing fits on this mesh
+            continue  # no layout of this mesh fits into memory
         seconds = _seconds(mesh_tensorflow.program(graph, mesh, best.layout), rates, microbatches)
         if seconds < free:
             free, where = seconds, f"{_said(best.layout)} on {_shape(mesh)}"
@@ -60,28 +61,27 @@ def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: A
 
 
 def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the set of annotations with the fewest seconds. Raises BadInput if none fits."""
+    """Find the set of annotations (see `annotated`) with the fewest seconds. Raises BadInput if none fits."""
     found = _best(_annotated(graph, machine), graph, machine, microbatches, allowed, "gspmd")
     return _found("gspmd", found, found[1], "")
 
 
 def meshes(machine: Machine) -> Iterator[dict[str, int]]:
-    """All meshes rows x columns of the devices, with columns within a node. An axis of one rank is left out."""
+    """Yield all meshes rows x columns of the devices, with columns within a node. An axis with one rank is left out."""
     for columns in range(1, machine.node_size + 1):
         if machine.devices % columns == 0 and machine.node_size % columns == 0:
             yield {name: size for name, size in (("rows", machine.devices // columns), ("columns", columns)) if size > 1}
 
 
 def _rates(machine: Machine, mesh: Sizes) -> Rates:
-    """Speeds of a mesh. All its axes get the latency of the slowest link."""
-    links = dict(zip(mesh, machine.mesh(*mesh.values()).links, strict=True))
-    return Rates(
-        machine.flops, {axis: 1 / link.beta_s for axis, link in links.items()}, max((x.alpha_s for x in links.values()), default=0.0)
-    )
+    """Return the rates of a mesh on this machine. All axes get the latency of the slowest link."""
+    links = machine.mesh(*mesh.values()).links
+    bandwidth = {axis: 1 / link.beta_s for axis, link in zip(mesh, links, strict=True)}
+    return Rates(machine.flops, bandwidth, max((link.alpha_s for link in links), default=0.0))
 
 
 def _layouts(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
-    """Layouts with the batch over rows, heads, hidden units and vocabulary over columns, and every sharding of experts."""
+    """Yield layouts with the batch over rows; heads, hidden units and vocabulary over columns; experts as in each of EXPERTS."""
     names = {dim.name for dim in mesh_tensorflow.renamed(graph).dims.values()}
     for mesh in meshes(machine):
         dense = [f"{name}:columns" for name in BY_TENSOR if name in names and "columns" in mesh]
@@ -93,7 +93,7 @@ def _layouts(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
                 layout = mesh_tensorflow.layout_of(", ".join(rules), graph, mesh)
                 yield _Candidate(mesh, mesh_tensorflow.program(graph, mesh, layout), layout)
             except BadInput:
-                continue  # a size that the mesh does not divide
+                continue  # the mesh does not divide a size
 
 
 def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
@@ -111,33 +111,29 @@ def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
                     said = {"annotated": kind, "tensors": str(len(notes)), **axes}
                     yield _Candidate(mesh, spread.program(graph, mesh, notes), said)
                 except BadInput:
-                    continue  # a size that the mesh does not divide
+                    continue  # the mesh does not divide a size
 
 
 def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) -> dict[str, str]:
-    """Annotations of one of SETS: tensor -> text.
-
-    All annotate the embedded tokens, a matrix of each attention and network, the vocabulary and the experts. `batch and slices` also cuts
-    tokens along the sequence between layers; `weights over the batch` also cuts every dense weight. experts: `experts` and `expert_hidden`
-    -> axis, if the experts are cut.
-    """
+    """Return tensor -> text of the annotations of one of SETS, its `kind`. All sets annotate the embedded tokens, a matrix of each
+    attention and network, the vocabulary and the experts. `batch and slices` also cuts the length of tensors between layers; `weights over
+    the batch` also cuts every dense weight over rows. experts: the mesh axes of `experts` and `expert_hidden`, if they are cut."""
     rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
     stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
     between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]
-    sliced = kind == "batch and slices"  # this set annotates all tensors between layers
+    sliced = kind == "batch and slices"
     notes = {op.name: _note(graph, op.output, batch=rows) for op in between[:1]}
     if sliced:
         notes = {op.name: _note(graph, op.output, batch=rows, length=columns) for op in between}
     for name, letters in graph.parameters.items():
         names = [graph.dims[letter].name for letter in letters]
         if "expert_hidden" in names:
-            axes = {"experts": experts.get("experts", "."), "expert_hidden": experts.get("expert_hidden", ".")}
-            notes[name] = _note(graph, letters, **axes)
+            notes[name] = _note(graph, letters, **experts)
         elif kind == "weights over the batch":
             first = next((dim for dim in names if dim not in BY_TENSOR), None)
             notes[name] = _note(graph, letters, **dict.fromkeys(BY_TENSOR, columns), **({first: rows} if first else {}))
         elif "experts" in names and experts:
-            notes[name] = _note(graph, letters)  # a router is whole, whatever the sharding of experts
+            notes[name] = _note(graph, letters)  # routers are whole on every rank
         elif columns != "." and (sliced or name.endswith((".q.weight", ".w1.weight")) or "vocab" in names) and set(names) & set(BY_TENSOR):
             notes[name] = ", ".join(columns if dim in BY_TENSOR else "_" for dim in names)
     if kind == "weights over the batch":
@@ -146,7 +142,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
 
 
 def _note(graph: Graph, letters: str, **axes: str) -> str:
-    """Text of an annotation, with a word for each dim. axes: name of a dim -> its word; other dims get `.` (whole)."""
+    """Return the text of an annotation, with a word for each dim. axes: name of a dim -> its word; other dims get `.` (whole)."""
     return ", ".join(axes.get(graph.dims[letter].name, ".") for letter in letters)
 
 
@@ -156,9 +152,9 @@ Best = tuple[Plan, float, _Candidate]
 def _best(
     candidates: Iterable[_Candidate], graph: Graph, machine: Machine, microbatches: int, allowed: Callable[[Plan], bool], search: str
 ) -> Best:
-    """Fastest candidate that fits, can be run as a Plan, and is allowed."""
+    """Return (Plan, seconds, candidate) of the fastest candidate that fits, can be run as a Plan, and is allowed."""
     best: Best | None = None
-    least = inf
+    least = inf  # fewest bytes of a candidate
     for one in candidates:
         held = one.program.bytes()
         least = min(least, held)
@@ -172,22 +168,20 @@ def _best(
         if allowed(plan):
             best = plan, seconds, one
     if best is None:
-        fits = least <= machine.memory_bytes or least == inf  # inf: no mesh had a candidate
-        got = "no layout that the trainer runs" if fits else f"{least / 2**30:.1f} GiB a device for the smallest layout"
-        more = "" if fits else ", or a larger pipeline.microbatches"
-        needed = (
-            "one whose sizes the mesh divides, and that the recipe's checks accept"
-            if fits
-            else f"at most {machine.memory_bytes / 2**30:.1f} GiB"
-        )
+        if machine.memory_bytes < least < inf:
+            got, more = f"{least / 2**30:.1f} GiB a device for the smallest layout", ", or a larger pipeline.microbatches"
+            needed = f"at most {machine.memory_bytes / 2**30:.1f} GiB"
+        else:
+            got, more = "no layout that the trainer runs", ""
+            needed = "one whose sizes the mesh divides, and that the recipe's checks accept"
         raise BadInput(f"--search {search}", got=got, needed=needed, fix=f"--search enumerate, which has stages and ZeRO as well{more}")
     return best
 
 
 def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
-    """Seconds of a step: sums of weights' gradients run once, all else for each micro-batch."""
+    """Return the seconds of a step: gradients of weights are summed once, all else runs for each micro-batch."""
     weights = program.graph.parameters
-    once = sum(rates.seconds(move.step) for move in program.moves if move.direction == "backward" and move.tensor in weights)
+    once = sum(rates.seconds(move.step) for move in program.communication if move.direction == "backward" and move.tensor in weights)
     return microbatches * (program.seconds(rates) - once) + once
 
 

@@ -3,11 +3,11 @@
     mesh of a stage   (edp, rest of dp, sp, tp)       experts are cut over the last three axes (ep = rest of dp * sp * tp), or not at all
 
     1d        products are cut by heads, hidden units and vocabulary over tp; pointwise operators are repeated by every rank of tp
-    sliced    as 1d, but pointwise operators are cut by length
-    sp        everything is cut by length; keys and values are gathered (as in the first form of ring attention)
+    sliced    the same products; pointwise operators are cut by length over tp
+    sp        everything is cut by length over sp; keys and values are gathered (as in the first form of ring attention)
     experts   tokens are cut by sequences over all ranks, experts over the ranks of ep
 
-A graph with equal layers is folded: it has each different layer once, with the number of layers that it represents.
+A graph with equal layers is folded: it keeps one layer of each kind, with the number of layers that this one represents.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from moe.plan.job.cut import cut
 from moe.plan.job.network import Plan, Recomputed
 from moe.plan.operators.links import Machine, Mesh
 from moe.plan.search.inter_op import total
-from moe.plan.search.strategies import AGAIN, LATER, WHOLE, Settings, Sharded, Strategy, change, read_together, strategy
+from moe.plan.search.strategies import AGAIN, LATER, WHOLE, Cost, Settings, Sharded, Strategy, change, read_together, strategy
 from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors
 
+RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 _CUT_1D = ("vocab", "heads", "hidden")
-_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # index: ZeRO stage of a plan; value: stage of its strategies, which have no stage 2
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # index: ZeRO stage of a plan; value: ZeRO stage of its strategies, which have no 2
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A graph with only one of several equal layers. weight: its layer -> number of equal layers. of: each original layer -> its layer."""
+    """A graph with only one of several equal layers. weight: layer -> number of layers that it represents. of: original layer -> layer."""
 
     graph: Graph
     weight: Mapping[int, float]
@@ -42,13 +43,14 @@ class Folded:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of the layers, without embedding and head."""
+        """Return the numbers of the layers, without embedding and head."""
         return self.graph.layers[1:-1]
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """Operators with outputs that the next layer reads. These outputs must have equal states, so that folded layers fit together."""
-        return tuple(_last(self.graph, layer) for layer in self.graph.layers[:-1])
+        """Return the last operator of each layer. The next layer reads it, so all must give equal states for folded layers to fit."""
+        last = {op.layer: op.name for op in self.graph.operators}
+        return tuple(last[layer] for layer in self.graph.layers[:-1])
 
 
 def fold(graph: Graph) -> Folded:
@@ -67,28 +69,14 @@ def fold(graph: Graph) -> Folded:
         mine = [op for op in graph.operators if op.layer == layer]
         names = {op.name for op in mine}
         for op in mine:
-            inputs = tuple(stream if x in graph.named and x not in names else x for x in op.inputs)
-            ops.append(replace(op, inputs=inputs))
+            ops.append(replace(op, inputs=tuple(stream if x in graph.named and x not in names else x for x in op.inputs)))
         stream = mine[-1].name
     read = {x for op in ops for x in op.inputs}
     parameters = {name: letters for name, letters in graph.parameters.items() if name in read}
     return Folded(Graph(graph.dims, graph.inputs, parameters, tuple(ops), graph.itemsize), weight, of)
 
 
-def _last(graph: Graph, layer: int) -> str:
-    return [op.name for op in graph.operators if op.layer == layer][-1]
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Cost of one layer on one device: seconds of a micro-batch, bytes of states, bytes that a micro-batch in flight keeps."""
-
-    seconds: float
-    state_bytes: float
-    kept_bytes: float
-
-
-def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, LayerCost]:
+def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, Cost]:
     """Return layer of a folded graph -> its cost. Resharding a tensor is counted in the layer that reads it."""
     found = {}
     for layer in graph.layers:
@@ -99,21 +87,14 @@ def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[st
                 if x in graph.named:
                     size = graph.size(graph.letters(x)) * graph.itemsize
                     seconds += change(size, mesh, chosen[x].gives, reads, backward=settings.backward)
-        states, kept = sum(chosen[op.name].state_bytes for op in mine), sum(chosen[op.name].output_bytes for op in mine)
-        found[layer] = LayerCost(seconds, states, kept)
+        strategies = [chosen[op.name] for op in mine]
+        found[layer] = Cost(seconds, sum(s.state_bytes for s in strategies), sum(s.output_bytes for s in strategies))
     return found
 
 
-def with_recompute(cost: LayerCost, stream_bytes: float) -> LayerCost:
-    """Cost of a layer that is recomputed in the backward pass: it keeps only its input."""
-    return LayerCost(cost.seconds * AGAIN, cost.state_bytes, min(stream_bytes, cost.kept_bytes))
-
-
 class Runnable:
-    """Computes costs of plans on a machine from strategies of a graph's operators. The graph is a micro-batch of all replicas together.
-
-    allowed: plan -> True if the recipe can be trained with it.
-    """
+    """Computes costs of plans on a machine from strategies of a graph's operators. graph: of a micro-batch of all replicas together.
+    allowed: returns whether the recipe can be trained with a plan."""
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
         self.allowed = allowed
@@ -121,10 +102,10 @@ class Runnable:
         self.joined = read_together(self.folded.graph)
         self.blocks = [layer for layer in graph.layers if layer not in (graph.layers[0], graph.layers[-1])]
         self.experts = next((dim.size for dim in graph.dims.values() if dim.name == "experts"), 1)
-        self._costs: dict[tuple[object, ...], dict[int, LayerCost] | None] = {}
+        self._costs: dict[tuple[object, ...], dict[int, Cost] | None] = {}
 
     def sizes(self, plan: Plan) -> tuple[int, ...] | None:
-        """Axis sizes (edp, rest of dp, sp, tp) of a stage's mesh; None if experts are cut, but not over sp x tp x a divisor of dp."""
+        """Return the axis sizes (edp, rest of dp, sp, tp) of a stage's mesh; None if ep is not sp * tp * a divisor of dp."""
         inner = plan.sp * plan.tp
         if plan.ep == 1 and plan.etp == 1:
             return (plan.dp, 1, plan.sp, plan.tp)
@@ -133,25 +114,23 @@ class Runnable:
         return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
 
     def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Operator of the folded graph -> (letter that each mesh axis cuts, letter over which each axis reduce-scatters partial sums)."""
+        """Return operator of the folded graph -> (cut, scatter) of its strategy: letters of dims for each mesh axis (see Strategy)."""
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
         dims, letters = self.joined.dims, {self.joined.dims[a].name: a for a in op.factors}
         sliced = plan.tensor == "sliced"
-        none = ("",) * 4
         batch, length = letters.get("batch", ""), letters.get("length", "")
         if ".moe." in op.name and not op.name.endswith(".moe.add"):
             experts = letters["experts"] if "slots" in letters and op.kind in ("product", "pointwise") and plan.ep > 1 else batch
-            return (batch, experts, experts, experts), none
-        over_sp = length or batch
+            return (batch, experts, experts, experts), ("",) * 4
         units = next((letters[role] for role in _CUT_1D if role in letters and dims[letters[role]].size % plan.tp == 0), "")
         over_tp = units or (length if sliced else "")
-        to = length if sliced and units and units in op.summed and op.kind != "loss" else ""
-        return (batch, batch, over_sp, over_tp), ("", "", "", to)
+        scatter = length if sliced and units and units in op.summed and op.kind != "loss" else ""
+        return (batch, batch, length or batch, over_tp), ("", "", "", scatter)
 
     def chosen(self, plan: Plan) -> dict[str, Strategy] | None:
-        """Operator -> strategy for a plan; None if a size does not divide."""
+        """Return operator -> strategy for a plan; None if a size is not divisible."""
         sizes = self.sizes(plan)
         if sizes is None or prod(sizes) > self.machine.devices:
             return None
@@ -173,7 +152,7 @@ class Runnable:
                 found[op.name] = Strategy(cut_, ("",) * 4, 0, 0.0, 0.0, 0.0, (state,), state)
         return found
 
-    def costs(self, plan: Plan) -> dict[int, LayerCost] | None:
+    def costs(self, plan: Plan) -> dict[int, Cost] | None:
         """Return layer of the folded graph -> its cost; None if the plan cannot be expressed on this graph."""
         key = (plan.dp, plan.sp, plan.tp, plan.ep, plan.etp, plan.tensor, plan.engine, plan.recompute)
         if key not in self._costs:
@@ -184,14 +163,16 @@ class Runnable:
             self._costs[key] = found
         return self._costs[key]
 
-    def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, LayerCost]:
+    def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
         """Return layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
         found = layer_costs(graph, mesh, self.settings, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
-        return {i: with_recompute(c, stream) if recompute == "full" and i in self.blocks else c for i, c in found.items()}
+        for i in set(found) & set(self.blocks) if recompute == "full" else ():  # a recomputed layer keeps only its input
+            found[i] = Cost(found[i].seconds * AGAIN, found[i].state_bytes, min(stream, found[i].output_bytes))
+        return found
 
-    def stages(self, plan: Plan, costs: Mapping[int, LayerCost]) -> tuple[int, ...]:
-        """Number of layers of each stage: plan.stage_layers if given, otherwise a cut with equal seconds."""
+    def stages(self, plan: Plan, costs: Mapping[int, Cost]) -> tuple[int, ...]:
+        """Return the number of layers of each stage: plan.stage_layers if given, otherwise a cut by seconds."""
         if plan.stage_layers is not None:
             return plan.stage_layers
         each = [costs[self.folded.of[layer]].seconds for layer in self.blocks]
@@ -200,7 +181,7 @@ class Runnable:
         return cut(each, plan.pp)
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds of a step of the plan; inf if it does not fit or cannot be run."""
+        """Return the seconds of a step of the plan; inf if it does not fit or cannot be run."""
         costs = self.costs(plan)
         if costs is None or plan.pp > len(self.blocks):
             return inf
@@ -211,20 +192,19 @@ class Runnable:
             held += [costs[self.whole.layers[0]]] if i == 0 else []
             held += [costs[self.whole.layers[-1]]] if i == len(places) - 1 else []
             in_flight = min(len(places) - i, plan.microbatches)
-            if sum(c.state_bytes + c.kept_bytes * in_flight for c in held) > self.machine.memory_bytes:
+            if sum(c.state_bytes + c.output_bytes * in_flight for c in held) > self.machine.memory_bytes:
                 return inf
             times.append(sum(c.seconds for c in held))
         return total(times, plan.microbatches)
 
     def plans(self, pp: int, stage_layers: tuple[int, ...] | None = None) -> Iterator[Plan]:
-        """All plans with `pp` stages that use all devices and the graph's number of sequences, even if they are not `allowed`."""
+        """Yield all plans with `pp` stages that use all devices and the graph's number of sequences, even if they are not `allowed`."""
         ranks, sequences = self.machine.devices // pp, self.whole.dims["b"].size
         for tp, sp, ep in self._degrees(ranks) if ranks * pp == self.machine.devices else ():
             dp = ranks // (tp * sp)
             tensors: tuple[Literal["1d", "sliced"], ...] = ("1d", "sliced") if tp > 1 and sp == 1 else ("1d",)
             engines = ("ddp", "zero1", "fsdp") if pp == 1 else ("ddp", "zero1")
-            again: tuple[Literal["none", "full"], ...] = ("none", "full")
-            for engine, tensor, recompute in product(engines, tensors, again):
+            for engine, tensor, recompute in product(engines, tensors, RECOMPUTED):
                 plan = Plan(dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, engine=engine, tensor=tensor, recompute=recompute, stage_layers=stage_layers)
                 plan = replace(plan, microbatch=sequences // dp, microbatches=self.settings.microbatches)
                 yield replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)

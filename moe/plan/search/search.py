@@ -2,11 +2,11 @@
 
     alpa        strategies for each submesh and logical shape by intra_op.py, then stages by inter_op.py
     flexflow    placements of every operator by mcmc.py, without stages
-                \\__ then the fastest plan that the trainer can run, by the cost of the same search
+                \\__ then the fastest plan that the trainer can run, by the cost model of the same search
 
-`seconds` of a result belong to its plan, by the strategies' cost model, so that searches can be compared. `free_seconds` belong to the
-unrestricted optimum, by the search's own cost model. Equal layers are searched once (Folded): they get equal cuts, and tensors between
-layers have equal states.
+The `seconds` of a result are of its plan, by the cost model of strategies.py: with them, searches can be compared. The `free_seconds` are
+of the optimum among all strategies or placements, also those that the trainer cannot run. Equal layers are searched once (Folded): they
+get equal cuts, and tensors between layers have equal states.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from math import inf
 from operator import itemgetter
 from typing import Any, Literal
 
-from moe.plan.job.network import Plan, Recomputed
+import numpy as np
+
+from moe.plan.job.network import Plan
 from moe.plan.operators.links import Machine
+from moe.plan.search.execution import Placed, Simulator, run
 from moe.plan.search.inter_op import Stage, inter_op
 from moe.plan.search.intra_op import intra_op
-from moe.plan.search.runnable import LayerCost, Runnable
-from moe.plan.search.strategies import Settings, Strategy
+from moe.plan.search.mcmc import legal, mcmc
+from moe.plan.search.runnable import RECOMPUTED, Runnable
+from moe.plan.search.strategies import Cost, Settings, Strategy
 from parallel.annotations.graph import Graph
 from parallel.errors import BadInput
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. seconds: of a step with `plan`. free_seconds: of the unrestricted optimum.
-
-    assignment: operator -> cut factors with their numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`. nearest:
-    True if the trainer cannot run the optimum, and `plan` is the nearest plan that it can run. said: a line about this, for the user.
-    """
+    """Result of a search. seconds: of a step with `plan`. free_seconds: of a step with the optimum, even if the trainer cannot run it.
+    assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`.
+    nearest: True if the trainer cannot run the optimum, so that `plan` is another plan. said: a line about this, for the user."""
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
     plan: Plan
@@ -48,27 +50,21 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Solution:
-    """Strategies of all layers on one submesh. sums: cumulative costs of the layers. assignment: as in SearchResult."""
+    """Strategies of all layers on one submesh. sums: three rows (seconds, bytes of states, bytes of outputs), each for the first 0, 1, ...
+    layers together. assignment: as in SearchResult."""
 
-    sums: tuple[tuple[float, ...], ...]  # (seconds, state_bytes, kept_bytes), each for the first 0, 1, ... layers
+    sums: tuple[tuple[float, ...], ...]
     assignment: Mapping[str, str]
 
 
-_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # costs of layers, strategies of operators, sizes of axes
+_Layers = tuple[Mapping[int, Cost], Mapping[str, Strategy], tuple[int, ...]]  # costs of layers, strategies of operators, sizes of axes
 Allowed = Callable[[Plan], bool]
-RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 GAP = 1e-3  # times count as equal if they differ by less than this fraction
 
 
-def _all(plan: Plan) -> bool:
-    return True
-
-
-def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = _all) -> SearchResult:
-    """Find stages and strategies with the least time (Alpa). Raises BadInput if nothing fits into memory.
-
-    allowed: plan -> True if the recipe can be trained with it.
-    """
+def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = lambda plan: True) -> SearchResult:
+    """Find stages and strategies with the least time (Alpa). Raises BadInput if nothing fits into memory. allowed: returns whether the
+    recipe can be trained with a plan."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     whole = tuple(2**i * machine.node_size for i in range(machine.nodes.bit_length()))
@@ -97,9 +93,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """Return arrays [first, end]: least seconds of layers first to end - 1 among the solutions that fit, and that solution's index."""
-    import numpy as np
-
+    """Return two arrays [first, end]: the least seconds of layers first to end - 1 in a solution that fits; index of this solution."""
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
     seconds, states, kept = sums[:, :, None, :] - sums[:, :, :, None]
     times = np.where(states + kept * in_flight <= memory_bytes, seconds, inf)
@@ -107,11 +101,9 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """Solutions for a submesh with `devices` devices, of which each has costs without and with recompute.
-
-    They are: the best strategies without a memory limit; if they do not fit, with the limit for equal stages; if nothing fits, with
-    recompute counted in the search. The strategies of all plans are added, so that the result is never slower than a plan.
-    """
+    """Return the solutions for a submesh with `devices` devices. Each is there twice: without and with recomputation. First the best
+    strategies without a memory limit. If they do not fit, the best within the memory for equal stages. If these do not fit either, the best
+    within the memory with recomputation. The strategies of all plans are added: no plan is faster than the result."""
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}
@@ -119,17 +111,17 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """Search one mesh shape; add results to `found`. Returns [fits without recompute, fits with recompute], [] if nothing is found."""
+        """Search on one mesh shape and add the results to `found`. Returns whether they fit, [without, with recomputation]; [] for none."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
-        how |= {"large": 0} if again else {}  # round the relaxation: with tight memory, integer programs are slow
+        how |= {"large": 0} if again else {}  # round the relaxation, because integer programs are slow if memory is tight
         try:
             got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
         except BadInput:
             return []
         each = [runnable.costs_of(got.graph, mesh, got.chosen, recompute=recompute) for recompute in RECOMPUTED]
         found.extend((costs, got.chosen, shape) for costs in each)
-        held = [sum(weight[i] * (c.state_bytes + c.kept_bytes * flight) for i, c in costs.items()) for costs in each]
+        held = [sum(weight[i] * (c.state_bytes + c.output_bytes * flight) for i, c in costs.items()) for costs in each]
         return [size <= machine.memory_bytes for size in held]
 
     for shape in _shapes(devices, machine.node_size):
@@ -145,7 +137,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
 
 def _unbeaten(found: list[_Layers]) -> list[_Layers]:
-    """Return the solutions that no other solution dominates (by at most their seconds and bytes in every layer)."""
+    """Return the solutions that no other solution dominates: a dominating one has in no layer more seconds or bytes."""
     kept: dict[tuple[float, ...], _Layers] = {}
     numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
     for mine, one in sorted(numbers, key=lambda some: some[0]):
@@ -159,16 +151,16 @@ def _texts(chosen: Mapping[str, Strategy], sizes: tuple[int, ...]) -> dict[str, 
 
 
 def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
-    """Logical grids (far, near) of a submesh. Ranks along `near` are in the same node. The last resort is a grid with one axis."""
+    """Return logical grids (far, near) of a submesh. Ranks along `near` are in the same node. If there is none: a grid with one axis."""
     near = [n for n in range(1, devices + 1) if devices % n == 0 and n <= node_size and n & (n - 1) == 0]
     return [(devices // n, n) for n in near if n > 1 or devices == 1] or [(1, devices)]
 
 
-def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[float, ...], ...]:
-    """Cumulative costs of the layers, as in _Solution. The embedding is counted in the first layer, the head in the last."""
+def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, ...], ...]:
+    """Return the `sums` of a _Solution. The embedding is counted in the first layer, the head in the last."""
     blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
     rows = []
-    for part in ("seconds", "state_bytes", "kept_bytes"):
+    for part in ("seconds", "state_bytes", "output_bytes"):
         each = [getattr(costs[runnable.folded.of[layer]], part) for layer in blocks]
         each[0] += getattr(costs[first], part)
         each[-1] += getattr(costs[last], part)
@@ -177,7 +169,7 @@ def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[flo
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Fastest plan that can run and is allowed. layers: number of layers of each stage, tried in addition to cuts by seconds."""
+    """Return the fastest plan that the trainer can run and that is allowed. layers: numbers of layers of a further cut to try."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
@@ -202,15 +194,12 @@ def flexflow(
     machine: Machine,
     settings: Settings | None = None,
     *,
-    allowed: Allowed = _all,
+    allowed: Allowed = lambda plan: True,
     budget: int = 2000,
     seconds: float = 20.0,
     seed: int = 0,
 ) -> SearchResult:
     """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages; micro-batches run in sequence."""
-    from moe.plan.search.execution import Placed, Simulator, run
-    from moe.plan.search.mcmc import legal, mcmc
-
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     folded = runnable.folded
@@ -234,7 +223,7 @@ def flexflow(
     if plans:
         plan = min(plans, key=lambda plan: (simulated(plan), runnable.seconds(plan)))
         near = simulated(plan)
-    else:  # no plan without stages fits: take the fastest with stages, which the random walk does not try
+    else:  # no plan without stages fits: take the fastest plan with stages, although the random walk has none
         plan = _nearest(runnable, None)
         near = inf
     free = walk.seconds * settings.microbatches

@@ -1,15 +1,15 @@
 """Strategies to cut one operator over a mesh of devices, with their costs, from which the searches choose.
 
-    a strategy     for each axis of the mesh the factor (letter of the operator's einsum rule) that it cuts; without a factor, all ranks
+    a strategy     for each axis of the mesh the dim that it cuts, as a letter of the operator's einsum rule; without a letter, all ranks
                    along the axis do the same work
     a state        sharding of a tensor: for each axis the number of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
 
     w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (WHOLE, 0), and gives partial sums over the second axis:
     after an all-reduce, the result has state (0, WHOLE); after a reduce-scatter over l, state (0, 1): sequence parallelism
 
-Costs are for one micro-batch, forward and backward. If a factor that an input lacks is cut, each rank has a partial gradient of that input.
-Gradients of parameters are summed once a step; gradients of activations when the state changes (`change`). The strategies are Alpa's
-(arXiv 2201.12023, section 4.2), but derived from the operator's rule, and with reduce-scatters and sharded states in addition.
+Costs are for one micro-batch, forward and backward. If an axis cuts a dim that an input does not have, each rank has a partial sum of this
+input's gradient. Gradients of parameters are summed once a step; gradients of activations when the state changes (`change`). The
+strategies are Alpa's (arXiv 2201.12023, section 4.2), but derived from the operator's rule, and with reduce-scatters and sharded states.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from moe.plan.operators.links import Mesh
 from parallel.annotations.graph import Graph, Operator
 
 WHOLE, LATER = -1, -2
-AGAIN = 4 / 3  # seconds of a layer with recompute / without: its forward pass is a third of them
+AGAIN = 4 / 3  # seconds of a layer with recomputation / without it: the forward pass, a third of the seconds, runs twice
 State = tuple[int, ...]
 Sharded = Literal[0, 1, 3]  # ZeRO stage
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Strategy of one operator on a mesh, with its costs.
-
-    cut: factor for each axis, "" for none. scatter: for each axis the factor over which its partial sums are scattered; "": all-reduced.
-    sharded: ZeRO stage of its parameters' states. reads: state of each input. gives: state of the output.
-    """
+    """Strategy of one operator on a mesh, with its costs. cut: letter of the dim that each mesh axis cuts, "" for none. scatter: for each
+    axis the letter of the dim over which partial sums are reduce-scattered; "": they are all-reduced. sharded: ZeRO stage of the
+    parameters' states. reads: state of each input. gives: state of the output."""
 
     cut: tuple[str, ...]
     scatter: tuple[str, ...]
@@ -51,10 +49,8 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a search. microbatches: number in a step, which share the cost of a gradient's sum. backward: False for inference.
-
-    sharded: ZeRO stages that may be chosen. gradient_bytes: bytes of an element of a sent gradient.
-    """
+    """Settings of a search. microbatches: their number in a step; gradients are summed once for all. backward: False for inference.
+    sharded: ZeRO stages that may be chosen. gradient_bytes: bytes of an element of a sent gradient."""
 
     microbatches: int = 1
     backward: bool = True
@@ -64,7 +60,7 @@ class Settings:
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """All strategies of an operator, except those that take more time and bytes than another one with equal states."""
+    """Return all strategies of an operator, without those that take more time and bytes than another one with equal states."""
     found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for cut in product(free, repeat=len(mesh.sizes)):
@@ -79,7 +75,7 @@ def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tu
 
 
 def divides(graph: Graph, mesh: Mesh, cut: Sequence[str]) -> bool:
-    """True if every factor's size is a multiple of the number of ranks over which it is cut."""
+    """Return whether every cut dim's size is a multiple of the number of ranks over which it is cut."""
     return all(graph.dims[a].size % prod(n for b, n in zip(cut, mesh.sizes, strict=True) if a == b) == 0 for a in set(cut) if a)
 
 
@@ -97,22 +93,13 @@ def _unbeaten(group: list[Strategy]) -> list[Strategy]:
 
 
 def strategy(
-    op: Operator,
-    graph: Graph,
-    mesh: Mesh,
-    settings: Settings,
-    *,
-    cut: tuple[str, ...],
-    scatter: tuple[str, ...] | None = None,
-    sharded: Sharded = 0,
+    op: Operator, graph: Graph, mesh: Mesh, settings: Settings, *, cut: tuple[str, ...], scatter: tuple[str, ...], sharded: Sharded
 ) -> Strategy | None:
-    """Strategy with this cut, and its costs; None if a size does not divide. scatter, sharded: as in Strategy."""
-    scatter = scatter or ("",) * len(cut)
-    gives = tuple(_place(op.output, letter if letter in op.output else to) for letter, to in zip(cut, scatter, strict=True))
-    reads = tuple(
-        tuple(_place(term, a) if not a or a in term else (LATER if settings.backward else WHOLE) for a in cut) for term in op.terms
-    )
+    """Return the strategy with these cuts (as in Strategy) and its costs; None if a size does not divide."""
     last = [letter if letter in op.output else to for letter, to in zip(cut, scatter, strict=True)]
+    gives = tuple(_place(op.output, letter) for letter in last)
+    absent = LATER if settings.backward else WHOLE
+    reads = tuple(tuple(_place(term, a) if not a or a in term else absent for a in cut) for term in op.terms)
     if not divides(graph, mesh, cut) or not divides(graph, mesh, last):
         return None
     seconds = _work(op, graph, mesh, settings, cut) + _sums(op, graph, mesh, settings, cut, scatter)
@@ -134,18 +121,18 @@ def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
 
 
 def _work(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str]) -> float:
-    """Seconds of a rank's part of the work. The backward pass takes twice as long as forward. Each tensor is read or written once."""
+    """Return the seconds of a rank's part of the work. The backward pass takes twice as long as forward. Each tensor is moved once."""
     moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
     return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * (3 if settings.backward else 1)
 
 
 def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str], scatter: Sequence[str]) -> float:
-    """Seconds of collectives that sum an operator's partial results, axis by axis, and that gather the gradient of a scattered result."""
+    """Return the seconds of collectives that sum the operator's partial results, and that gather the gradient of a scattered result."""
     held, seconds = graph.size(op.output) * graph.itemsize / _ways(op.output, cut, mesh), 0.0
     for axis, (letter, to) in enumerate(zip(cut, scatter, strict=True)):
         if not letter:
             continue
-        if letter in op.statistics:  # in fp32, forward and backward
+        if letter in op.statistics:  # partial sums of a norm or a loss, in fp32
             rest = "".join(a for a in op.output if a not in op.statistics)
             once = mesh.all_reduce(graph.size(rest) * 4 / _ways(rest, cut, mesh), axis)
             seconds += once * (2 if settings.backward else 1)
@@ -158,7 +145,7 @@ def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Seque
 
 
 def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequence[str], sharded: Sharded) -> tuple[float, float]:
-    """(seconds for one micro-batch to sum a parameter's gradient and to gather the parameter, bytes of its states on a rank)."""
+    """Return (seconds a micro-batch to sum a parameter's gradient and gather the parameter, bytes of the parameter's states on a rank)."""
     mine = size / _ways(term, cut, mesh)
     copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
     summed = [axis for axis in copies if cut[axis]]  # ranks along other axes already have the whole gradient
@@ -175,17 +162,11 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
     return seconds, held
 
 
-def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
-    """Seconds to change a tensor of `size_bytes` (all ranks together) to another state, and its gradient back; inf if impossible.
-
-    For each axis, forward and backward: WHOLE to cut: nothing, all-gather; cut to WHOLE: all-gather, nothing; cut to LATER: all-gather,
-    reduce-scatter; WHOLE to LATER: nothing, all-reduce; one dim to another: all-to-all each way.
-    """
-    return _change(size_bytes, mesh, gives, reads, backward)
-
-
 @lru_cache(maxsize=1 << 18)
-def _change(size_bytes: float, mesh: Mesh, gives: State, reads: State, backward: bool) -> float:
+def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
+    """Return the seconds to bring a tensor of `size_bytes` (on all ranks together) to another state, and its gradient back. Collective for
+    the tensor / for its gradient, axis by axis: WHOLE to cut: none / all-gather. Cut to WHOLE: all-gather / none. Cut to LATER: all-gather
+    / reduce-scatter. WHOLE to LATER: none / all-reduce. Another cut dim: all-to-all / all-to-all. LATER to others: inf."""
     seconds, now = 0.0, list(gives)
     for axis, (a, b) in enumerate(zip(gives, reads, strict=True)):
         others = prod(n for i, n in enumerate(mesh.sizes) if i != axis and now[i] >= 0)
@@ -206,7 +187,7 @@ def _change(size_bytes: float, mesh: Mesh, gives: State, reads: State, backward:
 
 
 def read_together(graph: Graph) -> Graph:
-    """Graph with an additional operator `NAME.read` between a value and the products that read it, so that they share one resharding."""
+    """Return the graph with an operator `NAME.read` between a tensor NAME and the products that read it: they share one resharding."""
     made: list[Operator] = []
     for op in graph.operators:
         made.append(op)
@@ -222,7 +203,7 @@ def read_together(graph: Graph) -> Graph:
 
 
 def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Strategies of an operator added by `read_together`: one for each sharding of its tensor, with no cost."""
+    """Return the strategies of an operator `NAME.read` (see `read_together`): one for each state of its tensor, without costs."""
     found = []
     ways = [WHOLE, LATER] if settings.backward else [WHOLE]
     for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
@@ -233,13 +214,13 @@ def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple
 
 
 def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[Strategy, ...]]:
-    """Strategies of every operator of a graph that `read_together` returned, by name."""
+    """Return name -> strategies of each operator of a graph that `read_together` returned."""
     return {op.name: (reading if op.whole == "read" else strategies)(op, graph, mesh, settings) for op in graph.operators}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a choice of strategies: seconds of one micro-batch; bytes of states, and of outputs kept for the backward pass."""
+    """Cost of a graph or a layer on one device: seconds of a micro-batch, bytes of states, bytes of a micro-batch's outputs."""
 
     seconds: float
     state_bytes: float
@@ -247,7 +228,7 @@ class Cost:
 
 
 def cost_of(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> Cost:
-    """Cost of a choice of strategies for all operators. Seconds are inf if the states of two neighbours do not fit together."""
+    """Return the cost of the graph with the strategies `chosen`. Seconds are inf if a tensor cannot be brought to its reader's state."""
     seconds = sum(s.seconds for s in chosen.values())
     for edge in graph.edges:
         gives, reads = chosen[edge.writer].gives, chosen[edge.reader].reads[edge.place]

@@ -1,1 +1,1 @@
-"""Seconds of a step."""
+"""Predicts the seconds of a training step."""

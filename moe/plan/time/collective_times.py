@@ -1,12 +1,11 @@
-"""Seconds of one collective on a cluster, for a group of ranks and a number of groups that use the same links at the same time.
+"""Predicts the seconds of one collective on a cluster, if several groups of ranks run it at the same time.
 
-    Group(inside, nodes, sharing)   `inside` ranks on each of `nodes` nodes; `sharing` groups of a node use its network at the same time
-    ring        all-gather, reduce-scatter: (n-1)/n S / B + steps;    all-reduce: twice that
+    ring        all-gather, reduce-scatter: (n-1)/n S / B + latency of a turn around the ring;    all-reduce: twice that
     tree        all-reduce: 2 S / B over the network, 2 log2(nodes) steps: less latency with many nodes
     pairwise    all-to-all: bytes within the node and bytes to other nodes, each over its own links
 
-S: bytes of the whole tensor. B: bandwidth; for a group over several nodes the smaller of the node's links and the group's share of the
-network. Sources: Thakur et al. (2005), NCCL's tuning constants; measured times if a cluster file has them.
+n: number of ranks. S: bytes of the whole tensor. B: bandwidth of the links; over several nodes at most the group's share of the network.
+Measured times in the cluster file replace these formulas. Sources: Thakur et al. (2005), NCCL's tuning constants.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moe.plan.machine.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of such groups on each node."""
+    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of groups on a node that run it at the same time."""
 
     inside: int
     nodes: int
@@ -37,24 +36,21 @@ ALONE = Group(1, 1)
 
 @lru_cache(maxsize=100_000)
 def group_of(size: int, stride: int, devices_per_node: int, world: int) -> Group:
-    """Group of `size` ranks, each `stride` ranks from the next. All `world` ranks run the same collective together, in such groups."""
+    """Return a group of `size` ranks, each `stride` ranks from the next. All `world` ranks run the collective, in groups of this kind."""
     inside = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
     nodes = -(-size // inside)
     return Group(inside, nodes, max(1, min(devices_per_node, world) // inside))
 
 
 def network(cluster: Cluster, group: Group) -> float:
-    """Bytes per second that one group can send over the network."""
+    """Bytes per second that one group can send over the network while the other groups send, too."""
     b = cluster.between
     return min(b.node_gb_s / group.sharing, group.inside * b.device_gb_s) * 1e9 * b.share
 
 
 def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) -> float | None:
-    """Return the seconds of a collective, from measured microseconds table[ranks][bytes]. None if the table has no entry for `ranks`.
-
-    Interpolated linearly between two sizes. A message below the smallest size takes that size's time; above the largest, the time grows in
-    proportion to the bytes.
-    """
+    """Return the seconds of a collective of `num_bytes`, interpolated in measured microseconds table[ranks][bytes]; None without `ranks`.
+    Fewer bytes than were measured take the time of the smallest size. Above the largest size, the time is proportional to the bytes."""
     row = table.get(ranks)
     if row is None:
         return None
@@ -69,7 +65,7 @@ def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) 
 
 
 def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float, float]:
-    """Return (bytes per second of a ring, seconds of latency of one turn around it). sums: True for an all-reduce."""
+    """Return (bytes per second of a ring, latency of one turn around it in seconds). sums: the collective is an all-reduce."""
     bus = cluster.inside.bus(group.inside, sums=sums and group.nodes == 1) if group.inside > 1 else math.inf
     if group.nodes == 1:
         return bus, (group.inside - 1) * cluster.inside.hop_us * 1e-6
@@ -78,14 +74,14 @@ def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float,
 
 
 def _turns(cluster: Cluster, group: Group) -> float:
-    """Factor by which a collective on a CPU host takes longer because other groups use the same cores; 1 for accelerators."""
+    """Factor by which a collective on a CPU host takes longer because several groups share its cores; 1 for accelerators."""
     if not cluster.cores:
         return 1.0
     return max(1.0, group.sharing * min(group.inside, cluster.cores) / cluster.cores)
 
 
 def all_reduce(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Seconds to sum a tensor of `num_bytes` over a group."""
+    """Seconds of an all-reduce of a tensor of `num_bytes`."""
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
@@ -103,7 +99,7 @@ def all_reduce(cluster: Cluster, group: Group, num_bytes: float) -> float:
 
 
 def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Seconds of an all-gather with `num_bytes` of output on every rank, or of a reduce-scatter with as many bytes of input."""
+    """Seconds of an all-gather or a reduce-scatter. num_bytes: bytes of the larger side, the output or the input, on each rank."""
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
@@ -119,10 +115,8 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
 
 
 def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: float = 1.0) -> float:
-    """Seconds of an all-to-all in which every rank sends num_bytes / n to each other rank.
-
-    copies: fraction of the bytes for other nodes that cross the network. It is below 1 if data for several ranks of a node is sent once.
-    """
+    """Seconds of an all-to-all in which every rank sends num_bytes / n to each of n - 1 other ranks. copies: fraction of the bytes for
+    other nodes that is sent over the network; below 1 if rows for several ranks of a node are sent once."""
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
@@ -135,9 +129,8 @@ def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: floa
         return base + within
     b = cluster.between
     leaving = num_bytes * copies * (n - group.inside) / n
-    rate = (
-        min(b.node_gb_s / (group.sharing * group.inside), b.device_gb_s) * 1e9 * b.share * (b.exchange_share if copies >= 1.0 else 1.0)
-    )  # with copies < 1, messages are long and reach the full rate
+    reached = b.exchange_share if copies >= 1.0 else 1.0  # with copies < 1, messages are long enough for the full rate
+    rate = min(b.node_gb_s / (group.sharing * group.inside), b.device_gb_s) * 1e9 * b.share * reached
     spread = max(0.0, 1 - copies) * (n - group.inside) / n * num_bytes / cluster.inside.bus(cluster.devices_per_node)
     return base + group.nodes * b.latency_us * 1e-6 / 2 + max(within + spread, leaving / rate)
 
@@ -150,13 +143,13 @@ def collective(cluster: Cluster, group: Group, name: str, handed: float, *, copi
 
 
 def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -> float:
-    """Seconds of a message to the rank that is `stride` ranks away, while `sharing` ranks of the node send at the same time."""
+    """Seconds of a message to the rank that is `stride` ranks away, while `sharing` ranks of the node send one, too."""
     if num_bytes <= 0:
         return 0.0
-    known = _measured(cluster.inside.times.get("send", {}), 2, num_bytes)
-    if known is not None and stride < cluster.devices_per_node:
-        return known
     if stride < cluster.devices_per_node:
+        known = _measured(cluster.inside.times.get("send", {}), 2, num_bytes)
+        if known is not None:
+            return known
         return (cluster.inside.latency_us + cluster.inside.hop_us) * 1e-6 + num_bytes / (cluster.inside.pair_gb_s * 1e9)
     b = cluster.between
     rate = min(b.node_gb_s / sharing, b.device_gb_s) * 1e9 * b.share

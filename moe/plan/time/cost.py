@@ -2,13 +2,12 @@
 
     step_time(network, plan, cluster)
         stage i, one micro-batch    t_i = forward + backward + recompute, each the slower of device and host (stage_time.py)
-        pipeline                    closed forms of t_i, else the project's simulator (pipeline_time.py)
-        + gradients and parameters  time of sums and gathers that the backward pass does not hide
-        + optimizer                 bytes of states divided by the memory's (or the host's) bandwidth
+        pipeline                    the schedule's closed form of all t_i, or the simulator (pipeline_time.py)
+        + gradients, parameters     seconds of data parallelism's collectives that computation does not hide
+        + optimizer                 bytes of states / bandwidth of the memory (or of the host)
 
-The closed form of 1F1B is exact if all stages are equal or the last is the slowest, as with a head; otherwise it is too long. The
-purposes are those of the slowest stage, and add up to the step. Sources: Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO
-(1910.02054) section 7 for volumes, GShard (2006.16668) for experts.
+The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it is too long. Sources:
+Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7 for bytes, GShard (2006.16668) for experts.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from moe.plan.time.pipeline_time import How, crossings, head_rank, pipeline_time
 from moe.plan.time.stage_time import Stage, own_program, rank_layers, stage_times, times_of, transfer_time
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-OVERLAP_SLOWDOWN = 0.126  # slowdown of products while collectives run at the same time: Galvatron measured a factor of 1.126
-ADAM_BYTES = 26  # for each parameter: read and write two moments and the master copy, write the parameter; its gradient is counted apart
+OVERLAP_SLOWDOWN = 0.126  # products take longer by this fraction while collectives run; measured by Galvatron
+ADAM_BYTES = 26  # memory traffic of AdamW per parameter, without its gradient: read and write two moments and master copy, write parameter
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step of the slowest stage, by purpose; they add up to `step`.
+    """Seconds that the slowest stage spends in a step, by purpose. All but `hidden` add up to `step`.
 
-    launch: time of the host beyond the device's, and of the engine. cores: time that ranks of a CPU host wait for a core; negative if each
-    has several. gradients, parameters: sums and gathers that no computation hides. hidden: seconds of sums and gathers that computation
-    hides (no part of the step). joules: energy of all devices.
+    launch: what the host and the engine need in addition to the device's time. cores: waiting of ranks that share the cores of a CPU host;
+    negative if each rank has several cores. gradients: gradient reductions, parameters: all-gathers of parameters, both as far as no
+    computation hides them. hidden: the rest of both, which computation hides. joules: energy of all devices, not seconds.
     """
 
     forward: float = 0.0
@@ -61,7 +60,7 @@ class Time:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Purpose -> seconds. They add up to the step."""
+        """Purpose -> seconds, which add up to `step`."""
         return {name: getattr(self, name) for name in PARTS}
 
 
@@ -71,11 +70,10 @@ PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules")
 def step_time(
     network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, imbalance: float = 1.0, pipeline: How = "simulated"
 ) -> Time:
-    """Predict the time of one step.
+    """Predict the time of one step. program: default is this project's trainer. The cluster's number of nodes is not checked.
 
-    program: properties of the training program; default: this project's trainer. imbalance: rows of the busiest rank's experts / mean over
-    ranks. pipeline: `simulated`; `least` uses a lower bound instead of a simulation; `alone` also leaves out sums of gradients and gathers
-    of parameters, so that no order of actions is needed. The cluster's number of nodes is not checked.
+    imbalance: rows of the rank whose experts have most / mean over ranks. pipeline: `simulated`; `least`: a lower bound replaces the
+    simulation; `alone`: a lower bound also without gradient reductions and parameter gathers, for which no schedule is built.
     """
     program = program or own_program(cluster)
     ranks, last, m = rank_layers(network, plan), head_rank(plan), plan.microbatches
@@ -121,18 +119,16 @@ def step_time(
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
-    """Additional seconds of a pipeline because its ranks share cores. A waiting rank leaves its core to others, but the cores must do all
-    work. Negative if a rank has several cores. crowd: as Cluster.crowd. pipeline: seconds if every rank had a core of its own."""
+    """Seconds that a pipeline takes longer because its ranks share cores; negative if each rank has several cores. A rank that waits for a
+    message leaves its core to other ranks. crowd: see Cluster.crowd. pipeline: seconds with one core per rank."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
 
 
 def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, stage: Stage, spare: Spare) -> tuple[float, float, float]:
-    """Data parallelism's collectives in one step: (seconds of gradient sums, seconds of parameter gathers, seconds that are hidden).
-
-    The first two are the times that no computation hides; the third is hidden by computation.
-    """
+    """Return the seconds of data parallelism's collectives in one step: (gradient reductions that no computation hides, parameter gathers
+    that no computation hides, all that computation hides)."""
     by_stage, m = plan.pp > 1 and program.staged == "by stage", plan.microbatches
     world, per_node = plan.world, cluster.devices_per_node
     copies = group_of(plan.dp * plan.sp, plan.tp, per_node, world)
@@ -150,37 +146,40 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
         return sum(max(gather(cluster, g, n * item), (g.size - 1) / g.size * n * item / rate) for g, n in parts)
 
     reduced, gathered = gathers(wide), gathers(narrow)
-    if plan.stage == 1:  # with stages, DeepSpeed's ZeRO-1 sums after the rank's last action, while other ranks compute
+    if plan.stage == 1:  # with stages, DeepSpeed's ZeRO-1 reduces after the rank's last action, while other ranks may compute
         exposed = max(0.0, reduced - spare.others) if by_stage else _after_backward(reduced, stage, program, plan)
         waited, hidden = _overlapped(gathered, stage.forward_seconds, program) if program.parameters == "overlapped" else (gathered, 0.0)
         return exposed, waited, max(0.0, reduced - exposed) + hidden
     if plan.stage == 2:
         each, hidden = _overlapped(reduced, stage.backward_seconds, program)
         return m * each, gathered, m * hidden
-    if copies.size > 1:  # the host's time around a gather, for the layers of a rank and both ends
+    if copies.size > 1:  # the host's time for the gathers of all layers of a rank, the embedding and the head
         around = max(1.0, cluster.crowd(world)) * (network.depth + 2) / plan.pp * program.gather_us * 1e-6
         reduced, gathered = reduced + around, gathered + around
     often = plan.pp == 1 or program.shards == "micro-batch"
-    if not often and not plan.reshard:  # parameters and gradients stay whole during all micro-batches of the step
+    if not often and not plan.reshard:  # parameters stay gathered and gradients unreduced until the last micro-batch
         exposed = _after_backward(reduced, stage, program, plan)
         return exposed, gathered, max(0.0, reduced - exposed)
     forward, hidden_forward = _overlapped(gathered, stage.forward_seconds, program)
     again = gathered if plan.reshard and not (plan.pp > 1 and often) else 0.0
     backward, hidden_backward = _overlapped(again + reduced, stage.backward_seconds, program)
-    first = gathered / max(1, network.depth)  # nothing hides the first layer's gather
-    return m * backward, m * (forward + first), m * (hidden_forward + hidden_backward)
+    first_layer = gathered / max(1, network.depth)  # no computation hides this gather
+    return m * backward, m * (forward + first_layer), m * (hidden_forward + hidden_backward)
 
 
 @dataclass(frozen=True)
 class Spare:
-    """Seconds that can hide a rank's gradient sums. after: for each of its stages in order, from the end of the stage's gradients to the
-    end of the rank's actions. others: from the end of the rank's actions to the end of all ranks' actions."""
+    """Seconds of computation at the end of a step that can hide a rank's gradient reductions.
+
+    after: for each stage of the rank, the actions of the rank after the stage's gradients are complete. others: from the end of the rank's
+    last action to the end of the last action of any rank.
+    """
 
     after: tuple[float, ...]
     others: float
 
     def exposed(self, seconds: float) -> float:
-        """Seconds that gradient sums of `seconds` add to the step. Each stage has an equal part of the sums; they run one after another."""
+        """Seconds that gradient reductions of `seconds` add to the step. They run one stage after another, each for the same time."""
         each, queued = seconds / max(1, len(self.after)), -inf
         for window in self.after:
             queued = max(queued, -window) + each
@@ -188,8 +187,8 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """Return the spare time of a rank, from its last actions without waits. After its last input gradient, each earlier rank computes one
-    more, then its remaining weight gradients. `others` is 0 if two ranks hold each stage."""
+    """Return the spare time of a rank, from its last actions, as if it never waited. After its last input gradient, each earlier rank
+    computes one more, and then its remaining weight gradients. If two ranks hold each stage, `others` counts as 0."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
@@ -208,10 +207,8 @@ def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
 
 
 def _overlapped(seconds: float, window: float, program: Program) -> tuple[float, float]:
-    """(seconds that take additional time, seconds that are hidden) of collectives during `window` seconds of products.
-
-    The collectives slow the products down.
-    """
+    """Return (seconds that collectives add to the step, seconds that are hidden) if they may overlap with `window` seconds of products.
+    Overlapped collectives slow the products down."""
     if program.gathers == "waited":
         return seconds, 0.0
     hidden = min(seconds, window) if program.gathers == "overlapped" else min(seconds * 0.67, window)
@@ -219,18 +216,18 @@ def _overlapped(seconds: float, window: float, program: Program) -> tuple[float,
 
 
 def _after_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
-    """Part of `seconds` of gradient sums that a backward pass does not hide. Its last tenth hides nothing: the last bucket is not full."""
-    exposed = program.gradients == "after" or not plan.kind.overlaps
-    return seconds if exposed else _overlapped(seconds, 0.9 * stage.backward_seconds, program)[0]
+    """Seconds of gradient reductions that a backward pass does not hide. The last bucket is reduced after it, so a tenth hides nothing."""
+    after = program.gradients == "after" or not plan.kind.overlaps
+    return seconds if after else _overlapped(seconds, 0.9 * stage.backward_seconds, program)[0]
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:
-    """(seconds of the optimizer on the device, seconds of offloading: transfers to the host and back, AdamW on the host, the disk)."""
+    """Return (seconds of the optimizer on the device, seconds of offloading: transfers to the host and back, AdamW there, the disk)."""
     shared = plan.dp * plan.sp if plan.stage >= 1 else 1
     elements = dense / shared + expert / (max(1, plan.edp) if plan.stage >= 1 else 1)
     g, ranks = plan.storage.gradients, min(cluster.devices_per_node, plan.world)
     step, host, disk = program.step_ms * 1e-3, cluster.host_gb_s * 1e9, cluster.disk_gb_s * 1e9
-    moved = g * (dense + expert) / (shared if plan.stage >= 2 else 1)  # bytes of gradients that are set to zero
+    moved = g * (dense + expert) / (shared if plan.stage >= 2 else 1)  # bytes of gradients that are zeroed
     offload = 0.0
     if plan.offload_optimizer == "none":
         moved = (ADAM_BYTES + 2 * g) * elements + moved

@@ -1,18 +1,19 @@
-"""Predicts the seconds of one layer's collectives that computation does not hide, for one micro-batch: over tp, sp and ep.
+"""Predicts the seconds of one layer's collectives over tp, sp and ep that computation does not hide, for one micro-batch.
 
-    1d           all-reduces of n D for attention and network, forward and backward
-    sliced       a gather before and a reduce-scatter after each of the two, forward and backward
-    2d, 2.5d, 3d bytes of tensor.py, one message for each step of a product
-    sp           bytes of the method (parallel/sequence/kinds/): blocks of keys sent in a ring, or all-to-alls
-    ep, etp      the dispatcher's messages over ep, and gathers over etp
+    1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
+    sliced       an all-gather before each of both and a reduce-scatter after it, forward and backward
+    2d, 2.5d, 3d bytes of tensor.py, in one message for each step of a product
+    sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
+    ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
 
-n: tokens of a rank. D: width. Also defines Pass and Passes, the times that layer_time.py adds up.
+n: tokens of a rank. D: width. Pass and Passes are the sums of times that layer_time.py returns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe.plan.job.hashed import Summed
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
@@ -21,14 +22,15 @@ from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import LINES
 from parallel.mesh.traffic import Message
-from parallel.sequence.kinds.kind import Attention
+from parallel.sequence.kinds import Attention
 
-KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> kind of product
+KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> dtype of a product
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Seconds of a forward or backward pass: computation, and exposed collectives of tp, sp and ep. kernels: number of kernels."""
+class Pass(Summed):
+    """Seconds of a forward or backward pass. compute: on the device. kernels: number of kernels that the host launches. tensor, sequence,
+    experts: collectives over tp, sp, ep that no computation hides."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -36,36 +38,18 @@ class Pass:
     experts: float = 0.0
     kernels: float = 0.0
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.compute + other.compute,
-            self.tensor + other.tensor,
-            self.sequence + other.sequence,
-            self.experts + other.experts,
-            self.kernels + other.kernels,
-        )
-
-    def times(self, count: float) -> Pass:
-        return Pass(count * self.compute, count * self.tensor, count * self.sequence, count * self.experts, count * self.kernels)
-
     @property
     def device(self) -> float:
         return self.compute + self.tensor + self.sequence + self.experts
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Forward and backward pass of a part of the model. weights: seconds of `backward` that compute gradients of weights."""
+class Passes(Summed):
+    """Forward and backward pass of a part of the model. weights: seconds of weight gradients, which are included in `backward`."""
 
     forward: Pass = Pass()
     backward: Pass = Pass()
     weights: float = 0.0
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward + other.forward, self.backward + other.backward, self.weights + other.weights)
-
-    def times(self, count: float) -> Passes:
-        return Passes(self.forward.times(count), self.backward.times(count), count * self.weights)
 
 
 def tokens_of(network: Network, plan: Plan) -> float:
@@ -78,7 +62,7 @@ def _tp_group(plan: Plan, cluster: Cluster) -> Group:
 
 
 def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Passes:
-    """Forward and backward time of a layer's collectives over tp. sparse: the layer has experts."""
+    """Passes of a layer's collectives over tp. sparse: the layer has experts."""
     if plan.tp == 1 or plan.tensor == "copied":
         return Passes()
     group, left = _tp_group(plan, cluster), 1 - program.tensor_overlap
@@ -87,21 +71,21 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
     n, late = tokens_of(network, plan), network.latent
     size = n * network.width * plan.compute_bytes
     read = network.width if late is None else (late.query_rank or network.width) + late.key_rank + late.rotary_size
-    entering = n * read * plan.compute_bytes  # the tensors that all heads read: x, or the latents
-    others = 0.0 if sparse else 1.0  # experts need no second collective: their tokens are already cut over tp
+    entering = n * read * plan.compute_bytes  # bytes that all heads read: x, or the latents
+    dense = 0.0 if sparse else 1.0  # a dense network has collectives of its own; tokens for experts are already divided over tp
     if plan.tensor == "sliced":
-        forward = backward = gather(cluster, group, entering) + (1 + 2 * others) * gather(cluster, group, size)
-        kernels = 1 + others
+        forward = backward = gather(cluster, group, entering) + (1 + 2 * dense) * gather(cluster, group, size)
+        kernels = 1 + dense
     else:
         again = gather(cluster, group, size) if sparse else 0.0
-        forward = (1 + others) * all_reduce(cluster, group, size) + again
-        backward = all_reduce(cluster, group, entering) + others * all_reduce(cluster, group, size) + again
-        kernels = (1 + others) / 2
+        forward = (1 + dense) * all_reduce(cluster, group, size) + again
+        backward = all_reduce(cluster, group, entering) + dense * all_reduce(cluster, group, size) + again
+        kernels = (1 + dense) / 2
     return Passes(Pass(tensor=left * forward, kernels=kernels), Pass(tensor=left * backward, kernels=kernels))
 
 
 def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> Passes:
-    """Collectives of 2D, 2.5D and 3D tensor parallelism. left: fraction of them that products do not hide."""
+    """Passes of the collectives of 2D, 2.5D and 3D tensor parallelism. left: fraction of their time that products do not hide."""
     of = tensor_parallel.DenseLayer(
         *(round(tokens_of(network, plan)), network.width, network.heads, network.channels),
         *(max(network.groups, plan.grid.units), network.hidden, network.gated, plan.compute_bytes),
@@ -117,7 +101,7 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention's all-reduces in 1D: of its output forward, of the gradients of both stacks' tokens backward."""
+    """Passes of cross-attention's all-reduces in 1D: of its output; of the gradients of decoder's and encoder's tokens."""
     if plan.grid.units == 1:
         return Passes()
     sizes = (tokens_of(half, plan) * network.width * plan.compute_bytes for half in (network, encoder))
@@ -127,11 +111,8 @@ def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster,
 
 
 def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Add the collectives over sp to the passes of attention between q, k and v.
-
-    A ring sends keys while blocks are computed: if links are fast enough, only the first message takes additional time. Nothing hides the
-    all-to-alls of methods that trade heads for tokens (Ulysses).
-    """
+    """Return the passes of attention (`core`) with the collectives over sp. A ring sends keys and values while attention computes. If links
+    are fast enough, only the first message adds time. Computation hides no all-to-alls (Ulysses)."""
     if plan.sp == 1:
         return core
     heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)
@@ -151,7 +132,7 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
 
 
 def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, rows: float) -> Passes:
-    """Passes of sending `rows` rows of `tokens` tokens to experts and back: the dispatcher's messages over ep, and gathers over etp."""
+    """Passes of the messages that send `rows` rows of `tokens` tokens to experts and back, over ep and etp."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 
@@ -171,9 +152,6 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     return Passes(forward, backward)
 
 
-def _copies(choices: int, places: int) -> float:
-    """Expected number of different places (ranks or nodes) that a token's choices are on, divided by the choices.
-
-    It is the number of rows sent for each choice if a token is sent only once to each place.
-    """
-    return places * (1 - (1 - 1 / places) ** choices) / choices
+def _copies(choices: int, targets: int) -> float:
+    """Expected number of different targets (ranks or nodes) of a token's `choices`, divided by `choices`, if choices are random."""
+    return targets * (1 - (1 - 1 / targets) ** choices) / choices

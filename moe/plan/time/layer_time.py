@@ -2,11 +2,10 @@
 
     n tokens of the rank, D width, A and K inner widths of queries and keys, F hidden units; t ranks of tensor parallelism
 
-    products forward    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
+    forward products    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
     backward            two products for each of these: gradient of the input, gradient of the weights
-    pointwise kernels   norms 4 D, residual sums 6 D (dropout's mask 1 more), activation 4 F/t (6 with a gate): bytes, in 16 bits
-    cross-attention     keys and values from the encoder's tokens, one norm and one residual sum
-    scores              if attention writes them: 6 bytes a score forward, 5 more with dropout; about twice as much backward
+    pointwise kernels   bytes per token in 16 bits: norm 4 D, residual addition 6 D (7 D with dropout), activation 4 F/t (6 F/t with a gate)
+    cross-attention     keys and values of the encoder's tokens, one norm, one residual addition
 
 Seconds of a kernel come from device.py, seconds of a layer's collectives from layer_messages.py.
 """
@@ -23,18 +22,18 @@ from moe.plan.time.collective_times import all_reduce, group_of
 from moe.plan.time.layer_messages import KIND, Pass, Passes, cross_sums, exchange, over_sequence, over_tensor, tokens_of
 from parallel.mesh.grids import GRIDS
 
-BACKWARD_STREAM = 1.5  # bytes of a backward pointwise kernel / bytes of the forward one: a norm reads input and gradient, and writes one
-LOGITS_AGAIN_BYTES = 20.0  # bytes that recomputing a logit moves: cast to fp32, difference, exponential
-LOGIT_BYTES = (30.0, 16.0)  # bytes that a logit moves forward (cast to fp32, maximum, difference, exponential, sum, quotient), backward
-DISPATCH_KERNELS = 45  # number of kernels of router and dispatch in each direction, fitted to Qwen3-235B under Megatron-Core
+BACKWARD_STREAM = 1.5  # memory traffic of a pointwise kernel backward / forward: a norm's reads input and gradient, and writes one tensor
+LOGITS_AGAIN_BYTES = 20.0  # memory traffic of recomputing a logit: cast to fp32, difference, exponential
+LOGIT_BYTES = (30.0, 16.0)  # memory traffic of a logit's loss (forward, backward)
+DISPATCH_KERNELS = 45  # number of kernels of router and dispatch in each pass, fitted to Qwen3-235B under Megatron-Core
 
 Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Times of one layer. core: forward pass of attention between q, k and v. second: forward pass of the second half: norm, network or
-    experts, residual sum. Both include their collectives."""
+    """Times of one layer. passes: of all of it. core: forward pass of softmax(q k) v. second: forward pass of the second half of the layer.
+    The second half has a norm, the feed-forward network or experts, and a residual addition. All include their collectives."""
 
     passes: Passes
     core: Pass
@@ -42,19 +41,20 @@ class Layer:
 
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool, imbalance: float = 1.0) -> Layer:
-    """Predict the times of one layer, with experts if it is `sparse`. imbalance: rows of the busiest rank's experts / mean over ranks."""
+    """Predict the times of one layer, with experts if it is `sparse`. imbalance: see step_time."""
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse, imbalance)
 
 
 @lru_cache(maxsize=100)
 def _only(network: Network, sparse: bool) -> Network:
-    """Network with only the fields on which a layer depends, so that networks of different depths share cached times."""
+    """Return the network with only the fields on which a layer's time depends, so that networks of different depths share cached times."""
     encoder = None if network.encoder is None else _only(network.encoder, sparse=False)
     return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None, encoder=encoder)
 
 
 def of_layer(plan: Plan) -> Plan:
-    """Plan with only the settings on which a layer or the head depends, so that plans share cached times. pp is merged into dp."""
+    """Return the plan with only the settings on which the time of a layer or the head depends, so that plans share cached times. dp is
+    multiplied by pp, so that the number of ranks stays."""
     return plan.only(_OF_LAYER, dp=plan.world // (plan.tp * plan.sp))
 
 
@@ -94,11 +94,10 @@ def _products(
     cast: bool = True,
     by_product: bool = True,
 ) -> Passes:
-    """Passes of products, and of pointwise kernels that move `moved` bytes forward.
+    """Passes of matrix products, each by `count` experts, and of pointwise kernels that read and write `moved` bytes in the forward pass.
 
-    streams: numbers of pointwise kernels (forward, backward) that take device time. kernels: numbers that the host launches. count: each
-    product is computed `count` times, by different experts. cast: products in 8 bits cast their operands first. by_product: sum the
-    backward pass product by product; published figures depend on this order in their last digit.
+    streams: pointwise kernels of the (forward, backward) pass that take time on the device. kernels: pointwise kernels that the host
+    launches. cast: fp8 products cast their operands first. by_product: order of the sum, on which last digits of published figures depend.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
@@ -109,7 +108,9 @@ def _products(
         of_input = device.product(m, k, n, count=together, kind=kind)
         inputs = inputs + (of_input + gradient) if by_product else inputs + of_input + gradient
         weights += gradient
-        if cast and program.products != "compute":  # each operand is read twice (once for its maximum) and written twice (once transposed)
+        if (
+            cast and program.products != "compute"
+        ):  # a cast reads an operand twice (first its maximum) and writes it twice (once transposed)
             casts_forward, casts_backward = casts_forward + 6 * (m * k + k * n), casts_backward + 6 * m * n
     casts = [device.stream(count * of) if cast else 0.0 for of in (casts_forward, casts_backward)]
     launched = len(products) * times
@@ -121,7 +122,7 @@ def _products(
 
 
 def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of attention's projections, and of the layer's norms and residual sums."""
+    """Passes of attention's projections, and of the layer's norms and residual additions."""
     parts, n = plan.grid.units, tokens_of(network, plan) / plan.grid.sequences
     d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
     if network.latent is None:
@@ -129,7 +130,7 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
     else:
         late, h = network.latent, network.heads
         head = network.channels + late.rotary_size
-        own = n / plan.tp if plan.tensor == "sliced" else n  # with `sliced`, a rank computes only its own tokens' latents
+        own = n / plan.tp if plan.tensor == "sliced" else n  # with `sliced`, a rank computes only the latents of its own tokens
         query = [(own, late.query_rank, d), (n, h * head / parts, late.query_rank)] if late.query_rank else [(n, h * head / parts, d)]
         products = [
             *query,
@@ -137,60 +138,55 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
             (n, h * (network.channels + late.value_size) / parts, late.key_rank),
             (n, d, h * late.value_size / parts),
         ]
-    inside = 2 * _pointwise_bytes(plan, program) * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
+    inside = 2 * _pointwise_bytes(plan, program) * (a + 2 * k) / parts * n  # bytes of adding biases, or of rotating queries and keys
     moved = (_around(network, plan, program) + inside) * program.pointwise
     return _products(products, moved, plan, cluster, program, streams=(6, 8), kernels=(12, 16))
 
 
 def _pointwise_bytes(plan: Plan, program: Program) -> int:
-    """Bytes that a pointwise kernel moves for each element that it reads or writes."""
+    """Bytes of an element that a pointwise kernel reads or writes."""
     return 4 if program.streams == "elements" else max(2, plan.compute_bytes)
 
 
 def _around(network: Network, plan: Plan, program: Program) -> float:
-    """Bytes that a layer's two norms and two residual sums move forward."""
+    """Bytes that a layer's two norms and two residual additions read and write in the forward pass."""
     n = tokens_of(network, plan) / plan.grid.sequences
     own = n / plan.tp if plan.tensor == "sliced" else n
     return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * _pointwise_bytes(plan, program) * network.width * own
 
 
 def _of_second(plan: Plan, *, sparse: bool) -> float:
-    """Fraction of a layer's tp collectives in its second half, which is the network or the experts.
-
-    The exchange with experts is counted elsewhere. Experts then need only a gather of the tokens, half as much as an all-reduce.
-    """
+    """Return the fraction of a layer's tp collectives that belongs to its second half, the dense network or the experts. Experts need only
+    an all-gather of their tokens, which takes half the time of an all-reduce; `exchange` has the other messages."""
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3
 
 
-def _ffn(
-    network: Network,
-    plan: Plan,
-    cluster: Cluster,
-    program: Program,
-    hidden: float,
-    gated: bool,
-    *,
-    rows: float | None = None,
-    count: float = 1,
+def _ffn(network: Network, plan: Plan, cluster: Cluster, program: Program, hidden: float, gated: bool) -> Passes:
+    """Passes of a dense feed-forward network on the rank's tokens."""
+    rows = tokens_of(network, plan) / plan.grid.sequences
+    return _ffns(network, plan, cluster, program, hidden / plan.grid.units, gated, rows=rows)
+
+
+def _ffns(
+    network: Network, plan: Plan, cluster: Cluster, program: Program, f: float, gated: bool, *, rows: float, count: float = 1
 ) -> Passes:
-    """Passes of a feed-forward network on the rank's tokens or, if `rows` is given, of `count` experts on `rows` tokens each."""
-    n = tokens_of(network, plan) / plan.grid.sequences if rows is None else rows
-    f, d = hidden / (plan.grid.units if rows is None else plan.etp), network.width
+    """Passes of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens."""
+    n, d = rows, network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
     products = [(n, f * (2 if gated else 1), d), (n, d, f)]
     return _products(products, moved, plan, cluster, program, streams=(1, 2), kernels=(2, 3), count=count, by_product=False)
 
 
 def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of attention between q, k and v, with its collectives over sp."""
+    """Passes of softmax(q k) v, with its collectives over sp."""
     heads, batch = network.heads / plan.grid.units, plan.microbatch / plan.grid.sequences
     value = network.latent.value_size if network.latent else network.channels
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     if program.attention == "fused":
-        whole = 2 if network.sees == "all" else 1  # causal attention computes half of the pairs
-        pairs = batch * heads * network.length**2 / plan.sp / 2 * network.core_work * plan.method.uneven(plan.order, plan.sp) * whole
+        both = 2 if network.sees == "all" else 1  # without a causal mask, twice as many pairs are computed
+        pairs = batch * heads * network.length**2 / plan.sp / 2 * network.core_work * plan.method.uneven(plan.order, plan.sp) * both
         passes = _fused(pairs, key + value, plan, cluster)
     else:
         passes = _scores(network, plan, cluster, count=batch * heads, keys=network.length)
@@ -198,7 +194,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> P
 
 
 def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> Passes:
-    """Passes of fused attention: one kernel forward, one backward. channels: size of a key plus size of a value."""
+    """Passes of fused attention for `pairs` (query, key) pairs. channels: size of a key plus size of a value."""
     device, kind, flops = cluster.device, KIND[plan.compute_bytes], 2 * channels * pairs
     forward = device.fused_attention(flops, pairs, kind=kind)
     backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
@@ -206,7 +202,7 @@ def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> Passe
 
 
 def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, keys: int) -> Passes:
-    """Passes of attention that writes its scores. count: heads of all sequences together. keys: length of the sequence with the keys."""
+    """Passes of attention that writes its scores. count: heads x sequences. keys: length of the sequence with the keys."""
     device, kind, length = cluster.device, KIND[plan.compute_bytes], network.length / plan.sp
     product = device.product(length, keys, network.channels, count=count, kind=kind)
     value_time = device.product(length, network.channels, keys, count=count, kind=kind)
@@ -217,7 +213,7 @@ def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, key
 
 
 def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention, with its norm, residual sum and all-reduces."""
+    """Passes of cross-attention, with its norm, residual addition and all-reduces."""
     n, read, d, t = tokens_of(network, plan), tokens_of(encoder, plan), network.width, plan.grid.units
     a, k = network.heads * network.channels / t, max(network.groups / t, 1) * network.channels
     inside = 2 * _pointwise_bytes(plan, program) * (a * n + 2 * k * read)
@@ -232,7 +228,7 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
 
 
 def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> Passes:
-    """Passes of router, exchange and experts. Each rank of tp routes its own part of the tokens."""
+    """Passes of router, dispatch and experts. Each tp rank routes its own part of the tokens."""
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width
@@ -240,9 +236,9 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     choices = n * e.choices
     per_expert = choices * plan.ep * plan.etp / e.count * factor
     own = program if e.products is None else replace(program, products=e.products)
-    passes = _ffn(network, plan, cluster, own, e.hidden, e.gated, rows=per_expert, count=max(1.0, e.count / plan.ep))
+    passes = _ffns(network, plan, cluster, own, e.hidden / plan.etp, e.gated, rows=per_expert, count=max(1.0, e.count / plan.ep))
     router = 3 * device.product(n, e.count, d, kind="tf32")
-    moved = 4 * 2 * item * choices * factor * d  # rows are gathered, sorted, put back in order, and summed
+    moved = 4 * 2 * item * choices * factor * d  # each row is gathered, sorted, sorted back, and summed
     passes += Passes(
         Pass(router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS),
         Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=DISPATCH_KERNELS),
@@ -254,8 +250,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
 
 @lru_cache(maxsize=20_000)
 def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Predict the last norm, the projection to the vocabulary and the loss. With `loss_chunks`, the backward pass computes each chunk's
-    logits and their exponentials again."""
+    """Passes of the last norm, the projection to the vocabulary and the loss. With `loss_chunks`, the backward pass computes the logits and
+    their exponentials again."""
     rows, chunks, device = plan.grid.sequences, plan.loss_chunks, cluster.device
     n, step = tokens_of(network, plan) / rows, 64 if plan.tp > 1 or network.vocab > 1000 else 1
     v = -(-network.vocab / max(1, plan.tp / rows) // step) * step  # programs pad the vocabulary to a multiple of 64
@@ -272,8 +268,7 @@ def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
 
 @lru_cache(maxsize=20_000)
 def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Predict the two norms and the product that join a layer's output with the next token's embedding (multi-token prediction), and the
-    norm before the head."""
+    """Passes of multi-token prediction outside of its layer and head: three norms, and the product that merges its two inputs."""
     n, d = tokens_of(network, plan), network.width
     moved = 3 * 4 * _pointwise_bytes(plan, program) / 2 * d * n * program.pointwise
     return _products([(n, d, 2 * d)], moved, plan, cluster, program, streams=(4, 4), kernels=(9, 10), cast=False)

@@ -1,13 +1,10 @@
-"""Predicts the seconds of a pipeline from its ranks' times for one micro-batch, by closed forms or the simulator. Also gives a lower bound.
+"""Predicts the seconds of a pipeline from its ranks' times for one micro-batch.
 
-    closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
-    otherwise     the project's simulator; for long steps, three rounds and one more, which repeats
-
-    least         lower bound, the largest of: for each rank, the time before its first forward pass, all of its work, and the time after
-                  its last input gradient; the time of one micro-batch through all stages. It is computed in microseconds, so that the
-                  planner need not simulate plans that it rules out
-
-The bound holds for every order of actions, because it uses only what actions wait for.
+closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
+otherwise     the project's simulator; a long step is simulated for a few rounds only, because all later rounds take the same time
+least         a lower bound for every order of actions, quick enough to rule out plans without simulation. It is the maximum of the time
+              of one micro-batch through all stages and, for each rank, the time before its first forward pass + the time of its actions
+              + the time from its last input gradient to the end
 """
 
 from __future__ import annotations
@@ -25,49 +22,44 @@ from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 
-MOST_WEIGHTS = 0.99  # largest fraction of a backward pass that may compute weight gradients
-How = Literal["simulated", "least", "alone"]  # `least`, `alone`: lower bounds (see step_time)
+MOST_WEIGHTS = 0.99  # upper limit for the time of weight gradients / time of the backward pass
+Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
+Apart = tuple[Times, Times]  # (forward, backward)
+Rounded = tuple[float, ...]
+How = Literal["simulated", "least", "alone"]  # see step_time; `least` and `alone` are lower bounds
 
 
 def crossings(plan: Plan) -> int:
-    """Number of messages that a rank waits for in each direction for each micro-batch."""
+    """Number of messages per micro-batch that a rank waits for in the forward pass, and again in the backward pass."""
     return 0 if plan.pp == 1 else plan.chunks
 
 
 def head_rank(plan: Plan) -> int:
-    """Rank of the last stage; with placement `v` this is rank 0."""
+    """Return the rank that has the last stage, and so the head; with placement `v` this is rank 0."""
     return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
 
 
 def homes_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """For each stage, the ranks that hold it."""
+    """Return the ranks that hold each stage."""
     return homes_at(placed(plan.schedule), plan.pp, plan.chunks)
 
 
 @lru_cache(maxsize=1_000)
 def homes_at(where: Placed, p: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """For each stage, the ranks that hold it. where: placement of stages on the p ranks."""
+    """Return the ranks that hold each stage. where: placement of the stages on the `p` ranks."""
     if where == "both_ways":
         return tuple(tuple(sorted({stage, p - 1 - stage})) for stage in range(p))
     return tuple(folded(p)) if where == "v" else tuple((stage % p,) for stage in range(p * chunks))
 
 
 def pipeline_time(
-    plan: Plan,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weights: Sequence[float],
-    sent: float = 0.0,
-    *,
-    stages: tuple[Sequence[float], Sequence[float]] | None = None,
-    how: How = "simulated",
+    plan: Plan, forward: Times, backward: Times, weights: Times, sent: float = 0.0, *, stages: Apart | None = None, how: How = "simulated"
 ) -> float:
-    """Seconds from the first forward to the last backward pass.
+    """Seconds from the first forward pass to the last backward pass of a step.
 
-    forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients in `backward` (simulations use their
-    fraction over all ranks). sent: seconds of a message, which a rank waits for once in each direction. stages: (forward, backward)
-    seconds of each stage, used in simulations if ranks have several stages (None: a rank's stages are equal). how: `least` and `alone`
-    give the lower bound if there is no closed form.
+    forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients, which are part of `backward`.
+    sent: seconds of a message between stages. stages: (forward, backward) seconds of each stage; None: all stages of a rank are equal.
+    how: `least` and `alone` return the lower bound if the schedule has no closed form.
     """
     passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:
@@ -76,42 +68,42 @@ def pipeline_time(
         return closed(passes)
     share = min(MOST_WEIGHTS, sum(weights) / max(1e-12, sum(backward)))
     apart = stages or (_of_stages(plan, forward), _of_stages(plan, backward))
-    unit = max(map(max, apart)) / 1000  # times are rounded to this, so that similar plans share a cached simulation
-    f, b = (tuple(round(x / unit) for x in way) for way in apart)
+    unit = max(map(max, apart)) / 1000  # times are rounded to this unit, so that similar plans share a cached simulation
+    f, b = (tuple(round(x / unit) for x in times) for times in apart)
     share, message = round(share, 3), round(sent / unit)
     least = _least(plan, f, b, share, message)
     return unit * (least if how != "simulated" else max(least, _simulated(plan, f, b, share, message)))
 
 
-def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
-    """Seconds of each stage. times: seconds of each rank, which are divided equally among its stages."""
+def _of_stages(plan: Plan, times: Times) -> Times:
+    """Return the seconds of each stage. times: seconds of each rank, all of whose stages take equally long."""
     if placed(plan.schedule) == "both_ways":
         return times
     homes = homes_of(plan)
     return [times[rank] * plan.pp / len(homes) for (rank,) in homes]
 
 
-def _least(plan: Plan, forward: tuple[int, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
+def _least(plan: Plan, forward: Rounded, backward: Rounded, share: float, sent: float) -> float:
     m, p = plan.microbatches, plan.pp
     whole = [f + b for f, b in zip(forward, backward, strict=True)]
-    if placed(plan.schedule) == "both_ways":  # micro-batches can be divided between a stage's replicas in any way
+    if placed(plan.schedule) == "both_ways":  # a stage's two replicas may share the micro-batches unequally
         return max(m * sum(whole) / p, sum(whole) - share * sum(backward) + 2 * (p - 1) * sent)
     homes = [rank for (rank,) in homes_of(plan)]
     inputs = [(1 - share) * b for b in backward]
     links = [sent if a != b else 0.0 for a, b in zip(homes, homes[1:], strict=False)]
-    before, after = ([0.0, *accumulate(x + y for x, y in zip(way, links, strict=False))] for way in (forward, inputs))
+    before, after = ([0.0, *accumulate(x + y for x, y in zip(times, links, strict=False))] for times in (forward, inputs))
     found = [sum(forward) + sum(inputs) + 2 * sum(links)]
     of_ranks: list[list[int]] = [[] for _ in range(p)]
     for stage, home in enumerate(homes):
         of_ranks[home].append(stage)
-    for rank, mine in enumerate(of_ranks):  # rank r's first stage is r, so before[r] is the time until its first forward pass
+    for rank, mine in enumerate(of_ranks):  # the first stage of rank r is stage r
         work = m * sum([whole[stage] for stage in mine])
         put_off = m * share * sum([backward[stage] for stage in mine])
         found.append(before[rank] + max(work, work - put_off + after[rank]))
     return max(found)
 
 
-def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
+def _simulated(plan: Plan, forward: Rounded, backward: Rounded, share: float, sent: float) -> float:
     p, m = plan.pp, plan.microbatches
 
     def seconds(microbatches: int) -> float:
@@ -126,33 +118,24 @@ def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ..
 
 @lru_cache(maxsize=5_000)
 def _makespan(
-    schedule: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int,
-    forward: tuple[float, ...],
-    backward: tuple[float, ...],
-    share: float,
-    sent: float,
+    schedule: str, ranks: int, microbatches: int, chunks: int, forward: Rounded, backward: Rounded, share: float, sent: float
 ) -> float:
     order = made(schedule, ranks, microbatches, chunks)
     return makespan(order, costs(forward, backward, weight_share=share), transfer_time=sent)
 
 
 class Tail(NamedTuple):
-    """Actions at the end of a rank's step, as (operation, number of actions). after: for each stage of the rank, the actions after its
-    gradients are complete. late: actions after the rank's last input gradient."""
+    """Actions of a rank at the end of a step, each as (operation, number of actions). late: actions after its last input gradient. after:
+    for each stage of the rank, the actions after the gradients of this stage are complete."""
 
     after: tuple[tuple[tuple[str, int], ...], ...]
     late: tuple[tuple[str, int], ...]
 
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
-    """Tail of each rank. A short step is built for it, because the tail does not depend on the number of micro-batches."""
-    if (
-        chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward
-    ):  # the last action completes the only stage's gradients
-        return (Tail(((),), ()),) * ranks
+    """Return the tail of each rank. It is taken from a short step, because the number of micro-batches does not change it."""
+    if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:
+        return (Tail(((),), ()),) * ranks  # the rank's last action is its last input gradient, and completes its gradients
     return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
 
 

@@ -1,11 +1,10 @@
 """Predicts the seconds of a pipeline stage for one micro-batch, and the timeline of all stages.
 
-    layers of a stage   layer_time.py x their number, and the head on the last stage
-    host and device     a pass takes as long as the slower of the two; a part of the faster one's time is added (Program.alone)
+    layers of a stage   number of layers x layer_time.py; the last stage also has the head
+    host and device     a pass takes the longer of the two times, plus a part of the shorter (Program.alone)
     timeline            the schedule's order of actions with these seconds, simulated
 
-A timeline contains only forward and backward passes, without work that is done once a step: gradient sums, the optimizer. A plan without
-pipeline stages gives the passes of one rank, one after another.
+A timeline has only forward and backward passes, not the work done once per step, such as gradient reductions and the optimizer.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule, placed
 from parallel.pipeline.schedules.kind import Placed
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
 
-ACCUMULATE_BYTES = 2  # for each gradient and micro-batch, in addition to its running sum: the new gradient is read in 16 bits
-MOST_ACTIONS = 4000  # in a picture; more bars cannot be distinguished
+ACCUMULATE_BYTES = 2  # per gradient of a micro-batch: it is read in 16 bits to be added to the running sum
+MOST_ACTIONS = 4000  # limit for the number of actions in a picture, above which their bars are too narrow
 
-Counts = tuple[int, ...]  # number of (dense layers, layers with experts); of an encoder-decoder (the encoder's two, the decoder's two)
-Kind = tuple[Counts, Counts, bool, bool]  # (layers, layers that are recomputed, has the first stage, has the last stage)
+Counts = tuple[int, ...]  # numbers of layers: (dense, with experts); of an encoder-decoder (the encoder's two, then the decoder's two)
+Kind = tuple[Counts, Counts, bool, bool]  # stage: (layers, recomputed layers, is it the first stage, is it the last)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds of one micro-batch on one stage.
+    """Seconds of one micro-batch on one stage. recompute: recomputation in the backward pass, which `backward` leaves out.
 
-    recompute: part of the backward pass that repeats forward work. weights: part of `backward` that computes gradients of weights.
-    launch_forward, launch_backward: time of the host and the engine beyond the device's. dense, expert: parameters that the rank holds.
+    weights: seconds of weight gradients, which are part of `backward`. launch_forward, launch_backward: what the host and the engine need
+    in addition to the device's time. dense, expert: parameters that the rank holds outside and inside of experts.
     """
 
     forward: Pass
@@ -66,21 +65,21 @@ class Stage:
 
     @cached_property
     def work(self) -> float:
-        """Part of `total` that is no communication."""
+        """Seconds of `total` without communication."""
         computed = sum(one.compute for one in (self.forward, self.backward, self.recompute))
         return computed + self.launch_forward + self.launch_backward
 
 
 @lru_cache(maxsize=100)
 def own_program(cluster: Cluster) -> Program:
-    """Properties of this project's trainer on such devices, with the properties that were measured on this cluster."""
+    """Return the properties of this project's trainer, with those that were measured on this cluster."""
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
 def stage_times(
     network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int, ...], program: Program | None = None, *, imbalance: float = 1.0
 ) -> list[Stage]:
-    """Times of one micro-batch on each stage. sizes: number of layers of each stage; the last stage has the head."""
+    """Return the times of one micro-batch on each stage. sizes: number of layers of each stage. The last stage has the head."""
     layers = network.depth, network.with_experts, network.before
     whole, again = (_of_ranks(*layers, sizes, "line", len(sizes), 1, every) for every in (1, plan.recompute_every))
     kinds = [(*both, i == 0, i == len(sizes) - 1) for i, both in enumerate(zip(whole, again, strict=True))]
@@ -88,16 +87,14 @@ def stage_times(
 
 
 def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Sequence[Kind], *, imbalance: float) -> list[Stage]:
-    """Times of each of these stages or ranks. Only a few kinds differ, and each different kind is computed once."""
-    made = {kind: _stage(network, plan, cluster, program, imbalance, *kind) for kind in dict.fromkeys(kinds)}
+    """Return the times of one micro-batch on each stage or rank of these kinds. Equal kinds are computed once."""
+    made = {kind: _stage(network, plan, cluster, program, imbalance, kind) for kind in dict.fromkeys(kinds)}
     return [made[kind] for kind in kinds]
 
 
 def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
-    """Number of layers of each kind (Counts) on each pipeline rank, over all of its stages. If two ranks hold each stage: on each stage.
-
-    every: count only layers 0, `every`, 2 `every`, ...
-    """
+    """Return the number of layers of each kind (Counts) in all stages of each rank; if two ranks hold each stage, in each stage. Counts
+    only layers with an index divisible by `every`."""
     where, chunks = placed(plan.schedule), plan.chunks
     if where == "both_ways":
         where, chunks = "line", 1
@@ -108,7 +105,7 @@ def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts
 def _of_ranks(
     layers: int, sparse: tuple[int, ...], before: int, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
 ) -> tuple[Counts, ...]:
-    """Compute `rank_layers`. sparse: layers with experts. before: encoder layers. given: layers of each stage. where: their placement."""
+    """Return the result of `rank_layers`. sparse: layers with experts. before: number of encoder layers. given: layers of each stage."""
     homes = homes_at(where, pp, chunks)
     found, at = [[0] * (4 if before else 2) for _ in range(1 + max(max(ranks) for ranks in homes))], 0
     with_experts = set(sparse)
@@ -119,23 +116,14 @@ def _of_ranks(
     return tuple(map(tuple, found))
 
 
-def _stage(
-    network: Network,
-    plan: Plan,
-    cluster: Cluster,
-    program: Program,
-    imbalance: float,
-    layers: Counts,
-    repeated: Counts,
-    first: bool,
-    last: bool,
-) -> Stage:
+def _stage(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, kind: Kind) -> Stage:
+    layers, repeated, first, last = kind
     small, g = of_layer(plan), plan.storage.gradients
     held = _held(network, small, layers, first, last)
     ahead = sum(repeats(network.layers + depth, plan.recompute_every) for depth in range(network.ahead)) if last else 0
     made = _passes(network, small, cluster, program, imbalance, plan.recompute, layers, repeated, last, ahead)
     backward = made.backward
-    if plan.microbatches > 1:  # each micro-batch's gradients are added to the running sums
+    if plan.microbatches > 1:  # gradients of each micro-batch are added to the running sums
         summed = _held(_untied(network), small, layers, first, last) if first and last and plan.pp > 1 else held
         each = g if program.accumulates == "within" else 2 * g + ACCUMULATE_BYTES
         backward += Pass(compute=each * (summed.dense + summed.expert) / cluster.device.bandwidth)
@@ -160,8 +148,8 @@ def _passes(
     head: bool,
     ahead: int,
 ) -> Stage:
-    """Times of a stage with these layers, without sums of gradients. repeated: number of layers of each kind that are recomputed. ahead:
-    number of layers of multi-token prediction that are recomputed."""
+    """Return the times of a stage with these layers, without adding up gradients. repeated: number of recomputed layers of each kind. head:
+    the stage has the head. ahead: number of recomputed layers of multi-token prediction."""
     passes, again = Passes(), Pass()
     for count, times, (run, sparse) in zip(layers, repeated, product(network.halves, (False, True)), strict=True):
         if count:
@@ -170,7 +158,7 @@ def _passes(
             again += _repeated(layer, program, recompute).times(times)
     if head:
         passes += (last := head_time(network, plan, cluster, program))
-    if head and network.ahead:  # multi-token prediction: for each further token a product that joins its inputs, a head, and a layer
+    if head and network.ahead:  # multi-token prediction
         layer = layer_time(network, plan, cluster, program, sparse=False)
         for part in (join_time(network, plan, cluster, program), last, layer.passes):
             passes += part.times(network.ahead)
@@ -190,7 +178,7 @@ def _passes(
 
 
 def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
-    """Part of a layer's forward pass that is recomputed. (Fused attention's own recompute is counted in its backward pass.)"""
+    """Return the part of a layer's forward pass that this kind of recompute repeats in the backward pass."""
     if recompute != "selective":
         return layer.passes.forward if recompute == "full" else Pass()
     if program.selective == "second":
@@ -202,15 +190,15 @@ def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
 
 @lru_cache(maxsize=20_000)
 def _held(network: Network, plan: Plan, layers: Counts, first: bool, last: bool) -> counts.Elements:
-    """Parameters of a rank with these layers, and with the model's first or last stage."""
+    """Parameters of a rank with these numbers of layers. first, last: it has the first, the last stage of the model."""
     found = counts.ends(network, plan, first=first, last=last)
     for number, (run, sparse) in zip(layers, product(network.halves, (False, True)), strict=True):
-        found += counts.layer(run, plan, run.sparse_layers[0] if number and sparse else -1).times(number)  # equal in all layers of a kind
+        found += counts.layer(run, plan, run.sparse_layers[0] if number and sparse else -1).times(number)  # -1: a layer without experts
     return found
 
 
 def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
-    """Seconds that a rank waits for one message between stages."""
+    """Seconds that a rank waits for one message from another stage."""
     if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "overlapped"):
         return 0.0
     size = tokens_of(network, plan) * network.width * plan.compute_bytes
@@ -226,13 +214,14 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
 
 
 def timeline(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> Timeline:
-    """Timeline in seconds of a step, or of its first `microbatches` micro-batches. Raises BadInput for impossible schedule sizes."""
+    """Return the timeline in seconds of a step, with `microbatches` micro-batches if given. Raises BadInput if the schedule cannot have
+    these sizes."""
     made, times, transfer = priced(network, plan, cluster, microbatches=microbatches)
     return simulate(made, times, transfer_time=transfer)
 
 
 def priced(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> tuple[Schedule, Cost, float]:
-    """Return (the plan's schedule, function that gives an action's seconds, seconds of a message between stages)."""
+    """Return (the plan's schedule, its actions' costs in seconds, seconds of a message between stages)."""
     chunks = plan.chunks if plan.chunks > 1 else None
     made = make_schedule(plan.schedule, ranks=plan.pp, microbatches=microbatches or plan.microbatches, chunks=chunks)
     sizes = counts.sizes_of(network.depth, made.num_stages, plan.stage_layers)
@@ -243,7 +232,7 @@ def priced(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int 
 
 
 def pictured(plan: Plan) -> int:
-    """Number of micro-batches for a readable picture: four, three or two a rank, so that it has at most MOST_ACTIONS actions."""
+    """Return a number of micro-batches for a readable picture: 4, 3 or 2 per rank, with at most MOST_ACTIONS actions if possible."""
     kind = SCHEDULES.get(plan.schedule)
     splits = 3 if kind is not None and kind.splits_backward else 2
     for each in (4, 3, 2):

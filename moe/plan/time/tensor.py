@@ -1,26 +1,27 @@
 """Bytes of a dense Transformer layer on a rank under each kind of tensor parallelism: weights, kept activations, sent bytes.
 
-    N tokens, D width, A = heads * channels of q, K the same of keys and of values, F hidden units; t ranks, a grid of side q and depth d;
-    products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D; P: all elements
+    N tokens, D width, A = heads * channels of q, K the same of keys and of values, F hidden units; t ranks, a grid of side q and depth d
+    products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D
+    P: number of elements of all matrices; wide: in fp32, in which gradients are summed
 
-             weights   sent forward                              sent backward
-    1d       P / t     2 sums: 4 (t-1)/t N D                     the same
-    sliced   P / t     2 gathers, 2 reduce-scatters: as 1d       the same; sums are wide
+             weights   elements sent forward                     elements sent backward
+    1d       P / t     2 all-reduces: 4 (t-1)/t N D              the same
+    sliced   P / t     2 all-gathers, 2 reduce-scatters: as 1d   the same; reduce-scatters are wide
     2d       P / q^2   (q-1)/q^2 of N I + I O for each product   (q-1)/q^2 of 2 N I + I O, and I O wide
-    2.5d     P / q^2   the same with N / d                       the same
+    2.5d     P / q^2   as 2d with N / d                          as 2d with N / d
     3d       P / q^3   (q-1)/q^3 of N I + I O + N O              (q-1)/q^3 of N O + I O + 2 N I, and I O wide
-    on a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them
-    norms on a grid    gathers of 2 numbers a token of a row forward, sums of 2 numbers backward, wide
 
-    kept: 4 N D: inputs of the norms and of the products after them (inputs of norms are wide in 1d and sliced); 4 N A: q, keys and values
-    for all heads, attention's output, and a statistic of its softmax; 4 N F: input and output of the activation, the gate, their product
-    (2 N F without a gate); 4 statistics of norms. 1d cuts tensors inside attention and network, grids cut everything, sliced everything
-    except gathered inputs of products. In 16 bits, 1d and sliced also keep cast weights, P / t; grids cast them again.
+    On a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them. Norms on a grid gather 2 wide
+    numbers per token forward and sum 2 backward.
 
-    calls: 4 with 1d and 8 with sliced; with tensor.overlap_chunks n times as many, with the same bytes in all. Out and w2 then cast their
-    weights again.
+    kept activations: 4 N D, inputs of the norms (wide in 1d and sliced) and of the products after them; 4 N A, q, repeated keys and values,
+    attention's output, and a statistic of its softmax; 4 N F, input and output of the activation, the gate, their product (2 N F without a
+    gate); 4 statistics of norms. 1d divides tensors inside attention and network among ranks, grids divide all tensors, sliced all except
+    gathered inputs of products. In 16 bits, 1d and sliced also keep P / t weights in the compute dtype.
 
-wide: fp32, in which gradients are summed. Sources: see the methods' files in parallel/tensor/.
+    tensor.overlap_chunks = n makes n times as many collectives with the same bytes in all. Out and w2 then do not keep cast weights.
+
+Sources: see the methods' files in parallel/tensor/.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from parallel.mesh.grids import Grid
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """Sizes of a dense layer: attention with rotary positions, a network (`gated` or not), LayerNorms. heads: of queries. itemsize: bytes
-    of an element."""
+    """Sizes of a dense layer: attention with rotary positions, a feed-forward network, LayerNorms. itemsize: bytes of an element."""
 
     tokens: int
     width: int
@@ -47,41 +47,32 @@ class DenseLayer:
 
     @property
     def inner(self) -> int:
-        """Channels of all heads of queries, A at the top of this file."""
+        """Number of channels of all heads of queries (A at the top of this file)."""
         return self.heads * self.head_size
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of each product."""
-        keys = self.kv_heads * self.head_size
-        into = ((self.width, self.hidden),) * (2 if self.gated else 1)
-        return (
-            (self.width, self.inner),
-            (self.width, keys),
-            (self.width, keys),
-            (self.inner, self.width),
-            *into,
-            (self.hidden, self.width),
-        )
+        """(inputs, outputs) of each product: q, k, v, out, w1, w3 if there is a gate, w2."""
+        keys, into = self.kv_heads * self.head_size, (self.width, self.hidden)
+        attention = (self.width, self.inner), (self.width, keys), (self.width, keys), (self.inner, self.width)
+        return *attention, *(into,) * (2 if self.gated else 1), (self.hidden, self.width)
 
     @property
     def fused_products(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of the products, with all products of the same input joined."""
+        """(inputs, outputs) of each product if products of the same input are one product."""
         q, k, v, out, *into, down = self.products
         return (self.width, q[1] + k[1] + v[1]), out, (self.width, sum(outputs for _, outputs in into)), down
 
     @property
     def elements(self) -> int:
-        """Elements of all products, P at the top of this file."""
+        """Number of elements of all matrices (P at the top of this file)."""
         return sum(inputs * outputs for inputs, outputs in self.products)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank: weights of the products, activations kept for the backward pass, and bytes sent forward and backward.
-
-    calls: number of collectives in both passes; None on grids.
-    """
+    """Bytes of one rank. weights: of the matrices. kept: of activations kept for the backward pass. forward, backward: sent in each pass.
+    calls: number of collectives in both passes together; None on grids."""
 
     weights: int
     kept: int
@@ -94,7 +85,7 @@ WIDE = 4
 
 
 def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:
-    """Return the bytes of a layer on a grid of kind 1d, sliced, 2d, 2.5d or 3d. chunks: value of tensor.overlap_chunks."""
+    """Return the bytes of a layer on each rank of a grid of kind 1d, sliced, 2d, 2.5d or 3d. chunks: value of tensor.overlap_chunks."""
     kind = grid.kind
     forward, backward = _on_a_line(kind, grid.ranks, of) if kind in ("1d", "sliced") else _on_a_grid(kind, grid.depth, grid.columns, of)
     calls = {"1d": 4 * chunks, "sliced": 8 * chunks}.get(kind)
@@ -111,7 +102,7 @@ def _on_a_line(kind: str, ranks: int, of: DenseLayer) -> tuple[Fraction, Fractio
 def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fraction, Fraction]:
     held = of.tokens if kind == "3d" else Fraction(of.tokens, depth)
     part, wide = Fraction(side - 1, side**3 if kind == "3d" else side**2), max(WIDE, of.itemsize)
-    row = Fraction(2 * of.tokens, depth * side)  # tokens of a row of the grid, for both norms
+    row = Fraction(2 * of.tokens, depth * side)  # two norms of the tokens in a row of the grid
     forward, backward = row * 2 * (side - 1) * wide, row * 2 * Fraction(2 * (side - 1), side) * wide
     for inputs, outputs in of.fused_products:
         x, w, y = held * inputs, inputs * outputs, held * outputs if kind == "3d" else 0

@@ -7,8 +7,8 @@ from typing import Literal
 from moe.recipe.section import Section, key
 from parallel.data.kinds.catalog import ENGINES, Named, engine_named
 from parallel.data.kinds.kind import EngineKind
-from parallel.sequence.kinds import catalog as sequences
-from parallel.sequence.kinds.kind import SequenceKind
+from parallel.sequence import kinds as sequences
+from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
 

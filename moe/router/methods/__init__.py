@@ -1,1 +1,1 @@
-"""Methods of selecting experts: one object a file (method.py), listed in catalog.py."""
+"""Methods of selecting experts, each in a file of its own: method.py has the interface, catalog.py the list."""

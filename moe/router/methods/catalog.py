@@ -35,5 +35,4 @@ _OWN = Own()
 
 
 def method_of(spec: RouterSpec) -> Method:
-    """Return the method that selects the experts."""
     return _OWN if is_plugin(spec.select) else METHODS[spec.select]

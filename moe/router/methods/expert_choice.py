@@ -2,8 +2,7 @@
 
     group of 4 tokens, C = 2      e0 takes t0, t3      e1 takes t0, t1       t0 has two experts, t2 has none
 
-A token has between 0 and E experts. The result is still [T, K], with K the largest number of any token, so later code works unchanged;
-`counted_TK` is False for entries beyond a token's number. A causal model cannot generate so: an expert compares a token with later ones.
+The result is [T, K], with K the largest number of experts of any token; `counted_TK` is False for entries beyond a token's number.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class ExpertChoice(Method):
-    """Selection by experts: each takes its C best tokens of every group."""
-
     name = "expert_choice"
     example = {"preset": "expert_choice", "allow_noncausal": True}
     tokens_choose = False

@@ -1,10 +1,10 @@
-"""Group-limited top-k: experts form groups of equal size, and a token takes its experts from its best groups alone.
+"""Group-limited top-k: experts form groups of equal size, and a token takes its experts from its best groups only.
 
     expert_groups 4, top_groups 2       | e0 e1 | e2 e3 | e4 e5 | e6 e7 |       a group's score: the sum of its two best scores, or the best
                                           open            open                  one (group_score); then top-k within the open groups
 
-If a group is the experts of one node, a token's rows go to few nodes. Equal scores: the lowest group, the lowest expert.
-Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (arXiv 2405.04434).
+If a group is the experts of one node, a token's rows go to few nodes. Ties go to the lowest group and expert. Sources: DeepSeek-V3
+(arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (arXiv 2405.04434).
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class GroupLimited(Method):
-    """Selection of the K highest scores within the `top_groups` best of `expert_groups` groups."""
-
     name = "group_limited"
     reads = dict.fromkeys(("expert_groups", "top_groups", "group_score"), "only group_limited knows groups of experts")
 

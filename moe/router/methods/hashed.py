@@ -1,6 +1,6 @@
-"""Hash layers: a fixed map from the token's id to its experts; no choice is learned, and none collapses (arXiv 2106.04426).
+"""Hash layers: a fixed map from the token's id to its experts, so no choice is learned (arXiv 2106.04426).
 
-The map is a random hash, another one in each layer, or a table that the recipe names (`hash_table`, made by `moe hash-table`).
+The map is a random hash, different in each layer, or a table that the recipe names (`hash_table`, made by `moe hash-table`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class Hash(Method):
-    """Selection by the token's id alone."""
-
     name = "hash"
     example = {"preset": "switch", "select": "hash", "balance_weight": 0.0}
     reads = {"hash_table": "only hash reads a table"}

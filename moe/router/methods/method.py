@@ -1,12 +1,11 @@
-"""How a router selects experts: one object a method, each in a file of its own; catalog.py lists them.
+"""How a router selects experts: one object for each method, in a file of its own; catalog.py lists them.
 
     router      logits, noise, scores, bias                 -> RoutingRequest
     method      choose(RoutingRequest)                      -> Chosen: the experts of each token
     router      slots, drops, then gates from the scores    -> Routing          (a method may compute the gates itself)
 
-Checks, the planner, text generation and `moe verify` ask the object, and have no list of names. A new method is a file here, a line in
-catalog.py, and its name and keys in moe/recipe/router_spec.py. Recipes are checked before torch is loaded, so these files import it
-inside the functions that compute.
+A new method is a file here, a line in catalog.py, and its name and keys in moe/recipe/router_spec.py. Recipes are checked before torch is
+loaded, so these files import it inside functions.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ class RoutingRequest:
     """The input of one layer's selection of experts. Tensors have no gradient.
 
     `preferred_TE` fp32: scores with noise and bias, of which the highest are preferred. `scores_TE` and `logits_TE` fp32: without bias.
-    `slots`: tokens that an expert takes from a group; None if dropless. `given_TK` int64: experts of a routing record, to be taken instead,
-    and -1 for tokens without any; None: no record. `table_VK` int64: the experts of each token id, None unless the recipe names a table.
-    `name`: the router's name, which keys its random numbers.
+    `slots`: tokens that an expert takes from a group; None if dropless. `given_TK` int64: recorded experts, to be taken instead; -1 for
+    tokens without any. `table_VK` int64: the experts of each token id, if the recipe names a table. `name`: key of random numbers.
     """
 
     spec: RouterSpec
@@ -62,8 +60,7 @@ class RoutingRequest:
 @dataclass(frozen=True)
 class Chosen:
     """The selected experts, `expert_TK` int64. `counted_TK` bool: False for entries that are no choice, if a token has fewer than K.
-
-    A method that computes gates itself has a subclass with the tensors for it; every tensor's first dim is T.
+    A subclass adds the tensors with which a method computes gates itself; every tensor's first dim is T.
     """
 
     expert_TK: Tensor
@@ -71,25 +68,25 @@ class Chosen:
 
 
 class Method:
-    """One way to select experts. The attributes are facts that other code asks for; a method overrides the ones that differ."""
+    """A method of selecting experts. Its attributes are facts that checks and planner read; a method overrides those that differ."""
 
     name: ClassVar[str]
-    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it; empty: moe/verify/cases.py tests it
+    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it, unless moe/verify/cases.py does
     reads: ClassVar[Mapping[str, str]] = {}  # keys of `router` that no other method reads -> the reason
     tokens_choose: ClassVar[bool] = True  # False: experts choose tokens, so choices wait in no queue and none is dropped
     reads_scores: ClassVar[bool] = True  # False: the choice does not depend on the router's weight
     uses_bias: ClassVar[bool] = True  # True: the selection bias is added to the scores by which experts are selected
-    noises: ClassVar[tuple[str, ...]] = ("none", "gumbel", "noisy_top_k")  # values of router.noise that can be set with it
+    noises: ClassVar[tuple[str, ...]] = ("none", "gumbel", "noisy_top_k")  # values of router.noise that this method accepts
     is_top_k: ClassVar[bool] = False  # True: the choices are always the K highest preferred scores
     needs_whole_groups: ClassVar[bool] = False  # True: a token's experts depend on other tokens of its group
     looks_ahead: ClassVar[str | None] = None  # reason why a token's experts depend on later tokens; None: they do not
-    is_balanced: ClassVar[str | None] = None  # reason why a balance loss does nothing or harm; None: it helps
+    is_balanced: ClassVar[str | None] = None  # reason why a balance loss has no effect or does harm; None: it helps
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
         """Refuse settings with which this method cannot work. Raises BadInput."""
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
-        """Return the keys without effect: key -> (the setting that causes it, the reason, a change that gives the key an effect)."""
+        """Return key without effect -> (the setting that causes it, the reason, a change that gives the key an effect)."""
         return {}
 
     def experts_needed(self, spec: RouterSpec) -> int:
@@ -105,7 +102,7 @@ class Method:
         raise NotImplementedError
 
     def choose(self, request: RoutingRequest) -> Chosen:
-        """Return the experts of `select`, replaced by the record's for tokens that it has."""
+        """Return the experts of `select`. Tokens that have recorded experts get these instead."""
         expert_TK = self.select(request)
         if request.given_TK is not None:
             expert_TK = expert_TK.where(request.given_TK < 0, request.given_TK)

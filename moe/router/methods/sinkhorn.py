@@ -37,7 +37,7 @@ class Sinkhorn(Method):
 
 
 def balanced_plan(logits_TE: Tensor, *, num_groups: int, valid_T: Tensor | None) -> Tensor:
-    """Return logits plus a bias for each group and expert, so that each expert has about the same share of every group."""
+    """Return logits plus a bias for each group and expert, so that all experts have about the same sum of probabilities over a group."""
     import torch
     from einops import rearrange
 

@@ -5,9 +5,8 @@
                 e_k       drawn by p_k in training; the best one in evaluation
                 gate_k    p_k(e_k), in training times s_k: 1 if e_k is the best one, or else with probability 1/4, and 1/3 otherwise
 
-The gradient is taken of p_k(e_k), without s_k: with s_k in the forward pass this is Heun's third-order method for the gradient of an
-expectation over draws. Gates of a token do not sum to 1. If one expert is far ahead, its gate is 1 and gets no gradient.
-Sources: arXiv 2310.00811; for several experts GRIN (arXiv 2409.12136, section 3), Phi-3.5-MoE.
+The gradient is taken of p_k(e_k), without s_k (Heun's third-order method). Gates of a token do not sum to 1. Sources: arXiv 2310.00811;
+for several experts GRIN (arXiv 2409.12136, section 3), Phi-3.5-MoE.
 """
 
 from __future__ import annotations
@@ -27,20 +26,18 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices
 
-HALFWAY, LEAST = 0.25, 1 / 3  # for a choice that is not the best expert: probability that s_k is 1, and the value of s_k otherwise
+HALFWAY, LEAST = 0.25, 1 / 3  # if e_k is not the best expert: the probability that s_k is 1, and s_k otherwise
 
 
 @dataclass(frozen=True)
 class Mixed(Chosen):
-    """The drawn experts. `open_TKE` bool: experts among which choice k was drawn. `share_TK` fp32: s_k; None in evaluation (all are 1)."""
+    """The drawn experts. `open_TKE` bool: experts among which choice k was drawn. `share_TK` fp32: s_k; None in evaluation (1 for all)."""
 
     open_TKE: Tensor | None = None
     share_TK: Tensor | None = None
 
 
 class SparseMixer(Method):
-    """Selection of experts one after another, each drawn among the experts near the best."""
-
     name = "sparsemixer"
     reads = {"mixer_margin": "only sparsemixer draws experts near the best"}
     uses_bias = False
@@ -63,7 +60,7 @@ class SparseMixer(Method):
                 raise BadInput(f"router.{key}", got=f"{got} with select sparsemixer", needed=why, fix=fix)
 
     def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
-        return 5 * num_choices * num_experts  # open_TKE, and the logits of each choice in fp32
+        return 5 * num_choices * num_experts  # for each choice and expert, 1 byte of open_TKE and 4 bytes of a logit
 
     def choose(self, request: RoutingRequest) -> Mixed:
         k, margin = request.spec.num_choices, request.spec.mixer_margin
@@ -84,14 +81,13 @@ class SparseMixer(Method):
 def one_by_one(
     logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[int], Tensor] | None, given_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return experts [T, K] int64, whether each is the best of those left [T, K] bool, and the experts open to each choice [T, K, E] bool.
-
-    `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best expert is taken, of equal ones the first.
-    `given_TK`: experts that are taken instead of drawn ones, and are open with any logit; -1: draw one.
+    """Return experts [T, K] int64, whether each is the best one not yet chosen [T, K] bool, and the open experts of each choice [T, K, E].
+    `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best expert is taken (ties: the first). `given_TK`: experts
+    that are taken instead, and are open with any logit; -1: draw one.
     """
     import torch
 
-    from moe.router.noise import gumbel
+    from moe.router.scores import gumbel
 
     left_TE, experts, best, near = logits_TE, [], [], []
     for choice in range(k):

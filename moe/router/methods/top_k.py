@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 
 class TopK(Method):
-    """Selection of the experts with a token's K highest scores."""
-
     name = "top_k"
     is_top_k = True
 

@@ -1,1 +1,1 @@
-"""The plain twin, which shares no code with the layouts that it checks."""
+"""The plain twin of `moe verify`: a second implementation, which shares no code with the one that it checks."""

@@ -1,4 +1,4 @@
-"""The sequences that every layout of `moe verify` trains on."""
+"""Makes the batches that every layout of `moe verify` trains on."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from torch import Tensor
 
 from moe.verify.cases import BATCH, LENGTH
 
-PADDING = -100  # stored in place of a token at positions after the end of a sequence
+PADDING = -100  # in place of a token after the end of a sequence
 
 
 def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
-    """Return the sequences of one step, int64 [size, length + 1]. Token ids are unevenly distributed, so that experts get unequal loads.
+    """Return the sequences of one step, int64 [size, length + 1]. Some token ids are more frequent, so that experts get unequal loads.
 
-    The first two tokens of a sequence differ. Equal ones would give equal states, which a router that ranks tokens would order by rounding
-    errors.
-    `padded`: two of three sequences end early, later ones earlier, and the last one has no token, so that ranks and micro-batches have
-    unequal numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
+    padded: two of three sequences end early, each earlier than the one before, and the last one is empty, so that ranks and micro-batches
+    have unequal numbers of tokens. Every fourth token is then an input but no target; it is stored as -101 - id.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = (torch.rand(size, length + 1, generator=generator) ** 2 * 256).long()
+    # two equal first tokens would have equal hidden states, which a router that sorts tokens would order by rounding errors
     tokens[:, 1] = torch.where(tokens[:, 1] == tokens[:, 0], (tokens[:, 0] + 1) % 256, tokens[:, 1])
     for number in range(size) if padded else ():
         unpredicted = slice(1 + number % 4, None, 4)
@@ -32,10 +31,10 @@ def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = 
 
 
 def ids(tokens: Tensor) -> Tensor:
-    """Token ids to read, from what `batch` stores: also of tokens that are not targets; 0 for PADDING."""
+    """Return the input ids of a batch from `batch`: -101 - id becomes id, and PADDING becomes 0."""
     return tokens.clone().apply_(lambda token: 0 if token == PADDING else token if token >= 0 else -101 - token)
 
 
 def predicted(tokens: Tensor) -> Tensor:
-    """Token ids to predict, from what `batch` stores: PADDING for tokens that are not targets."""
+    """Return the target ids of a batch from `batch`: tokens that are no targets become PADDING."""
     return tokens.clone().apply_(lambda token: token if token >= 0 else PADDING)

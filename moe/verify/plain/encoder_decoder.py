@@ -1,11 +1,11 @@
-"""The encoder-decoder as plain functions of whole tensors: T5 (arXiv 1910.10683) with Switch's experts (arXiv 2101.03961).
+"""Computes the twin's encoder-decoder: T5 (arXiv 1910.10683) with the experts of Switch (arXiv 2101.03961).
 
     s = embedding[source tokens] ; s = s + attention(norm s) ; s = s + ffn-or-experts(norm s) ; ... ; s = norm s
     y = embedding[target tokens] ; y = y + attention(norm y) ; y = y + cross(norm y, s) ; y = y + ffn-or-experts(norm y) ; ...
     logits = embedding (norm y) / sqrt(D), or head (norm y)
 
-moe/verify/plain/model.py has the other parts. Attention is written row by row, with the bias of the half's first layer. Its scores are not
-divided by anything.
+All layers of the encoder use the position bias of its first layer, and likewise in the decoder. Scores are not divided by sqrt(C). The
+other modules are those of moe/verify/plain/model.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from moe.verify.plain.router import Tokens, wide
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """Run a step's sequences, int64 [B, source + target + 1], through the model in training. The encoder reads the source columns."""
+    """Run the batch of a step, int64 [B, source + target + 1], through the model in training. The encoder reads the source columns."""
     model = run.model
     read, total = model.max_length, model.read_length
     layers: dict[str, Layer] = {}
     places = torch.arange(len(batch) * total).view(-1, total)
 
-    def half(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
-        """Run `columns` of the batch through the layers `numbers`. source: the encoder's output. Return (output [T, D], tokens)."""
+    def stack(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
+        """Run the encoder, or with the encoder's output `source` the decoder. columns: its columns of the batch; numbers: of its layers.
+        Return (output [T, D], its tokens)."""
         ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 
@@ -68,9 +69,9 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
             noted("norm", x)
         return x, tokens
 
-    encoded, tokens = half(slice(0, read), range(model.decoder_begins), None)
+    encoded, tokens = stack(slice(0, read), range(model.decoder_begins), None)
     encoded = dropped(run, encoded, "encoder", tokens, cast)
-    x, tokens = half(slice(read, total), range(model.decoder_begins, model.num_layers), encoded)
+    x, tokens = stack(slice(read, total), range(model.decoder_begins, model.num_layers), encoded)
     x = dropped(run, x, "decoder", tokens, cast)
     x = cast(x / math.sqrt(model.d_model)) if model.tied_embeddings else x
     logits = wide(cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()))
@@ -81,7 +82,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 def attention(
     x: Tensor, source: Tensor, weights: Weights, name: str, run: Run, sequences: int, bias: Tensor | None, causal: bool, cast: Rounding
 ) -> Tensor:
-    """Attention [T, D] of queries from x [T, D] to keys from source [T', D], within each sequence. bias [32, H]: by bucket (`buckets`)."""
+    """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. bias [32, H]: see `buckets`."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads

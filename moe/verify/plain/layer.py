@@ -1,10 +1,10 @@
-"""One Mixture-of-Experts layer written from the papers, as plain loops.
+"""Computes the twin's Mixture-of-Experts layer, written from the papers as plain loops.
 
     logits = W x ; probabilities ; chosen experts ; their slots ; gates ; y = sum of gate * expert(x) ; losses
 
-Nothing is taken from moe/router, moe/experts or moe/kernels, so that a fault there cannot be in both. Shared are only the recipe's settings
-and the hash that draws random numbers (parallel/numerics/random.py). Experts and slots are decided over Python lists, token by token.
-What needs a gradient is written over all experts at once, with zeros for experts that a token was not sent to.
+Nothing is taken from moe/router, moe/experts or moe/kernels, so that a fault there is not repeated here. Only the recipe's settings and the
+hash that draws random numbers (parallel/numerics/random.py) are shared. Experts and slots are chosen token by token with Python lists.
+Gates and other tensors with gradients have an entry for every expert, which is 0 if the token was not sent to it.
 Sources: Switch (arXiv 2101.03961), GShard (2006.16668, algorithm 1), V-MoE (2106.05974), Expert Choice (2202.09368), Shazeer et al.
 (1701.06538), ST-MoE (2202.08906), DeepSeek-V3 (2412.19437), BASE (2103.16716), Hash layers (2106.04426), PR-MoE (2201.05596).
 """
@@ -26,15 +26,13 @@ from moe.verify.plain.router import Tokens, best, capped, groups_of, inside, mas
 
 # T tokens, D model, E experts, F hidden
 
-Cast = Callable[[Tensor], Tensor]  # casts to the dtype that the model computes in
+Cast = Callable[[Tensor], Tensor]  # casts to the model's compute dtype
 Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Results of an MoE layer: output y; gates [T, E], 0 for choices without a slot; counts: number of choices of each expert; kept: number
-    of choices with a slot; auxiliary losses without their weights.
-    """
+    """Results of an MoE layer. y [T, D]: output; gates [T, E]: 0 without a slot; counts: choices by expert; kept: choices with a slot."""
 
     y: Tensor
     gates: Tensor
@@ -51,7 +49,7 @@ class Layer:
 
 
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, num_experts: int, cast: Cast) -> Layer:
-    """Run x [T, D] through the MoE layer `name` (such as layers.3) in training. num_experts counts skip and zero experts too."""
+    """Run x [T, D] through the MoE layer `name`, such as layers.3, in training. num_experts includes skip and zero experts."""
     spec, seen = run.router, wide(x)
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
@@ -98,9 +96,10 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, 
 
 
 def _experts(x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, name: str, tokens: Tokens, run: Run, cast: Cast) -> Tensor:
-    """y [T, D]: the sum of gate * expert(x), or of expert(gate * x) for gate_on input; added expert by expert, in fp32 at least."""
+    """The layer's output [T, D]: the sum over experts of gate * expert(x), or of expert(gate * x) if gate_on is input; in fp32 at least."""
     y, experts, scale = gates.new_zeros(x.shape), run.experts, None
-    skips, zeros = gates.shape[1] - experts.skip - experts.zero, gates.shape[1] - experts.zero  # index of the first skip, zero expert
+    zeros = gates.shape[1] - experts.zero  # index of the first zero expert
+    skips = zeros - experts.skip  # index of the first skip expert
     if experts.dropout:
         width = weights[f"{name}.experts.0.w1"].shape[1]
         scale = (tokens.draw(f"{name}.experts.dropout", width) >= experts.dropout).float() / (1 - experts.dropout)
@@ -140,10 +139,9 @@ def network(
     swiglu: Swiglu = _PLAIN_GATING,
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
-    """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices are [in, out].
-
-    `biases` are added to x w1 and x w3; `scale` (dropout) multiplies the hidden units. With `swiglu`, h = x w1 and g = x w3 give
-    h sigmoid(alpha h) (g + offset), with h and |g| at most `limit`.
+    """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices are [in, out]. biases: added to x w1
+    and x w3; scale: multiplies hidden units (dropout); swiglu: (h sigmoid(alpha h) (g + offset)) w2 with h = x w1 <= limit, |g = x w3| <=
+    limit.
     """
     assert w1 is not None and w2 is not None
     hidden, up = (None if w is None else cast(multiply(x, cast(w))) for w in (w1, w3))
@@ -162,7 +160,7 @@ def network(
 
 
 def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """For each token the list of experts that the balance loss counts (spec.balance_counts); empty for padding."""
+    """For each token, the list of experts that the balance loss counts (see router.balance_counts); empty for padding."""
     if spec.balance_counts == "unbiased":
         chosen = [best(row, spec.num_choices) for row in scores.tolist()]
     most = 1 if spec.balance_counts == "first" else None
@@ -170,7 +168,7 @@ def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: Rout
 
 
 def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_experts: int) -> Tensor:
-    """The balance loss over the tokens with indices `rows`: E * sum over experts of (share of choices) * (mean probability); 1 if even."""
+    """Balance loss over the tokens with indices `rows`: E * sum over experts of (fraction of choices) * (mean probability)."""
     total = sum(len(counted[t]) for t in rows)
     mean = probs[rows].mean(0)
     terms = [sum(expert in counted[t] for t in rows) / max(1, total) * mean[expert] for expert in range(num_experts)]
@@ -178,13 +176,13 @@ def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_exper
 
 
 def _uneven(loads: Tensor) -> Tensor:
-    """The squared coefficient of variation (variance over squared mean) of the experts' loads [E]."""
+    """Squared coefficient of variation of the experts' loads [E]: variance / mean^2."""
     mean = loads.mean()
     return ((loads - mean) ** 2).mean() / mean.square().clamp(min=1e-20)
 
 
 def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tensor:
-    """One token's probability [E] of choosing each expert if only that expert's noise (standard deviation `sizes`) is redrawn."""
+    """For one token, the probability [E] of choosing each expert if only its noise is drawn again. sizes [E]: std of the noise."""
     found = []
     for expert in range(len(logits)):
         others = [noisy[e] for e in range(len(logits)) if e != expert]
@@ -194,7 +192,7 @@ def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tens
 
 
 def _mean_over(groups: list[range], valid: list[bool], loss: Callable[[list[int]], Tensor]) -> Tensor:
-    """The mean of loss(token indices without padding) over groups of tokens, weighted by the number of these tokens."""
+    """Mean of loss(indices of a group's tokens) over groups, weighted by their numbers of tokens. Padding is left out."""
     there = [[t for t in group if valid[t]] for group in groups]
     parts = [len(rows) * loss(rows) for rows in there if rows]
     return torch.stack(parts).sum() / sum(map(len, there)) if parts else torch.zeros(())

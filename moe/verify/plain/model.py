@@ -1,11 +1,10 @@
-"""The Transformer around the MoE layers as plain functions of whole tensors, by the names of checkpoints: embedding, norms, attention,
-feed-forward networks, shared experts, loss. Uses no module, kernel or autograd function of the model.
+"""Computes the twin's Transformer around the MoE layers, as plain functions of whole tensors: embedding, norms, attention, feed-forward
+networks, shared experts, loss. Weights have their names in checkpoints. No module, kernel or autograd function of the model is used.
 
     x = embedding[tokens] ; x = x + attention(norm x) ; x = x + ffn-or-experts(norm x) ; ... ; logits = head(norm x) ; loss
 
-It shares with the model the recipe's settings and the hash of random numbers (moe/verify/plain/layer.py). `Rounding` is applied to every
-number that a 16-bit run would round. In fp32 and float64 it does nothing. Otherwise it rounds, or changes the number at random by as much,
-to measure the effect of rounding (moe/verify/expected.py).
+`cast` (a Rounding) is applied to every number that a 16-bit run would round. In the float64 twin it changes nothing; to measure the effect
+of rounding, it changes the number at random (moe/verify/expected.py).
 Sources: GQA (arXiv 2305.13245), rotary (2104.09864), T5 (1910.10683), RMSNorm (1910.07467), DeepSeekMoE (2401.06066), PR-MoE
 (2201.05596).
 """
@@ -29,15 +28,13 @@ from moe.verify.plain.router import Tokens, capped, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 
-Note = Callable[[str, Tensor], None]  # called with (name, output [T, ...]) of each part of the model, in order of depth
-Begins = list[list[bool]] | None  # [sequence][position]: whether a document begins there; None: attention ignores documents
+Note = Callable[[str, Tensor], None]  # called with (name, output [T, ...]) of each module, in the order of the forward pass
+Begins = list[list[bool]] | None  # [sequence][position]: whether a document begins there; None: attention crosses documents
 
 
 @dataclass
 class Rounding:
-    """Casts tensors to `dtype`. With `unit` above 0 (and dtype fp32) it instead multiplies each number by a random factor in 1 +- unit,
-    forward and backward, as rounding in a format with this unit roundoff might.
-    """
+    """Casts tensors to `dtype`. With unit > 0, multiplies each number by a random factor in 1 +- unit instead, forward and backward."""
 
     dtype: torch.dtype = torch.float32
     unit: float = 0.0
@@ -70,9 +67,7 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of a forward pass. loss: cross-entropy summed over tokens; layers: MoE layers by name; ahead: multi-token prediction's
-    cross-entropy summed over tokens, mean over depths.
-    """
+    """Results of a forward pass. loss, ahead (multi-token prediction's loss): summed over tokens; layers: MoE layers' results by name."""
 
     loss: Tensor
     layers: dict[str, Layer]
@@ -80,7 +75,7 @@ class Passed:
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """Run a step's sequences, int64 [B, L + 1], through the model in training. note: is called with the output of each part."""
+    """Run the batch of a step, int64 [B, L + 1], through the model in training. note: see `Note`."""
     model = run.model
     inputs, targets = batch[:, :-1], batch[:, 1:]
     length, ids = inputs.shape[1], ids_of(inputs).flatten()
@@ -109,7 +104,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 
 def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> Tensor:
-    """x [T, D] after the model's dropout. Random numbers depend on the step, on `name` and on the token's index in the step."""
+    """x [T, D] after the model's dropout. Its random numbers depend on step, `name` and the token's index in the step."""
     p = run.model.dropout
     return cast(x * cast((tokens.draw(f"{name}.dropout", x.shape[1]) >= p).float() / (1 - p))) if p else x
 
@@ -117,7 +112,7 @@ def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> T
 def _ahead_loss(
     x: Tensor, weights: Weights, run: Run, targets: Tensor, begins: Begins, tokens: Tokens, cast: Rounding, table: Tensor
 ) -> Tensor:
-    """Loss of multi-token prediction (Passed.ahead). At depth k, position i reads the embedding of token i+1+k and predicts token i+2+k."""
+    """Loss of multi-token prediction (Passed.ahead). Depth k adds the embedding of token i+1+k at position i and predicts token i+2+k."""
     model, length = run.model, targets.shape[1]
     total = wide(x).new_zeros(())
     for k in range(model.ahead):
@@ -146,7 +141,7 @@ def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
 def dense_or_experts(
     seen: Tensor, weights: Weights, number: int, run: Run, tokens: Tokens, cast: Rounding, note: Note, layers: dict[str, Layer]
 ) -> Tensor:
-    """The output [T, D] of block `number`'s dense network or MoE layer with shared experts. Adds the MoE layer's results to `layers`."""
+    """The output [T, D] of block `number`'s dense network, or of its MoE layer, whose results are added to `layers`."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
     if number not in model.layers_with_experts():
         out = dense(seen, weights, f"{name}.ffn", model.ffn, model.swiglu, cast)
@@ -161,14 +156,14 @@ def dense_or_experts(
 
 
 def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> Tensor:
-    """RMSNorm or LayerNorm over the last dim, in fp32 at least. kind: rmsnorm or layernorm, None: the model's."""
+    """RMSNorm or LayerNorm over the last dim, in fp32 at least. kind: rmsnorm or layernorm; None: the model's setting."""
     x, centred = wide(x), (kind or model.norm) == "layernorm"
     x = x - x.mean(-1, keepdim=True) if centred else x
     return x / (x.square().mean(-1, keepdim=True) + (model.norm_eps or (1e-5 if centred else 1e-6))).sqrt() * wide(gain)
 
 
 def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: Begins, cast: Rounding) -> Tensor:
-    """The output [T, D] of block `name`'s self-attention. x [T, D]: whole sequences of `length` tokens each."""
+    """Output [T, D] of block `name`'s self-attention. x [T, D]: sequences of `length` tokens each."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // heads
@@ -190,12 +185,12 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
 
     q, k, v = projected("q", heads), projected("k", groups), projected("v", groups)
     if model.positions != "t5":
-        q, k = _some_turned(q, model.rope, cast), _some_turned(k, model.rope, cast)
+        q, k = _partly_rotated(q, model.rope, cast), _partly_rotated(k, model.rope, cast)
     return _mixed(q, k, v, weights, name, model, begins, cast)
 
 
 def _latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: int, cast: Rounding) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [H, B, L, C] of latent attention, head after head, as in arXiv 2405.04434 (equations 37 to 47)."""
+    """Queries, keys and values [H, B, L, C] of latent attention (arXiv 2405.04434, equations 37 to 47)."""
     content = model.head_size or model.d_model // model.num_heads
     rotary, value = model.latent.rotary_size or content // 2, model.latent.value_size or content
 
@@ -206,12 +201,12 @@ def _latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: 
         rows = wide(x)
         return cast(rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide(weights[f"{name}.{gain}.weight"]))
 
-    def turned(x: Tensor) -> Tensor:
-        return _turned(x.reshape(-1, length, rotary), model.rope, cast)
+    def rotated(x: Tensor) -> Tensor:
+        return _rotated(x.reshape(-1, length, rotary), model.rope, cast)
 
     queries = product(x, "q") if model.latent.query_rank is None else product(normed(product(x, "q_down"), "q_down_norm"), "q_up")
     down = product(x, "kv_down")
-    latent, shared = normed(down[:, : model.latent.key_rank], "kv_down_norm"), turned(down[:, model.latent.key_rank :])
+    latent, shared = normed(down[:, : model.latent.key_rank], "kv_down_norm"), rotated(down[:, model.latent.key_rank :])
     up = product(latent, "kv_up")
     m = 1 + 0.1 * model.rope.mscale_all * math.log(model.rope.factor) if model.rope.scaling == "yarn" else 1.0
     q, k, v = [], [], []
@@ -219,14 +214,14 @@ def _latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: 
         mine = queries[:, head * (content + rotary) : (head + 1) * (content + rotary)]
         made = up[:, head * (content + value) : (head + 1) * (content + value)]
         plain = mine[:, :content].reshape(-1, length, content)
-        q.append(cast(torch.cat((plain, turned(mine[:, content:])), -1) * m * m))
+        q.append(cast(torch.cat((plain, rotated(mine[:, content:])), -1) * m * m))
         k.append(torch.cat((made[:, :content].reshape(-1, length, content), shared), -1))
         v.append(made[:, content:].reshape(-1, length, value))
     return torch.stack(q), torch.stack(k), torch.stack(v)
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: Model, begins: Begins, cast: Rounding) -> Tensor:
-    """Attention's output [T, D] (after the output projection) from q [H, B, L, C] and k, v [key-value heads, B, L, C], head by head."""
+    """Attention output [T, D], after the output projection, from q [H, B, L, C] and k, v [key-value heads, B, L, C]."""
     heads, groups, length, size = len(q), len(k), q.shape[2], q.shape[3]
     place = torch.arange(length)
     past = (place.unsqueeze(1) >= place).repeat(q.shape[1], 1, 1)
@@ -252,14 +247,14 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: 
     return cast(out + cast(weights[f"{name}.attention.out_bias.weight"])) if model.out_bias else out
 
 
-def _some_turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
-    """x [..., L, C] with rotary positions applied to the first rope.fraction of the channels, as to a smaller head."""
+def _partly_rotated(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
+    """x [..., L, C] with rotary positions on the first C * rope.fraction channels."""
     first = math.floor(x.shape[-1] * rope.fraction)
-    return torch.cat((_turned(x[..., :first], rope, cast), x[..., first:]), -1)
+    return torch.cat((_rotated(x[..., :first], rope, cast), x[..., first:]), -1)
 
 
-def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
-    """x [..., L, C] with rotary positions: the pair of channels (p, p + C/2) as a complex number, times exp(i position rate_p)."""
+def _rotated(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
+    """x [..., L, C] with rotary positions: each pair of channels is a complex number and is multiplied by exp(i * position * rate)."""
     half = x.shape[-1] // 2
     rate = torch.tensor([_rate(rope, pair, half, x.shape[-2]) for pair in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[-2], dtype=torch.float64).unsqueeze(1) * rate
@@ -275,9 +270,9 @@ def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
 
 
 def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
-    """Radians per position of channel pair `pair` of `half` pairs: base^(-pair / half), scaled by rope.scaling (YaRN: 2309.00071)."""
+    """Angle in radians by which channel pair `pair` of `half` rotates per position: base^(-pair / half), scaled by rope.scaling."""
     rate = math.pow(rope.base, -pair / half)
-    if rope.scaling in ("ntk", "dynamic"):  # the slowest pair's rate is divided by factor, others by factor^(index / last index)
+    if rope.scaling in ("ntk", "dynamic"):  # pair p is divided by factor^(p / last pair)
         factor = rope.factor
         if rope.scaling == "dynamic":
             assert rope.trained_length is not None
@@ -289,7 +284,7 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
     most = rope.high or (4 if rope.scaling == "llama3" else 32)
     if rope.scaling == "llama3":
         share = (rope.trained_length * rate / (2 * math.pi) - rope.low) / (most - rope.low)
-    else:  # yarn: the unscaled rate's share falls linearly with the pair's index, from 1 for fast pairs to 0 for slow ones
+    else:  # yarn (arXiv 2309.00071): `share`, the weight of the unscaled rate, falls linearly from 1 at pair `fast` to 0 at pair `slow`
         fast, slow = (half * math.log(rope.trained_length / (2 * math.pi * turns), rope.base) for turns in (most, rope.low))
         if rope.whole_pairs:
             fast, slow = math.floor(fast), math.ceil(slow)
@@ -300,8 +295,8 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
 
 
 def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
-    """T5's relative-position bucket (0 to 31) of each query and key, int64 [queries, keys]: half of the buckets have one distance each, the
-    others logarithmic ranges up to 128. both_ways: in an encoder, 16 buckets are for later keys and 16 for all others.
+    """T5's relative-position bucket (0 to 31) of each query and key, int64 [queries, keys]. Short distances have a bucket each, longer ones
+    share buckets of logarithmic width. both_ways: in an encoder, 16 of the buckets are for later keys.
     """
 
     def bucket(ahead: int) -> int:
@@ -315,13 +310,13 @@ def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
 
 
 def dense(x: Tensor, weights: Weights, name: str, ffn: str, swiglu: Swiglu, cast: Rounding) -> Tensor:
-    """The output [T, D] of a dense network; its stored matrices are [out, in]."""
+    """Output [T, D] of a dense network, whose matrices are stored as [out, in]."""
     w1, w2, w3 = (None if w is None else w.t() for w in (weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")))
     return network(x, w1, w2, w3, ffn=ffn, cast=cast, swiglu=swiglu)
 
 
 def _with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, run: Run, cast: Rounding) -> Tensor:
-    """The experts' output y plus the output of shared experts or of the residual network (PR-MoE), which see every token."""
+    """Add to the experts' output y that of shared experts or of the residual network (PR-MoE), which compute every token."""
     ffn, swiglu = run.experts.ffn or run.model.ffn, run.model.swiglu
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))

@@ -1,4 +1,4 @@
-"""The router's part of the plain MoE layer: scores, chosen experts, slots and gates, written from the papers as plain loops."""
+"""Computes the routing of the twin's MoE layer: scores, chosen experts, slots and gates, written from the papers as plain loops."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from parallel.numerics.random import key_of, uniform
 
 # T tokens, D model, E experts
 
+Lists = list[list[int]]  # for each token, a list of experts
+
 
 @dataclass(frozen=True)
 class Tokens:
-    """The T tokens of whole sequences: their ids; places: indices in the step; valid: False for padding. seed and step seed `draw`."""
+    """Tokens of an MoE layer. places [T]: indices in the step's batch; valid: False for padding; sequence_tokens: tokens of a sequence."""
 
     ids: list[int]
     places: Tensor
@@ -31,22 +33,22 @@ class Tokens:
     step: int
 
     def draw(self, name: str, width: int) -> Tensor:
-        """Uniform numbers [T, width] in [0, 1), which depend on seed, step, name and a token's index in the step, but not on the rank."""
+        """Random numbers [T, width], uniform in [0, 1). They depend on seed, step, name and the token's index, so not on the layout."""
         return uniform(key_of(self.seed, self.step, name), self.places, width)
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in fp32, or unchanged if it is float64."""
+    """x in fp32; unchanged if it is float64."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap), computed by exponentials; x if cap is None."""
+    """cap * tanh(x / cap); x if cap is None."""
     return x if cap is None else cap * (1 - 2 / (torch.exp(2 * x / cap) + 1))
 
 
 def score(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """Scores [T, E] of the experts: softmax, sigmoid, or the root of softplus."""
+    """Scores [T, E] of experts by spec.score: softmax, sigmoid, or the square root of softplus."""
     if spec.score == "softmax":
         powers = (logits - logits.amax(1, keepdim=True)).exp()
         return powers / powers.sum(1, keepdim=True)
@@ -55,10 +57,8 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
     return F.softplus(logits).sqrt()
 
 
-def route(
-    scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec
-) -> tuple[list[list[int]], list[list[int]], Tensor]:
-    """Choose experts. Return (each token's chosen experts, each token's chosen experts that have a slot for it, gates [T, E])."""
+def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Lists, Tensor]:
+    """Choose experts. Return (for each token its chosen experts, for each token those of them that have a slot for it, gates [T, E])."""
     fixed, fixed_logits = scores.detach(), logits.detach()
     mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
     chosen = _choose(fixed, fixed_logits, bias, name, tokens, spec) if mixed is None else mixed[0]
@@ -66,8 +66,8 @@ def route(
     return chosen, kept, _gates(scores, logits, chosen, kept, spec) if mixed is None else spec.gate_scale * mixed[1]
 
 
-def _gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
-    """Gates [T, E], 0 for experts not chosen. spec.gates: not normalised, or to a sum of 1 over all choices or over choices with a slot."""
+def _gates(scores: Tensor, logits: Tensor, chosen: Lists, kept: Lists, spec: RouterSpec) -> Tensor:
+    """Gates [T, E], 0 for experts not chosen. spec.gates: as they are, or with sum 1 over a token's choices, or over those with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -78,19 +78,19 @@ def _gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[l
     return gates * spec.gate_scale
 
 
-def _raw_gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], spec: RouterSpec) -> Tensor:
-    """Gates [T, E] before they are normalised: the score of each chosen expert, or its softmax over the chosen ones; 0 elsewhere."""
+def _raw_gates(scores: Tensor, logits: Tensor, chosen: Lists, spec: RouterSpec) -> Tensor:
+    """Gates [T, E] before normalisation, 0 for experts not chosen: scores, or the softmax over the logits of the chosen experts."""
     mask = mask_of(chosen, scores.shape[1])
     return logits.masked_fill(~mask, -math.inf).softmax(1) if spec.softmax_over == "chosen" else scores * mask
 
 
 def inside(numbers: Tensor) -> Tensor:
-    """Numbers clamped to [2^-24, 1 - 2^-24], because inverse distribution functions are infinite at 0 and 1."""
+    """Uniform numbers without 0 and 1, at which inverse distribution functions are infinite."""
     return numbers.clamp(2.0**-24, 1 - 2.0**-24)
 
 
-def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """For each token the list of its experts: best first, or for expert choice in ascending order."""
+def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
+    """For each token, the list of its chosen experts: best first; for expert choice in ascending order."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
         drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))
@@ -98,20 +98,20 @@ def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, toke
     return CHOOSE[spec.select](liked if bias is None else liked + bias, logits, name, tokens, spec)
 
 
-def _top_k(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _top_k(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     return [best(row, spec.num_choices) for row in liked.tolist()]
 
 
-def _group_limited(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _group_limited(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     return [best(_limited(row, spec), spec.num_choices) for row in liked.tolist()]
 
 
-def _sinkhorn(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _sinkhorn(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     plan = torch.cat([_even_plan(logits[rows], [tokens.valid[t] for t in rows]) for rows in groups_of(tokens, spec)])
     return _top_k(plan, logits, name, tokens, spec)
 
 
-def _hash(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _hash(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     if spec.hash_table is None:
         return _top_k(uniform(key_of("hash", f"{name}.router"), torch.tensor(tokens.ids), liked.shape[1]), logits, name, tokens, spec)
     table = json.loads(Path(spec.hash_table).read_text())
@@ -119,9 +119,9 @@ def _hash(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: Router
     return [found if isinstance(found := rows_of_ids[token], list) else [found] for token in tokens.ids]
 
 
-def _experts_choose(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+def _experts_choose(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
     rows: list[list[float]] = liked.tolist()
-    chosen: list[list[int]] = [[] for _ in rows]
+    chosen: Lists = [[] for _ in rows]
     num_experts = len(rows[0])
     for group in groups_of(tokens, spec):
         slots = slots_of(spec, len(group), num_experts)
@@ -133,22 +133,22 @@ def _experts_choose(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, sp
     return chosen
 
 
-CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[int]]]] = {
+CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], Lists]] = {
     "top_k": _top_k,
     "group_limited": _group_limited,
     "expert_choice": _experts_choose,
     "hash": _hash,
     "sinkhorn": _sinkhorn,
-}  # router.select -> function of (scores with noise and bias, logits, layer name, tokens, spec) that returns each token's experts
+}  # router.select -> function of (scores with noise and bias, logits, name of the layer, tokens, spec); returns each token's experts
 
 
-def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
-    """SparseMixer: draw each token's experts one by one among logits near the best. Return (experts of each token, gates [T, E])."""
+def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Tensor]:
+    """Draw each token's experts among those with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
     halfway = tokens.draw(f"{name}.router.midpoint", count).tolist()
-    chosen: list[list[int]] = [[] for _ in rows]
+    chosen: Lists = [[] for _ in rows]
     gates = []
     for t, row in enumerate(rows):
         gate = torch.zeros(experts, dtype=logits.dtype)
@@ -167,27 +167,27 @@ def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) ->
 
 
 def _gumbel(numbers: Tensor) -> Tensor:
-    """Gumbel noise from uniform numbers."""
+    """Uniform numbers turned into Gumbel noise."""
     return -(-inside(numbers).log()).log()
 
 
 def best(row: list[float], count: int) -> list[int]:
-    """Indices of the `count` highest values, highest first; equal values in order of their index."""
+    """Indices of the `count` highest values, highest first. Equal values are in the order of their indices."""
     return sorted(range(len(row)), key=lambda e: (-row[e], e))[:count]
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """A token's scores of experts in the best groups, -inf for all others. A group is ranked by its best expert or two best ones."""
+    """A token's scores, with -inf for experts outside the best groups. A group's rank is by its best score or its two best scores."""
     size = len(row) // spec.expert_groups
-    runs = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
+    groups = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
-    goodness = torch.tensor([sum(sorted(run, reverse=True)[:counted]) for run in runs], dtype=torch.float32).tolist()
-    open_runs = best(goodness, spec.top_groups)
-    return [value if place // size in open_runs else -math.inf for place, value in enumerate(row)]
+    goodness = torch.tensor([sum(sorted(group, reverse=True)[:counted]) for group in groups], dtype=torch.float32).tolist()
+    top = best(goodness, spec.top_groups)
+    return [value if expert // size in top else -math.inf for expert, value in enumerate(row)]
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Sinkhorn: a group's logits [T, E] plus one correction for each expert, from 20 rounds of row and column scaling to equal loads."""
+    """Sinkhorn: a group's logits [T, E] plus a constant for each expert, found by 20 rounds of scaling rows and columns to equal sums."""
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):
@@ -196,8 +196,8 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
     return logits.double() + column.log()
 
 
-def _ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """[token][choice]: whether the choice asks for a slot. Padding does not; GShard's second choice does with probability 2 g_2."""
+def _ask(chosen: Lists, scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
+    """[token][choice]: whether the choice needs a slot. Padding needs none. GShard's second choice needs one with probability 2 g_2."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -208,7 +208,7 @@ def _ask(chosen: list[list[int]], scores: Tensor, name: str, tokens: Tokens, spe
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | None:
-    """Capacity: the number of slots of one expert for a group of `group_tokens` tokens; None: no limit."""
+    """Capacity: number of slots that one expert has for a group of `group_tokens` tokens; None: no limit."""
     if spec.capacity_factor is None:
         return None
     choices = spec.num_choices if spec.capacity_counts == "choices" else 1
@@ -219,16 +219,14 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
     return min(group_tokens, max(whole, spec.min_capacity))
 
 
-def _admit(
-    chosen: list[list[int]], asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
-) -> list[list[int]]:
-    """Each token's chosen experts that have a slot for it. asks[token][choice]: whether it needs a slot. Served in `_queue`'s order."""
-    kept: list[list[int]] = [[] for _ in chosen]
+def _admit(chosen: Lists, asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
+    """For each token, those of its chosen experts that have a slot for it. Slots are given in the order of `_queue`. asks: see `_ask`."""
+    kept: Lists = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):
         slots = None if spec.select == "expert_choice" else slots_of(spec, len(group), num_experts)
         free = [math.inf if slots is None else slots] * num_experts
-        for t, k in _queue(list(group), chosen, scores, logits, name, tokens, spec):
+        for t, k in _queue(group, chosen, scores, logits, name, tokens, spec):
             expert = chosen[t][k]
             if asks[t][k] and free[expert] > 0:
                 free[expert] -= 1
@@ -237,13 +235,13 @@ def _admit(
 
 
 def _queue(
-    group: list[int], chosen: list[list[int]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
+    group: range, chosen: Lists, scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec
 ) -> list[tuple[int, int]]:
-    """Choices of a group's tokens as (token, index of the choice), in the order in which they get slots."""
+    """All choices of a group's tokens as (token, index of the choice), in the order in which they get slots."""
     most = max(map(len, chosen))
     order = [(t, k) for t in group for k in range(len(chosen[t]))]
     if spec.queue == "choices_first":
-        order.sort(key=lambda choice: choice[1])  # a stable sort: among equal choices, tokens keep their order
+        order.sort(key=lambda choice: choice[1])  # a stable sort: first choices of all tokens in order, then second choices
     if spec.drop == "position" or spec.capacity_factor is None:
         return order
     if spec.drop == "random":
@@ -251,17 +249,17 @@ def _queue(
     else:
         gates = _raw_gates(scores, logits, chosen, spec)
         first = [[gates[t, e].item() for e in experts] for t, experts in enumerate(chosen)]
-        if spec.queue == "choices_first":  # each choice of a token gets the priority of its highest gate
+        if spec.queue == "choices_first":  # a token's choices all get the priority of its highest gate
             first = [[max(row)] * len(row) for row in first]
     return sorted(order, key=lambda choice: (choice[1] if spec.queue == "choices_first" else 0, -first[choice[0]][choice[1]]))
 
 
 def groups_of(tokens: Tokens, spec: RouterSpec) -> list[range]:
-    """Ranges of token indices: each is a group of consecutive tokens for which an expert's capacity is counted."""
+    """Groups of consecutive tokens over which an expert's capacity is counted, as ranges of token indices."""
     each = len(tokens.ids) if spec.group == "rank" else tokens.sequence_tokens * (1 if spec.group == "sequence" else spec.group)
     return [range(start, start + each) for start in range(0, len(tokens.ids), each)]
 
 
-def mask_of(lists: list[list[int]], num_experts: int) -> Tensor:
-    """Bool [T, E]: True if token t's list in `lists` contains expert e."""
+def mask_of(lists: Lists, num_experts: int) -> Tensor:
+    """Bool [T, E]: whether the list of experts lists[t] contains expert e."""
     return torch.tensor([[expert in experts for expert in range(num_experts)] for experts in lists])

@@ -1,9 +1,9 @@
-"""The update in plain code: which parameters decay, the gradient norm, clipping, AdamW, and the routers' biases.
+"""Computes the twin's update in plain code: weight decay, gradient norm, clipping, AdamW, and the selection biases of routers.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     b_e <- b_e + rate * sign(mean load - load_e)                                                            arXiv 2408.15664
 
-Takes nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses.py.
+It uses nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses.py.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from moe.recipe import sections
 from moe.verify.plain.layer import Weights
 
 _NORMS = "attention_norm cross_norm encoder_norm q_norm k_norm q_down_norm kv_down_norm ffn_norm hidden_norm token_norm norm"
-_NO_DECAY = {*_NORMS.split(), *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"]}  # parts of names
-FAMILIES = ("dense", "router", "expert")
+_NO_DECAY = {
+    *_NORMS.split(),
+    *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"],
+}  # between dots in a name
 
 
 def decayed(name: str) -> bool:
-    """Return whether weight decay applies: to matrices of networks, attention, embedding and head, but not to norms, biases and routers."""
+    """Return whether the parameter has weight decay: all have, except norms, biases, sinks and routers."""
     parts = name.split(".")
     return not (set(parts) & _NO_DECAY or parts[-2:] == ["bias", "weight"])
 
 
-def family(name: str) -> str:
-    """The family of a parameter, by which gradient norms are reported: dense, router or expert."""
-    parts = name.split(".")
-    return "expert" if "experts" in parts else "router" if "router" in parts else "dense"
-
-
 def norms(gradients: Weights) -> dict[str, float]:
-    """2-norms of gradients: "dense", "router", "expert" (family of parameters) and "total" -> norm."""
-    squares = dict.fromkeys(FAMILIES, 0.0)
+    """Return "dense", "router", "expert" and "total" -> 2-norm of the gradients of this family of parameters, or of all."""
+    squares = dict.fromkeys(("dense", "router", "expert"), 0.0)
     for name, gradient in gradients.items():
-        squares[family(name)] += gradient.double().square().sum().item()
+        parts = name.split(".")
+        family = "expert" if "experts" in parts else "router" if "router" in parts else "dense"
+        squares[family] += gradient.double().square().sum().item()
     return {name: math.sqrt(value) for name, value in squares.items()} | {"total": math.sqrt(sum(squares.values()))}
 
 
 class PlainAdamW:
-    """AdamW; exp_avg and exp_avg_sq: parameter name -> first and second moment."""
+    """AdamW. exp_avg: parameter name -> first moment; exp_avg_sq: parameter name -> second moment."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps = settings, 0
@@ -51,7 +49,7 @@ class PlainAdamW:
 
     @torch.no_grad()
     def step(self, parameters: Weights, gradients: Weights) -> None:
-        """Update the parameters in place, with gradients clipped to the recipe's norm."""
+        """Clip the gradients to the recipe's norm and update the parameters in place."""
         s = self.settings
         self.steps += 1
         total = norms(gradients)["total"]
@@ -68,6 +66,6 @@ class PlainAdamW:
 
 
 def moved_bias(bias: Tensor, load: list[int], rate: float) -> Tensor:
-    """A router's selection bias [E] after a step. load: number of choices of each expert in that step; rate: size of the change."""
+    """Return a router's new selection bias [E]. load: for each expert, number of tokens that chose it in this step; rate: step size."""
     mean = sum(load) / len(load)
     return bias + rate * torch.tensor([float((mean > n) - (mean < n)) for n in load])

@@ -1,1 +1,1 @@
-"""The layouts that `moe verify` tries, by kind."""
+"""Lists the cases of each kind of `moe verify`."""

@@ -1,4 +1,4 @@
-"""Layouts of data parallelism: engines, tiles, replicas, batches, and models whose parts only these layouts have."""
+"""Lists the cases of data parallelism, with all engines; also those of tiling, uneven batches, encoder-decoders and model options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
-WORLDS = divisors(BATCH)  # the divisors of the batch size: numbers of ranks
+WORLDS = divisors(BATCH)  # numbers of ranks: those that divide the batch
 THREE = ("dense", "gshard", "deepseek")
 
 
@@ -20,12 +20,12 @@ def data_cases() -> list[Case]:
 
 
 def engine_cases() -> list[Case]:
-    """Return cases of DDP and ZeRO stage 1. Recompute, whose result does not depend on engine and precision, is tested with DDP in fp32."""
+    """Return cases of DDP and ZeRO stage 1. Recompute is combined only with DDP in fp32, because its code is the same in all others."""
     return _with_engines([name for name in planned() if ENGINES[name].stage < 2], WORLDS, models=MODELS, recomputed=(PLAIN,))
 
 
 def _sharded_cases() -> list[Case]:
-    """Cases of engines that shard gradients or offload to the host, on at least two ranks. ZeRO-3 engines are also run with recompute."""
+    """Cases of engines that shard gradients or offload to the host, on at least two ranks; of ZeRO-3 engines also with recompute."""
     sharding = [name for name in planned() if ENGINES[name].stage >= 2]
     host = [name + ("+cpu-all" if ("parameters", "cpu") in kind.offloads else "+cpu") for name, kind in ENGINES.items() if kind.offloads]
     recomputed = [name for name in sharding if ENGINES[name].stage == 3]
@@ -33,7 +33,7 @@ def _sharded_cases() -> list[Case]:
 
 
 def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterable[str], recomputed: Collection[str]) -> list[Case]:
-    """Return cases of the engines `kinds` in every precision, with and without ep. recomputed: engines also run with recompute."""
+    """Return cases of the engines `kinds` in every precision, with and without ep; with recompute for the engines `recomputed`."""
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in worlds
@@ -50,10 +50,8 @@ def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterab
 
 
 def tiled_cases() -> list[Case]:
-    """Return cases of tiled networks, heads and losses with uneven tiles and chunks, on several engines, with ep and etp.
-
-    In 16 bits only the head and the loss are tiled. A tiled network rounds its partial results, an effect that the measured tolerance does
-    not include (tests/parallel/data/test_tiling.py compares it with the exact result).
+    """Return cases of tiled networks, heads and losses, with ep and etp. In 16 bits networks are not tiled, because the measured tolerance
+    does not include their rounding (see tests/parallel/data/test_tiling.py).
     """
     return [
         Case(model, kind, world, ep, m, precision, recompute, etp, tiles=5 if precision == "fp32" else 1, head_tiles=3, chunks=chunks)
@@ -71,7 +69,7 @@ def tiled_cases() -> list[Case]:
 
 
 def _replica_cases() -> list[Case]:
-    """Cases of threaded data parallelism (kind dp): two replicas in one process."""
+    """Cases of kind dp: two replicas, each in a thread of one process."""
     return [
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
         for model in THREE
@@ -81,7 +79,7 @@ def _replica_cases() -> list[Case]:
 
 
 def _batch_cases() -> list[Case]:
-    """Cases in which ranks have unequal numbers of tokens, or one rank's overflow skips a step. fp32 suffices for both."""
+    """Cases in which ranks have unequal numbers of tokens, or a gradient overflows on one rank, so that a step is skipped. Only in fp32."""
     return [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
         for world in WORLDS
@@ -96,7 +94,7 @@ def _batch_cases() -> list[Case]:
 
 
 def _copied_cases() -> list[Case]:
-    """Cases in which tp ranks hold copies of the weights (tensor.kind copied): tests over which ranks gradients are summed and counted."""
+    """Cases in which tp ranks have copies of the weights (tensor.kind copied). Gradients of copies must not be counted more than once."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
         for kind in planned():
@@ -113,7 +111,7 @@ def _copied_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders: every engine, ep, micro-batches, recompute. bf16 tests tensors that go from encoder to decoder."""
+    """Cases of encoder-decoders: every engine, ep, micro-batches, recompute, and bf16."""
     found = [
         Case(model, kind, world, ep, microbatches, "fp32", recompute)
         for world in (1, 2, 4)
@@ -129,7 +127,7 @@ def _halves_cases() -> list[Case]:
 
 
 def _options_cases() -> list[Case]:
-    """Cases of options of published models, each with two engines; `mixer`, which draws experts at random, also in bf16."""
+    """Cases of models with options of published models, each with two engines; `mixer`, which draws experts at random, also in bf16."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")

@@ -1,4 +1,4 @@
-"""Layouts of expert parallelism."""
+"""Lists the cases of expert parallelism."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from parallel.mesh.mesh import divisors
 
 
 def expert_cases() -> list[Case]:
-    """Return cases of every router with every dispatcher that ep allows, then options of published models with one dispatcher each.
-
-    Half of the routers combine full recompute with 1 micro-batch and selective with 3, the other half the reverse. So each dispatcher
-    meets all four combinations with half the cases.
+    """Return cases of every router with every dispatcher that ep allows, then of options of published models with one dispatcher each. To
+    save cases, every second router has full recompute only with 1 micro-batch and selective only with 3, the others the reverse.
     """
     found = [
         Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)

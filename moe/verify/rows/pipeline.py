@@ -1,4 +1,4 @@
-"""Layouts of pipelines."""
+"""Lists the cases of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
-LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> number of layers (with 1 stage on each rank, with 2); stages are unequal
+LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> (layers with 1 stage on each rank, layers with 2), so many that stages are unequal
 THREE = ("dense", "gshard", "deepseek")
 
 
 def pipeline_cases() -> list[Case]:
-    """Return cases of every schedule: with recompute, in each precision, and with engines that shard states over replicas of the pipeline.
-    Tied embeddings are on two ranks or on two stages of one rank. Some stages have layers with experts, others have none.
-    """
+    """Return cases of every schedule in each precision, with recompute, and with engines that shard over replicas of the pipeline."""
     found = []
     for world, pp in ((2, 2), (4, 4), (4, 2)):
         for name, kind in SCHEDULES.items():
@@ -26,12 +24,12 @@ def pipeline_cases() -> list[Case]:
                 for model in THREE:
                     found += [staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
                     found += [staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
-    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # numbers of micro-batches that pp does not divide
+    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # pp does not divide the number of micro-batches
         found += [replace(staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches) for model in THREE]
-    for model in THREE:  # optimizer states on the host
+    for model in THREE:  # with optimizer states on the host
         found += [staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")]
         found += [staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")]
-    # with multi-token prediction, the last stage needs the embedding too
+    # multi-token prediction, for which the last stage also has the embedding
     found += [staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
     found += [staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
     options = (("mixer", "1f1b", "fp32"), ("mixer", "1f1b", "bf16"), ("gpt_oss", "zb_h1", "fp32"))
@@ -40,7 +38,7 @@ def pipeline_cases() -> list[Case]:
 
 
 def _empty_stage_cases() -> list[Case]:
-    """Cases of stages without layers: one with only the head or the embedding, and a middle stage that only passes activations on."""
+    """Cases of stages without layers: the first with only the embedding, the last with only the head, or one between them."""
     ends = ((3, 0), (0, 3))
     rows: list[tuple[str, str, int, str, tuple[int, ...], str, str]] = [
         *((model, "ddp", 2, "1f1b", stages, "fp32", "none") for model in THREE for stages in ends),
@@ -63,10 +61,10 @@ def _empty_stage_cases() -> list[Case]:
 
 
 def staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    """Return a pipeline's case with ep = dp and the smallest number of micro-batches, at least 4, that its schedule allows."""
+    """Return a case of a pipeline, with ep = dp if the model has experts, and the fewest micro-batches >= 4 that its schedule allows."""
     dp, kind = world // pp, SCHEDULES[schedule]
-    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 puts no weight gradient into a bubble
+    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # zb_h2 needs more, or it moves no weight gradient into a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
-    ep, microbatches = dp if model != "dense" else 1, kind.update_every or next(fit, least)  # if none fits, the row is refused when it runs
+    ep, microbatches = dp if model != "dense" else 1, kind.update_every or next(fit, least)
     layers = LAYERS[pp][int(kind.chunks != 1)]
     return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)

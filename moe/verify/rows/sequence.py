@@ -1,4 +1,4 @@
-"""Layouts of sequence parallelism."""
+"""Lists the cases of sequence parallelism."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
-from parallel.sequence.kinds.catalog import SEQUENCES
+from parallel.sequence.kinds import SEQUENCES
 
 
 def sequence_cases() -> list[Case]:
-    """Return cases of every method with rotary and T5 positions; of every router, with groups of tokens that span ranks; and of some
-    methods with engines, data, expert, tensor and pipeline parallelism, recompute and 16 bits.
-
-    Pipelines use 16 tokens. With gshard, five layers and 24 tokens, one token is nearly tied between experts in the ninth step, and
-    rounding routes it differently, also on one process with attention in slices (docs/inside/log.md).
-    """
+    """Return cases of every method with rotary and T5 positions, of every router, and of some methods with other kinds of parallelism."""
     found = []
     for sp in divisors(BATCH)[1:]:
         for attention, form in attentions().items():
@@ -38,7 +33,7 @@ def sequence_cases() -> list[Case]:
             found += [Case("deepseek", kind, world, 1, 3, precision, sp=sp, attention=attention) for precision in ("fp32", "bf16", "fp16")]
         found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)]
         found += [Case("dense", "zero1", world, 1, 1, "fp32", sp=sp, attention=attention, overflow=True)]
-    for schedule in ("1f1b", "interleaved"):
+    for schedule in ("1f1b", "interleaved"):  # 16 tokens, because with 24 a token of gshard is nearly tied between two experts in step 8
         layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 1)):
             found += [Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)]

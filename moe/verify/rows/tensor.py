@@ -1,4 +1,4 @@
-"""Layouts of tensor parallelism: lines, grids, sequence parallelism between layers, overlap, DTensor."""
+"""Lists the cases of tensor parallelism: 1D, on grids of ranks, with sequence parallelism between layers, with overlap, by DTensor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ def tensor_cases() -> list[Case]:
 
 
 def _line_cases() -> list[Case]:
-    """Cases of tensor.kind 1d: heads, hidden units and vocabulary split over tp. With tp 4, two ranks hold each of the 2 key-value heads.
-
-    gshard has T5's bias, tied embeddings, dropout and shared experts. tp ranks are also ep ranks, and in one case of each world etp ranks.
-    The vocabulary's 256 rows split evenly; tests/parallel/tensor/test_vocabulary.py splits 250 by 4.
-    """
+    """Cases of tensor.kind 1d, which splits heads, hidden units and vocabulary over tp. tp ranks are also ep ranks, some also etp."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
         one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
@@ -45,7 +41,7 @@ def _line_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders: cross-attention, and the position bias that a half's layers share, split by heads."""
+    """Cases of encoder-decoders: tp splits cross-attention by heads, and the position bias that the layers of encoder or decoder share."""
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
@@ -56,11 +52,7 @@ def _halves_cases() -> list[Case]:
 
 
 def _grid_cases() -> list[Case]:
-    """Cases of 2D, 2.5D and 3D tensor parallelism: weights and activations in blocks. A batch of 24 divides evenly over eight ranks.
-
-    The vocabulary's 256 rows split evenly; tests/parallel/tensor/test_grids.py splits 11. A model's only key-value head is copied along
-    each line of the grid.
-    """
+    """Cases of 2D, 2.5D and 3D tensor parallelism, which split weights and activations into blocks."""
     found = []
     for tensor, tp in SMALLEST.items():
         one = partial(Case, world=tp, tp=tp, tensor=tensor, microbatches=1, batch=24)
@@ -85,7 +77,7 @@ def _grid_cases() -> list[Case]:
 
 
 def _sliced_cases() -> list[Case]:
-    """Cases of tensor.sequence_parallel: sequences are sliced between layers and whole in MoE layers. tp 4 slices 10 tokens unevenly."""
+    """Cases of tensor.sequence_parallel: between layers, each tp rank has a slice of every sequence; MoE layers get whole sequences."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
@@ -96,14 +88,14 @@ def _sliced_cases() -> list[Case]:
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
             found += [plain("dense", ep=1, **TILED), plain("deepseek", ep=2, padded=True)]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("gshard", 2))]
-    # latent attention: with slices, each rank computes only its slice's latents, and ranks exchange them
+    # latent attention: with sequence_parallel, each rank computes only the latents of its slice, and ranks exchange them
     two = partial(Case, kind="ddp", world=2, microbatches=1, precision="fp32", tp=2)
     found += [two("latent", ep=2, tensor="1d", recompute="full"), two("latent", ep=1, tensor="sliced", kind="zero3")]
     found += [two("latent", ep=2, tensor=tensor, precision="bf16") for tensor in ("1d", "sliced")]
     found += [two("ahead", ep=2, tensor="1d", kind="fsdp"), two("ahead", ep=1, tensor="sliced", recompute="selective", padded=True)]
     for model, ep in (("dense", 1), ("gshard", 2), ("ahead", 2)):
         found += [replace(staged(model, "ddp", 4, 2, "1f1b", "fp32"), microbatches=6, ep=ep, tp=2, tensor="sliced")]
-    return found + [  # sequences are sliced over sp, and with `sliced` each slice again over tp
+    return found + [  # sequences are split over sp; with "sliced", each part is split again over tp
         Case(model, "ddp", 4, ep, 1, "fp32", tp=2, tensor=tensor, sp=2, length=24, attention="zigzag")
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2), ("latent", 2), ("ahead", 2))
         for tensor in ("1d", "sliced")
@@ -111,9 +103,7 @@ def _sliced_cases() -> list[Case]:
 
 
 def _overlapped_cases() -> list[Case]:
-    """Cases of collectives that overlap products in chunks of unequal lengths: with and without tensor.sequence_parallel, with engines,
-    recompute and bf16. In the pipeline (zb_h1), weight gradients are delayed. With tp 4, two ranks share each key-value head.
-    """
+    """Cases of tensor.overlap_chunks, in unequal chunks: with sequence_parallel, engines, recompute, bf16, and a pipeline."""
     one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
     found = [one("gshard", "fsdp", ep=2, tensor="overlapped"), one("dense", "zero3", ep=1, tensor="overlapped", recompute="full")]
     found += [one("gshard", kind, ep=2, tensor="overlapped_sliced") for kind in ("ddp", "zero3")]
@@ -125,7 +115,7 @@ def _overlapped_cases() -> list[Case]:
 
 
 def _dtensor_cases() -> list[Case]:
-    """Cases of tensor.kind dtensor: fewer than of 1d, which shards alike, but with torch's own collectives in layers of every kind."""
+    """Cases of tensor.kind dtensor in layers of every kind. They are few, because it shards weights as 1d does."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
@@ -142,7 +132,7 @@ def _dtensor_cases() -> list[Case]:
 
 
 def _staged_cases() -> list[Case]:
-    """Cases of tensor parallelism in pipelines: stages send whole activations; a tied embedding is on two ranks or on two stages of one."""
+    """Cases of tensor parallelism in pipelines, whose stages send whole activations. Tied embeddings are on two ranks or on one."""
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
         replace(staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from parallel.data.kinds.ddp import DDP, ZERO_0
-from parallel.data.kinds.dp import DP
+from parallel.data.kinds.ddp import DDP, DP, ZERO_0
 from parallel.data.kinds.fsdp import FSDP
 from parallel.data.kinds.kind import EngineKind
 from parallel.data.kinds.zero import ZERO_1, ZERO_2, ZERO_3

@@ -1,4 +1,5 @@
-"""DDP: every rank holds all weights, gradients and optimizer states (parallel/data/ddp.py)."""
+"""DDP: every rank holds all weights, gradients and optimizer states (parallel/data/ddp.py). DP: DDP's engine around replicas in threads
+of one process (parallel/data/dp.py)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,22 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
     return DDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer)
 
 
+def start_dp(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
+    import torch
+
+    from parallel.data.ddp import DDP
+    from parallel.data.dp import Replicas
+
+    first = next(model.parameters()).device
+    apart = first.type == "cuda" and torch.cuda.device_count() >= setup.replicas
+    devices = [torch.device("cuda", i) if apart else first for i in range(setup.replicas)]
+    replicas = Replicas(model, devices=devices, scatter=setup.scatter, gather=setup.gather)
+    return DDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, forward=replicas)
+
+
 DDP = EngineKind("ddp", start, {"kind": "ddp"}, steps_by_stage=True, gradients="buckets")
 # stage 0 of ZeRO shards nothing, so it is DDP with DeepSpeed's keys and fp32 master weights
 ZERO_0 = replace(DDP, name="zero0", sharding={"kind": "zero", "stage": 0}, keys=("engine", "offload"), planned_as="ddp", master_copy=True)
+DP = replace(
+    DDP, name="dp", start=start_dp, sharding={"kind": "dp"}, keys=("replicas",), steps_by_stage=False, threads=True, planned_as="ddp"
+)

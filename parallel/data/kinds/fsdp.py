@@ -32,18 +32,7 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return the bytes of gathered weights and unsharded gradients at the moment `at` of a step. Units are gathered one at a time.
-
-    c: bytes of a weight in the compute dtype. r: bytes of a gradient while it is summed. P: elements of all layers. L: elements of the
-    layer with the running backward pass. B: elements of the layer with the backward pass just before.
-
-    forward pass      -                   never the peak
-    the loss          -                   with a loss in chunks, the head's table is whole (c table)
-    a backward pass   2 c L + r B         weights of this layer and the next; gradients of the layer before
-    after it          2 c L + r (B + L)   also this layer's own gradients; then its weights are freed
-                      c L + 2 r L         and this layer's gradients are copied into a buffer. The head is similar
-    not resharded     c (P - B) + sums    without `reshard`, at all moments; with pipeline stages c P, because other micro-batches need them
-    """
+    """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     c, r = w.compute_bytes, w.sum_bytes
     left = w.held if w.on_stages else w.held - w.behind  # a layer is freed after its backward pass, unless other micro-batches need it
     match at:
@@ -51,7 +40,7 @@ def gathered(at: At, w: Whole) -> float:
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
         case "work":
             return c * (left if w.stays else 2 * w.layer) + r * w.trained_behind
-        case "head":  # here `behind` is the layer after the head in the backward pass
+        case "head":  # here `behind` is the layer whose backward pass follows the head's
             of_table = w.trained_table
             return max(
                 c * (w.held if w.stays else w.table + w.behind) + r * of_table,

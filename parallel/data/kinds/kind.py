@@ -1,7 +1,5 @@
 """Facts about a data-parallel engine for checks, planner, trainer, rehearsal and verify: one EngineKind for each, listed in catalog.py.
-
-The functions of an EngineKind import the engine's file when they are called, so that checks and planner need no torch.
-"""
+Its functions import the engine's file when they are called, so that checks and planner need no torch."""
 
 from __future__ import annotations
 
@@ -27,10 +25,8 @@ At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  
 @dataclass(frozen=True)
 class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
-
     working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters.
-    units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py.
-    """
+    units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py."""
 
     layouts: Layouts
     mesh: Mesh
@@ -48,10 +44,9 @@ class Whole(NamedTuple):
     """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. Numbers of elements, of sharded weights:
 
     held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
-    layer with the backward pass just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
+    layer whose backward pass ended just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
 
-    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages.
-    """
+    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages."""
 
     compute_bytes: int
     sum_bytes: int
@@ -72,7 +67,7 @@ class Whole(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """The engine that a rehearsal uses instead. sharding: changes of the recipe's section of that name. why: the reason in one line."""
+    """The engine that a rehearsal uses instead. sharding: key -> other value of the recipe's section `sharding`. why: the reason."""
 
     sharding: Mapping[str, Any]
     why: str
@@ -92,14 +87,11 @@ class EngineKind:
     steps_by_stage: a pipeline stage can make its optimizer step before other stages have their gradients.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
-    with_stages, stands_in, planned_as: the engine that replaces it with pipeline stages, in a rehearsal, in the planner; None: no other.
-
-    For the planner:
+    with_stages, stands_in, planned_as: another engine that is used with pipeline stages, in a rehearsal, in the planner; None: this one.
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: whether a bucket of gradients is allocated: `none`, from a pass's first gradient on (`passes`), or `always`.
-    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments of possible peaks.
-    """
+    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments of possible peaks."""
 
     name: str
     start: Callable[[nn.Module, Setup, Rule], Engine]

@@ -31,7 +31,7 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
 
 
 def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
-    """Start the engine of this ZeRO stage; DDP on a pipeline stage with one data-parallel rank and no offload, where nothing is sharded."""
+    """Start the engine of this ZeRO stage. Start DDP on a pipeline stage of one data-parallel rank without offload: nothing is sharded."""
     if setup.mesh.axis("pp").size > 1 and setup.mesh.axis("dp", "sp").size == 1 and setup.offload.optimizer == "none":
         return ddp.start(model, setup, optimizer)
     from parallel.data.engine import AdamW
@@ -48,16 +48,7 @@ def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engin
 
 
 def gathered(at: At, w: Whole) -> float:
-    """Return the bytes of gathered weights and unsharded gradients at the moment `at` of a step. Weights are gathered singly, freed late.
-
-    c: bytes of a weight in the compute dtype. r: bytes of a gradient while it is summed. N: number of ranks that share a weight. W:
-    gathered elements: two buckets, or the widest matrix if larger. F: elements being prefetched: a bucket.
-
-    forward pass      c (W + F)
-    the loss          c W
-    a backward pass   c W (+ c F)             F counts only if not all elements are gathered
-    a bucket's sums   c W + (2 + 1/N) r K     K gradients of a bucket: the sent ones, the received ones, and this rank's 1/N of the sums
-    """
+    """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
     if at == "bucket":  # the weights of layers with gradients in the bucket are freed

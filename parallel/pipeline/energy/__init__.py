@@ -1,1 +1,1 @@
-"""Chooses a GPU clock for each action of a schedule, so that ranks that would wait run slower and use less energy (EnvPipe)."""
+"""Chooses a GPU clock for each action of a schedule, so that ranks compute slower instead of waiting, and use less energy (EnvPipe)."""

@@ -1,9 +1,8 @@
-"""Profiles: time and energy of an action at each clock, measured (read from a file) or computed by an assumed power model.
+"""Profiles: time and energy of an action at each GPU clock, measured (read from a file) or computed by an assumed power model.
 
-    {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}      s: seconds, j: joules
+    {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}
 
-A file has F and B of each stage at each clock (MHz). If it has no I and W, each counts as half of B. Below a certain clock, the valley,
-an action saves no more energy, because it takes longer. What counts is the energy above that of waiting (idle) for the same time.
+A file has F and B of each stage at each clock (MHz), in seconds (s) and joules (j). If it has no I and W, each counts as half of B.
 """
 
 from __future__ import annotations
@@ -20,24 +19,21 @@ from parallel.store.files import read_text
 
 
 class Clock(NamedTuple):
-    """One action at one clock: its time in seconds and its energy in joules."""
+    """A GPU clock, with the time in seconds and the energy in joules that an action takes at this clock."""
 
     mhz: float
     time: float
     energy: float
 
 
-Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> the action at each possible clock; a single one if it has no choice
+Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> the possible clocks, each with the action's time and energy
 
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Assumed power and time at clock f, with full clock F and share m: P = static + dynamic (f / F) V^2, t = t_F (m + (1 - m) F / f).
-
-    V, the voltage relative to that at full clock, falls linearly to `lowest_voltage` at the lowest clock. m (`memory_share`) is the
-    fraction of the time that does not depend on the clock. The defaults are for a GPU like the V100, not measured. EnvPipe (USENIX ATC
-    2023) sets the V100's clock between 800 and 1530 MHz.
-    """
+    """Assumed power and time at clock f, where F is the full clock: P = static + dynamic (f / F) V^2, t = t_F (m + (1 - m) F / f).
+    V is the voltage relative to full clock; it falls linearly to `lowest_voltage` at the lowest clock. m is `memory_share`, the fraction of
+    the time that does not depend on the clock. The defaults resemble a V100 but were not measured."""
 
     static_w: float = 50
     dynamic_w: float = 250
@@ -49,7 +45,7 @@ class PowerModel:
     memory_share: float = 0.2
 
     def clocks(self, seconds: float) -> list[Clock]:
-        """Return, for each clock, time and energy of an action that takes `seconds` at full clock."""
+        """Return every clock, with time and energy of an action that takes `seconds` at full clock."""
         found = []
         for mhz in range(self.lowest_mhz, self.full_mhz + 1, self.step_mhz):
             voltage = self.lowest_voltage + (1 - self.lowest_voltage) * (mhz - self.lowest_mhz) / (self.full_mhz - self.lowest_mhz)
@@ -63,31 +59,31 @@ def fastest(clocks: Sequence[Clock]) -> Clock:
     return min(clocks, key=lambda clock: (clock.time, clock.energy))
 
 
-def valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
-    """Return the Clock with the least energy above idle (see `above_idle`). idle_power: watts of a rank that waits."""
-    return min(clocks, key=lambda clock: (above_idle(clock, idle_power), clock.time))
+def least_energy_clock(clocks: Sequence[Clock], idle_power: float) -> Clock:
+    """Return the Clock with the least energy above idle (see `energy_above_idle`). idle_power: watts of an idle GPU."""
+    return min(clocks, key=lambda clock: (energy_above_idle(clock, idle_power), clock.time))
 
 
-def above_idle(clock: Clock, idle_power: float) -> float:
-    """Return the joules of an action at a clock, less those of waiting for the same time."""
+def energy_above_idle(clock: Clock, idle_power: float) -> float:
+    """Return an action's joules at a clock minus the joules of an idle GPU in the same time. idle_power: watts."""
     return clock.energy - idle_power * clock.time
 
 
-def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
-    """Return the clocks from the fastest to the valley, without those that are slower but save nothing. Raises BadInput, which names
-    `action`, if there is no clock."""
+def efficient_clocks(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
+    """Return the Pareto-optimal clocks, the fastest first: each saves energy above idle compared with all faster ones. Raises BadInput,
+    which names `action`, if there is no clock."""
     if not clocks:
         raise BadInput("profile", got=f"no clock for {action}", needed="at least one clock", fix="measure it, or give it one clock")
     kept: list[Clock] = []
     for clock in sorted(clocks, key=lambda clock: (clock.time, clock.energy)):
-        if not kept or above_idle(clock, idle_power) < above_idle(kept[-1], idle_power):
+        if not kept or energy_above_idle(clock, idle_power) < energy_above_idle(kept[-1], idle_power):
             kept.append(clock)
     return kept
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A measured Profile, equal on all ranks that hold a stage. stages: for each stage, F, B, I or W -> clocks. S and U take no time."""
+class MeasuredProfile:
+    """A Profile that was read from a file. stages: for each stage, op -> its clocks. S and U take neither time nor energy."""
 
     stages: tuple[Mapping[Op, Sequence[Clock]], ...]
     idle_w: float
@@ -101,12 +97,12 @@ class Measured:
         return [Clock(0, 0, 0)]
 
 
-def read_profile(path: str | Path) -> Measured:
-    """Read a profile file (format: top of this file). Raises BadInput if the file is no profile."""
+def read_profile(path: str | Path) -> MeasuredProfile:
+    """Read a profile file (format: top of this file). Raises BadInput if the file is not a valid profile."""
     needed = '{"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.01, "j": 3.0}}, "B": {...}}]}'
 
     def wrong(got: str) -> BadInput:
-        return BadInput("--profile", got=f"{path}: {got}", needed=needed, fix="write it so: MHz, seconds and joules, a stage an entry")
+        return BadInput("--profile", got=f"{path}: {got}", needed=needed, fix="give each stage its clocks (MHz), seconds and joules")
 
     try:
         value = json.loads(read_text(path))
@@ -116,7 +112,7 @@ def read_profile(path: str | Path) -> Measured:
     idle = value.get("idle_w", 0) if isinstance(value, dict) else 0
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         raise wrong("no list of stages")
-    if not _number(idle, least=0):
+    if not is_number(idle):
         raise wrong(f"idle_w {idle!r}")
     found = []
     for at, stage in enumerate(stages):
@@ -126,20 +122,19 @@ def read_profile(path: str | Path) -> Measured:
         for op, clocks in found[-1].items():
             if not clocks:
                 raise wrong(f"stage {at} {op} without a clock of a time and an energy above 0")
-    return Measured(tuple(found), float(idle))
+    return MeasuredProfile(tuple(found), float(idle))
 
 
 def _clocks(value: Any) -> list[Clock]:
-    """Return the clocks of one operation in a profile file, in the file's order; an empty list if any entry is wrong."""
+    """Parse one op's entry of a profile file into clocks; return an empty list if any part of the entry is wrong."""
     clocks = []
     for mhz, cost in value.items() if isinstance(value, dict) else ():
         known = isinstance(cost, dict) and mhz.isdecimal() and 0 < float(mhz) < 1e12
-        if not known or not all(_number(cost.get(key), above=0) for key in "sj"):
+        if not known or not all(is_number(cost.get(key)) and cost[key] > 0 for key in "sj"):
             return []
         clocks.append(Clock(float(mhz), float(cost["s"]), float(cost["j"])))
     return clocks
 
 
-def _number(value: Any, *, least: float = 0, above: float | None = None) -> bool:
-    right = isinstance(value, int | float) and not isinstance(value, bool)
-    return right and (least <= value if above is None else above < value) and value < 1e12
+def is_number(value: Any, *, below: float = 1e12) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below

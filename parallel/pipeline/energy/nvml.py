@@ -1,12 +1,11 @@
-"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only here).
+"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only here). This needs root on most machines.
 
-    with connect(ranks) as gpus:          raises NoControl, one line, without a driver, GPUs or permission to lock their clocks
-        gpus.lock(rank, 1080)             called before an action; setting the same clock again costs nothing
+    with connect(ranks) as gpus:          raises NoControl without a driver, GPUs or permission to lock their clocks
+        gpus.lock(rank, 1080)             called before an action
                                           at the end all locked clocks are released, even after an error
 
-`rehearse` sets the clocks of all ranks' GPUs from one process. In training, each rank connects to its own GPU, and its `Pace` sets the
-clock before each action. Setting clocks needs root on most machines and affects all processes on the GPU, so nothing here runs unless
-the user asks for it.
+`rehearse` sets the clocks of all ranks' GPUs from one process. In training, each rank connects to its own GPU, and a `ClockSetter` sets
+the clock before each action.
 """
 
 from __future__ import annotations
@@ -24,48 +23,47 @@ from parallel.pipeline.schedule import Action, Op, Watcher
 
 
 class NoControl(RuntimeError):
-    """Raised if the GPU clocks of this machine cannot be set. The message says why, in one line."""
+    """Raised if GPU clocks cannot be set on this machine. The message is one line with the reason."""
 
 
 @dataclass
 class Gpus:
-    """The GPU of each rank. nvml: the module `pynvml`. handles: the GPUs in NVML. locked: locked clock of each in MHz; 0: not locked."""
+    """GPUs whose clocks can be locked, one for each rank. nvml: the module `pynvml`. handles: NVML's handle of each rank's GPU.
+    locked: locked clock of each rank's GPU in MHz; 0: not locked."""
 
     nvml: Any
     handles: list[Any]
     locked: list[float]
 
     def lock(self, rank: int, mhz: float) -> bool:
-        """Lock the rank's GPU to this clock, and return True. Do nothing and return False if it is locked to it, or if `mhz` is 0."""
+        """Lock the GPU of `rank` to this clock. Return False, without a call to NVML, if it is already locked to it or `mhz` is 0."""
         if mhz in (0, self.locked[rank]):
             return False
-        self.locked[rank] = mhz  # recorded before the call, so that `release` also undoes a call that fails half way
+        self.locked[rank] = mhz  # recorded before the call, so that `release` unlocks the GPU even if the call raises an error
         self.nvml.nvmlDeviceSetGpuLockedClocks(self.handles[rank], round(mhz), round(mhz))
         return True
 
     def free(self, rank: int) -> None:
-        """Unlock the rank's GPU: the driver chooses its clock again."""
+        """Unlock the GPU of `rank`, so that the driver chooses its clock again."""
         if self.locked[rank]:
             self.nvml.nvmlDeviceResetGpuLockedClocks(self.handles[rank])
             self.locked[rank] = 0
 
     def release(self) -> None:
-        """Unlock all GPUs, even if unlocking one fails; then raise the last error."""
+        """Unlock all GPUs. If unlocking one fails, unlock the others before raising the error."""
         with ExitStack() as stack:
             for rank in reversed(range(len(self.handles))):
                 stack.callback(self.free, rank)
 
     def joules(self) -> list[float]:
-        """Return the joules that each GPU has used since its driver was loaded."""
+        """Return for each GPU the joules that it has used since the driver was loaded."""
         return [self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000 for handle in self.handles]
 
 
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
-    """Return a context with GPUs, the first `which` or those of these UUIDs, and unlock them at its end. nvml: default: `pynvml`.
-
-    Raises NoControl if they do not exist or their clocks may not be set, which is tested by setting the highest clock.
-    """
+    """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs.
+    Raises NoControl if GPUs do not exist or their clocks may not be set, tested by setting the highest clock. nvml: default: `pynvml`."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -104,13 +102,11 @@ def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
 
 
 @dataclass
-class Pace(Watcher):
-    """Watcher that sets a rank's GPU, the only one in `gpus`, to the planned clock before each action of training.
+class ClockSetter(Watcher):
+    """Watcher that locks a rank's GPU to the planned clock before each action of training, and unlocks it before an update.
 
-    mhz: planned clock of each action. An action without one keeps the previous clock. From an update to the next step, the driver
-    chooses the clock. settle: waits until the GPU has executed its queue, because kernels are queued and clock changes are not. lost:
-    called once, with the reason, if the driver refuses a clock; training then continues at the driver's clocks. on: False after that.
-    """
+    gpus: the rank's one GPU. mhz: action -> its planned clock; other actions keep the previous clock. settle: waits until the GPU has
+    executed all queued kernels. lost: called with the reason if the driver refuses a clock, after which `on` is False."""
 
     gpus: Gpus
     mhz: Mapping[Action, float]
@@ -120,12 +116,12 @@ class Pace(Watcher):
 
     def before(self, action: Action) -> None:
         locked, mhz = self.gpus.locked[0], self.mhz.get(action, 0.0)
-        frees = action.op is Op.U
-        if not self.on or (not locked if frees else mhz in (0, locked)):
+        unlocks = action.op is Op.U
+        if not self.on or (not locked if unlocks else mhz in (0, locked)):
             return
         self.settle()
         try:
-            if frees:
+            if unlocks:
                 self.gpus.free(0)
             else:
                 self.gpus.lock(0, mhz)
@@ -138,7 +134,7 @@ class Pace(Watcher):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of a change. joules: energy that each GPU used."""
+    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of a change. joules: energy used by each GPU."""
 
     changes: int
     latest_s: float
@@ -153,10 +149,8 @@ def rehearse(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.perf_counter,
 ) -> Rehearsal:
-    """Set each action's clock at its planned start, for `steps` steps without computation, and measure the delays.
-
-    sleep, now: clock in seconds, for tests.
-    """
+    """Set the GPUs' clocks as in `steps` steps of the plan, without computation, and measure the delay of each change.
+    sleep, now: replaced in tests."""
     begins = sorted(
         (span.start, rank, clock.mhz)
         for rank, spans in enumerate(plan.timeline.spans)

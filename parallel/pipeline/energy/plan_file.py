@@ -1,9 +1,8 @@
-"""Reads and writes energy plans as JSON files: `moe energy --out plan.json` writes one, and training reads it.
+"""Reads and writes energy plans as JSON files: `moe energy --out plan.json` writes a plan, and training reads it.
 
     {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
 
-The order of actions is part of the plan, and training follows it: 1F1B may have a longer warm-up, and the clocks use its slack. 0 MHz
-means that an action has no clock of its own (sums and updates).
+Training follows the plan's order of actions, because 1F1B may have a longer warm-up in the plan. 0 MHz: the action has no planned clock.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 from parallel.errors import BadInput
 from parallel.fixes import Fix
 from parallel.pipeline.check import check
+from parallel.pipeline.energy.clocks import is_number
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Schedule
 from parallel.store.files import read_text, write_text
@@ -26,7 +26,7 @@ _MOST_MHZ = 1e5
 
 @dataclass(frozen=True)
 class ClockedSchedule:
-    """A schedule in the order of its energy plan. mhz: for each rank, action -> its clock."""
+    """A schedule with the order of actions of its energy plan. mhz: for each rank, action -> its planned GPU clock."""
 
     schedule: Schedule
     mhz: tuple[Mapping[Action, float], ...]
@@ -51,7 +51,7 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
 
 
 def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str) -> ClockedSchedule:
-    """Read a plan for this schedule. Raises BadInput, with `what` and `fix`, if the file is no plan or belongs to another schedule."""
+    """Read a plan for this schedule. Raises BadInput, with `what` and `fix`, if the file is not a plan or is for another schedule."""
     size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
 
     def wrong(got: str) -> BadInput:
@@ -78,22 +78,21 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order")  # schedule.pairs are positions in its own order
+        raise wrong("another order")  # schedule.pairs are positions in the schedule's own order
     return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 
 def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:
-    """Return (action, MHz) of each rank's actions, in order, from a plan file's contents; None if any entry is wrong."""
+    """Return for each rank its (action, MHz) in order, from the parsed JSON of a plan file; None if any part of it is wrong."""
     if not isinstance(value, dict) or not isinstance(value.get("schedule"), str) or not isinstance(value.get("ranks"), list):
         return None
     found: list[list[tuple[str, float]]] = []
     for rank in value["ranks"]:
         entries: list[Any] = rank if isinstance(rank, list) else [None]
-        if not all(isinstance(entry, dict) and isinstance(entry.get("action"), str) and _is_clock(entry.get("mhz")) for entry in entries):
+        if not all(
+            isinstance(entry, dict) and isinstance(entry.get("action"), str) and is_number(entry.get("mhz"), below=_MOST_MHZ)
+            for entry in entries
+        ):
             return None
         found.append([(entry["action"], float(entry["mhz"])) for entry in entries])
     return found
-
-
-def _is_clock(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST_MHZ

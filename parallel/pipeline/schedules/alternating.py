@@ -1,14 +1,12 @@
-"""Makes zero-bubble orders for stages of unequal times, by the rules of the paper [2401.10241, section 3.1]. `search` starts from them.
+"""Heuristic zero-bubble orders for unequal stages, one stage a rank [2401.10241, section 3.1]. `search` tries all 16 settings of 4 options.
 
-    warm-up    as many F as memory allows and as end before the first I's input arrives
-                   late: one more F, even if it delays that I
-                   waiting: the time of F includes its wait for the previous rank's result
-    steady     one F and one I in turn. W fills waits that are long enough, and comes before F if memory is full
-                   always: W also fills shorter waits. If False, only those that would make this rank's total wait the longest of all
-                   skip: a rank that is two F ahead of the next rank leaves out an F if that does not raise the longest total wait
-    end        the remaining W; on rank 0 they begin as soon as all F are done, because no rank waits for its I
-
-Each rank has one stage. The four options give sixteen orders, of which `search` takes the best.
+warm-up    F passes until memory is full or the input of the first I arrives
+               late: one more F, even if it delays the first I
+               waiting: the estimated end of F includes its wait for the previous rank's result
+steady     one F and one I in turn. W fills a wait if it fits, and runs before F if memory is full
+               always: W fills any wait. False: a wait shorter than W is filled only if it would make this rank's idle time the largest
+               skip: a rank that is two F ahead of the next rank leaves out its F if the largest idle time does not grow
+end        the remaining W. On rank 0 they start as soon as all F are done, because no rank waits for its I
 """
 
 from __future__ import annotations
@@ -20,11 +18,8 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Alternating:
-    """Builds one order. The options late, waiting, skip and always are explained at the top of this file.
-
-    times: for each rank, F, I or W -> its duration. sent: duration of a message. memory: most micro-batches that a rank may keep until
-    their W; None: no limit.
-    """
+    """Builds the orders of all ranks for one setting of the options late, waiting, skip and always (top of this file).
+    times: for each rank, F, I or W -> its duration. sent: time of a message. memory: most micro-batches kept until W; None: no limit."""
 
     def __init__(
         self,
@@ -44,11 +39,11 @@ class Alternating:
         self.ranks, self.last = range(len(times)), len(times) - 1
         self.done: list[list[Action]] = [[] for _ in times]
         self.counts = {op: [0] * len(times) for op in (Op.F, Op.I, Op.W)}
-        self.free, self.waited = [0.0] * len(times), [0.0] * len(times)
+        self.free, self.waited = [0.0] * len(times), [0.0] * len(times)  # for each rank: time at which it is free; idle time so far
         self.ended: dict[Action, float] = {}
 
     def orders(self) -> list[list[Action]]:
-        """Return the orders of all ranks, without updates."""
+        """Return the order of each rank, without U."""
         self._warm_up()
         for _ in range(1, self.microbatches):
             for rank in self._ranks_with_forward():
@@ -77,7 +72,7 @@ class Alternating:
                     break
                 more[rank] += 1
             due = max(ends[rank][more[rank]], due + self.sent) + self.times[rank][Op.I]
-        for rank in self.ranks[1:]:  # fewer extra F than the previous rank, unless that has started all micro-batches
+        for rank in self.ranks[1:]:  # fewer additional F than the previous rank has, unless that rank has started all micro-batches
             ahead = more[rank - 1]
             more[rank] = min(more[rank], ahead if 1 + ahead == self.microbatches else max(0, ahead - 1))
         for rank in self.ranks:
@@ -87,10 +82,8 @@ class Alternating:
             self._do(Op.I, rank)
 
     def _forward_ends(self) -> list[list[float]]:
-        """Return for each rank the ends of its first F, as many as memory holds, if they follow one another directly.
-
-        With `waiting`, each of them starts after its input arrives.
-        """
+        """Return for each rank the end times of its first F passes, up to `memory` of them, estimated as if they ran without pause.
+        With `waiting`, an F does not start before its input arrives."""
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]
@@ -102,7 +95,7 @@ class Alternating:
         return ends
 
     def _ranks_with_forward(self) -> list[int]:
-        """Return the ranks that do their next F now. If a rank skips its F, all ranks before it skip theirs too."""
+        """Return the ranks that run their next F in this round, in ascending order. If a rank skips its F, so do all previous ranks."""
         found: list[int] = []
         for rank in reversed(self.ranks):
             begun = self.counts[Op.F]
@@ -118,12 +111,12 @@ class Alternating:
             return False
         following = self.times[rank + 1]
         gap = self.free[rank + 1] + following[Op.F] + following[Op.I] + self.sent - self.free[rank]
-        full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # number of W that must free memory first
+        full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # number of W that must run first to free memory for F
         took = self.times[rank][Op.F] + full * self.times[rank][Op.W]
         return gap < took and gap <= max(self.waited) - self.waited[rank]
 
     def _fill(self, rank: int, arrival: float) -> None:
-        """Fill a rank's wait until time `arrival` with W."""
+        """Run pending W of a rank until the time `arrival`."""
         took = self.times[rank][Op.W]
         while self._has_pending(rank) and self.free[rank] + took <= arrival:
             self._do(Op.W, rank)
@@ -135,7 +128,7 @@ class Alternating:
         return self.counts[Op.W][rank] < self.counts[Op.I][rank]
 
     def _arrival(self, op: Op, rank: int) -> float:
-        """Return the time at which the input of the rank's next F or I arrives from another rank; 0 if it needs none."""
+        """Return the time at which the rank's next F or I receives its input from another rank; 0 if it receives nothing."""
         before = rank - 1 if op is Op.F else rank + 1
         if not 0 <= before <= self.last:
             return 0.0

@@ -1,9 +1,7 @@
-"""Lists the schedules by name. A new schedule is one function and one row here.
+"""Lists the schedules by name. Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
 
-Letters in the schedules' files: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time; F, B, I and W are
-also their times. Bubble: idle time divided by ideal time. In flight: between its forward and its backward pass.
-
-Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
+Letters in this folder: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time; F, B, I and W are actions and
+their times. Bubble: idle time divided by ideal time. In flight: between its forward and its backward pass.
 """
 
 from __future__ import annotations
@@ -15,23 +13,23 @@ from parallel.fixes import Remove, Set, guess
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.chimera import chimera, chimera_refusal
 from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal, dualpipe_v, dualpipe_v_refusal
-from parallel.pipeline.schedules.gpipe import all_at_once, gpipe, gpipe_seconds
-from parallel.pipeline.schedules.interleaved import interleaved, interleaved_held, interleaved_seconds
+from parallel.pipeline.schedules.gpipe import all_in_flight, gpipe, gpipe_seconds
+from parallel.pipeline.schedules.interleaved import interleaved, interleaved_peaks, interleaved_seconds
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, PassTimes, Placed, ScheduleKind, Size
 from parallel.pipeline.schedules.looped_bfs import looped_bfs
 from parallel.pipeline.schedules.naive import naive, naive_seconds
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b, one_f_one_b_seconds
 from parallel.pipeline.schedules.pipedream import pipedream, pipedream_age
-from parallel.pipeline.schedules.two_bw import two_bw, two_bw_age, two_bw_refusal
+from parallel.pipeline.schedules.two_bw import two_bw, two_bw_refusal
 from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-ADVISED = "1f1b"  # proposed in place of a schedule that a recipe cannot have: whole backward passes, and a step drains the pipeline
+ADVISED = "1f1b"  # proposed if a recipe cannot have its schedule: 1f1b does not split backward passes, and drains in every step
 _OLDER = "gradients are computed with older weights, so losses differ from one process; better: zb_h1"
 
 
 def _batches(build: Callable[[int, int], Schedule]) -> Callable[[Size], Schedule]:
-    """Return a function that makes the schedule of a size from a function of (ranks, micro-batches) that makes one batch."""
+    """Turn `build`, a function (ranks, micro-batches) -> schedule of one batch, into a function Size -> schedule of `size.batches`."""
     return lambda size: build(size.ranks, size.microbatches).repeated(size.batches)
 
 
@@ -39,7 +37,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "naive": ScheduleKind(
         _batches(naive), "one rank works at a time", seconds=naive_seconds, rounds=1, advice="one rank works at a time; better: 1f1b"
     ),
-    "gpipe": ScheduleKind(_batches(gpipe), "all forwards, then all backwards", seconds=gpipe_seconds, held=all_at_once),
+    "gpipe": ScheduleKind(_batches(gpipe), "all forwards, then all backwards", seconds=gpipe_seconds, peaks=all_in_flight),
     "pipedream": ScheduleKind(
         lambda s: pipedream(s.ranks, s.microbatches, batches=s.batches, vertical_sync=s.vertical_sync),
         "an update a micro-batch, stashed weights",
@@ -56,7 +54,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         refusal=two_bw_refusal,
         seconds=one_f_one_b_seconds,
         rounds=2,
-        age=two_bw_age,
+        age=lambda size, stage: 1,
         advice=_OLDER,
     ),
     "1f1b": ScheduleKind(_batches(one_f_one_b), "PipeDream-Flush: forward and backward in turn", seconds=one_f_one_b_seconds, rounds=1),
@@ -65,7 +63,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         "1F1B over several chunks a rank",
         chunks=None,
         seconds=interleaved_seconds,
-        held=interleaved_held,
+        peaks=interleaved_peaks,
     ),
     "chimera": ScheduleKind(
         lambda s: chimera(s.ranks, s.microbatches, pipelines=s.pipelines).repeated(s.batches),
@@ -80,7 +78,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "v_half": ScheduleKind(_batches(v_half), "half of 1F1B's memory, on a V", chunks=2, placed="v", steady=False),
     "v_min": ScheduleKind(_batches(v_min), "a third of 1F1B's memory, on a V", chunks=2, placed="v", rounds=2),
     "dualpipe_v": ScheduleKind(
-        _batches(dualpipe_v), "forward beside backward on a V", chunks=2, placed="v", refusal=dualpipe_v_refusal, rounds=2
+        _batches(dualpipe_v), "a forward together with a backward pass, on a V", chunks=2, placed="v", refusal=dualpipe_v_refusal, rounds=2
     ),
     "dualpipe": ScheduleKind(
         _batches(dualpipe), "the same in two directions, replicas of each stage", placed="both_ways", refusal=dualpipe_refusal
@@ -89,7 +87,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches),
         "all micro-batches through each chunk",
         chunks=None,
-        held=all_at_once,
+        peaks=all_in_flight,
     ),
 }
 
@@ -104,12 +102,11 @@ def make_schedule(
     vertical_sync: bool | None = None,
     pipelines: int | None = None,
 ) -> Schedule:
-    """Make the schedule `name` for `ranks` pipeline ranks. Raises BadInput for impossible sizes, with the nearest possible one.
+    """Make the schedule `name`. Raises BadInput for impossible sizes, with the nearest possible size as the fix.
 
-    microbatches: number of micro-batches in a batch. chunks: number of stages a rank, for schedules that leave the choice; 2 by default.
-    batches: number of batches, one after the other; 1 by default, and 2 for two_bw, whose first batch alone looks like 1F1B's.
-    vertical_sync: only for pipedream, False by default. pipelines: only for chimera, 2 by default.
-    """
+    microbatches: number in one batch. chunks: stages a rank, for schedules that leave the choice; 2 by default.
+    batches: 1 by default; 2 for two_bw, whose first batch alone is the same as 1F1B's.
+    vertical_sync: only for pipedream, False by default. pipelines: only for chimera, 2 by default."""
     kind = kind_of(name)
     own = {"vertical_sync": vertical_sync, "pipelines": pipelines}
     for option, value in own.items():
@@ -133,19 +130,19 @@ def make_schedule(
 
 
 def placed(name: str) -> Placed:
-    """Return the placement of a schedule's stages; `line` for orders from a file, which are not in the catalog."""
+    """Return the placement of a schedule's stages on ranks; `line` for a schedule that was read from a file."""
     kind = SCHEDULES.get(name)
     return "line" if kind is None else kind.placed
 
 
 def closed_form(name: str) -> Callable[[PassTimes], float] | None:
-    """Return the closed form of a schedule's time; None if it must be simulated, as orders from a file must be."""
+    """Return the closed form of a schedule's time. None if it must be simulated, for example because it was read from a file."""
     kind = SCHEDULES.get(name)
     return None if kind is None else kind.seconds
 
 
 def fewer_ranks(name: str, most: int) -> int:
-    """Return the largest number of ranks, at most `most`, for which the schedule exists; 1 (no pipeline) if there is none."""
+    """Return the largest number of ranks up to `most` for which the schedule is possible; 1 (no pipeline) if there is none."""
     kind = SCHEDULES.get(name)
     if kind is None:
         return max(1, most)
@@ -154,7 +151,7 @@ def fewer_ranks(name: str, most: int) -> int:
 
 
 def kind_of(name: str) -> ScheduleKind:
-    """Return the catalog's row for a schedule's name. Raises BadInput for an unknown name."""
+    """Return the schedule's row in SCHEDULES. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         fix = guess(near) if near else "choose one of them"

@@ -1,19 +1,12 @@
-"""DualPipe and DualPipe-V [2412.19437, section 3.2.1]: a rank runs F of one of its stages together with B of the other, as one block.
+"""DualPipe and DualPipe-V [2412.19437, section 3.2.1]: F of one micro-batch and B of another run as one block (a pair), so that the
+communication of each overlaps with the compute of the other.
 
-In the steady state F and B form pairs: the communication of one overlaps with the compute of the other. F&B is the time of a pair.
+DualPipe-V: two chunks a rank, placed as a V. 2 p + 1 chunks are in flight. If F = I, a rank is idle for (p - 1) (F&B + B - 3 W), where F&B
+is the time of a pair. With `paired=False`, F and B run one after the other: (p - 1) (F + I - W) if I is not longer than F.
 
-DualPipe-V: two chunks a rank, placed as a V (as ZB-V in zero_bubble.py). 2 p + 1 chunks are in flight. If F = I, the idle time is
-(p - 1) (F&B + B - 3 W), where times are for one chunk and B = I + W. With `paired=False`, F and B run one after the other and each result
-is sent at once: the idle time is then (p - 1) (F + I - W) if I is not longer than F. That is less, unless the overlap saves more.
-
-DualPipe: two pipelines in opposite directions, each with half of the micro-batches.
-
-    rank 0   stage 0 of the pipeline down, stage p - 1 of the pipeline up
-    rank r   stages r and p - 1 - r; rank p - 1 - r holds the same two
-
-A rank of the first half has the order of a DualPipe-V rank, with two directions instead of two chunks. The second half is its mirror
-image. So each stage has two replicas, as in Chimera, and S sums their gradients. p + 1 micro-batches are in flight on every rank. The idle
-time is that of DualPipe-V on half the ranks with twice the layers each: (p / 2 - 1) (F&B + B - 3 W), or (p / 2 - 1) (F + I - W).
+DualPipe: two pipelines in opposite directions, each with half of the micro-batches. Ranks r and p - 1 - r both hold stages r and p - 1 - r,
+and S all-reduces their gradients. A rank of the first half has the order of a DualPipe-V rank, with two directions instead of two chunks;
+the second half is its mirror image. p + 1 micro-batches are in flight. The idle time has p / 2 - 1 in place of p - 1.
 """
 
 from __future__ import annotations
@@ -28,14 +21,14 @@ from parallel.pipeline.schedules.zero_bubble import NumberedOrder
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Build DualPipe-V, with at least two micro-batches a rank. paired: F and B run as one block."""
+    """Build DualPipe-V. `microbatches` must be at least 2 * ranks. paired: F and B run as one block."""
     pairs: set[Node] = set()
     orders = [_v_order(rank, ranks, microbatches, pairs) for rank in range(ranks)]
     return replace(flushed("dualpipe_v", folded(ranks), microbatches, orders), pairs=frozenset(pairs if paired else ()))
 
 
 def dualpipe_v_refusal(size: Size) -> BadInput | None:
-    """Refuse fewer than two micro-batches a rank."""
+    """Return an error for fewer than two micro-batches a rank."""
     least = 2 * size.ranks
     if size.microbatches >= least:
         return None
@@ -44,7 +37,7 @@ def dualpipe_v_refusal(size: Size) -> BadInput | None:
 
 
 def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Build DualPipe. `ranks` and `microbatches` are even, with at least two micro-batches a rank. paired: F and B run as one block."""
+    """Build DualPipe. `ranks` and `microbatches` must be even, and `microbatches` at least 2 * ranks. paired: F and B run as one block."""
     half = dualpipe_v(ranks // 2, microbatches // 2, paired=paired)
     orders = [_order(half.orders[min(rank, ranks - 1 - rank)], rank, ranks, microbatches // 2) for rank in range(ranks)]
     homes = [sorted((stage, ranks - 1 - stage)) for stage in range(ranks)]
@@ -53,7 +46,7 @@ def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
 
 
 def dualpipe_refusal(size: Size) -> BadInput | None:
-    """Refuse an odd number of ranks or micro-batches, and fewer than two micro-batches a rank."""
+    """Return an error for an odd number of ranks or micro-batches, or for fewer than two micro-batches a rank."""
     ranks, microbatches = size.ranks, size.microbatches
     if ranks % 2:
         needed = "an even number for dualpipe, because its two directions meet in the middle"
@@ -66,8 +59,9 @@ def dualpipe_refusal(size: Size) -> BadInput | None:
 
 
 def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list[Action]:
-    """Return the order of a rank of DualPipe-V, and add its pairs to `pairs`."""
-    down, up, after = rank, 2 * ranks - 1 - rank, ranks - 1 - rank  # stages of the chunks down and up; number of ranks after this one
+    """Return a DualPipe-V rank's order without updates. Adds the nodes of its pairs to `pairs`."""
+    down, up = rank, 2 * ranks - 1 - rank  # stages of the rank's two chunks
+    after = ranks - 1 - rank  # number of ranks after this one
     to = NumberedOrder()
 
     def pair(forward: int, backward: int) -> None:
@@ -80,19 +74,19 @@ def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list
     for _ in range(rank + 1):
         to.forward(down)
         to.forward(up)
-    for _ in range(after):  # the warm-up is over: W right after its I delays no other rank here
+    for _ in range(after):
         to.input(up)
         to.weights()
         to.forward(up)
     for _ in range(microbatches - 2 * ranks + rank + 1):
         pair(down, up)
         pair(up, down)
-    if not after:  # on the last rank, the first F and B are no pair, so that F's result is sent sooner
+    if not after:  # on the last rank, the first F and B are not paired, so that F's result is sent earlier
         pairs.discard(Node(rank, 2 * (rank + 1)))
     for _ in range(after):
         to.backward(up)
         pair(up, down)
-    for n in range(2 * (rank + 1)):  # the last backward passes: half of them as B, half as I with W that fill later waits
+    for n in range(2 * (rank + 1)):  # last backward passes: the first half as B, the second half as I, whose W fill later waits
         stage = up if n % 2 == 0 else down
         (to.input if n > rank else to.backward)(stage)
     for _ in range(after):
@@ -104,11 +98,8 @@ def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list
 
 
 def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[Action]:
-    """Return the order of a rank of DualPipe, made from that of a DualPipe-V rank, `side`.
-
-    The pipeline down has the first `each` micro-batches, the pipeline up the rest. S of each stage follows its last gradient, which comes
-    after all pairs.
-    """
+    """Return the order of a DualPipe rank, without updates, made from `side`, the order of a DualPipe-V rank.
+    each: number of micro-batches of one pipeline; the pipeline down has the first of them. S of a stage follows its last B or W."""
     first_half, complete, found = 2 * rank < ranks, stage_complete_at(side), []
     for at, (op, stage, microbatch, _) in enumerate(side):
         if op is Op.U:

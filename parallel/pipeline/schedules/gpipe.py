@@ -14,18 +14,18 @@ from parallel.pipeline.simulator.held import RankPeaks
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Build GPipe. Backward passes have the order of the forward passes."""
+    """Build GPipe. Backward passes run in the same order of micro-batches as forward passes."""
     orders = [[Action(op, rank, j) for op in (Op.F, Op.B) for j in range(microbatches)] for rank in range(ranks)]
     return flushed("gpipe", one_stage_a_rank(ranks), microbatches, orders)
 
 
 def gpipe_seconds(passes: PassTimes) -> float:
-    """Return the time of all forward passes plus that of all backward passes, each sum t + (m - 1) max t over the ranks' times t."""
-    ways = ([x + passes.waits / 2 for x in way] for way in (passes.forward, passes.backward))
-    return sum(sum(way) + (passes.microbatches - 1) * max(way) for way in ways)
+    """Return the seconds of a step: for each of the two directions sum t + (m - 1) max t, where t is a rank's time for one pass."""
+    directions = ([x + passes.waits / 2 for x in times] for times in (passes.forward, passes.backward))
+    return sum(sum(times) + (passes.microbatches - 1) * max(times) for times in directions)
 
 
-def all_at_once(size: Size) -> tuple[RankPeaks, ...]:
-    """Return the peak activations of schedules in which every rank keeps all micro-batches of each of its stages."""
+def all_in_flight(size: Size) -> tuple[RankPeaks, ...]:
+    """Return each rank's peak activations for a schedule that keeps all micro-batches of all stages until the backward passes."""
     p, v = size.ranks, size.chunks
     return tuple(RankPeaks(tuple(range(r, p * v, p)), ((size.microbatches,) * v,)) for r in range(p))

@@ -1,16 +1,12 @@
 """Interleaved 1F1B [2104.04473, section 2.2]: each rank has v chunks of layers; rank r holds stages r, p + r, 2p + r, ...
 
-A micro-batch passes all ranks v times, with 1/v of the work each time. So the warm-up costs 1/v as much: the bubble is (p - 1) / (v m),
-with v times the messages. Micro-batches run in groups of p or a few more. A group runs through chunk 0, chunk 1, ..., then the next group:
+The bubble is (p - 1) / (v m), with v times the messages of 1F1B. Micro-batches run in groups of at least p. A group runs through all chunks
+before the next group starts. Sizes of groups differ by at most one, so m need not be a multiple of p:
 
     p = 3, m = 7     groups of 4 and 3     chunk 0: 0 1 2 3, chunk 1: 0 1 2 3, chunk 0: 4 5 6, chunk 1: 4 5 6
 
-m need not be a multiple of p: there are m // p groups, with sizes that differ by at most one. If the largest group has n micro-batches,
-rank r has min(m v, 2 (p - 1 - r) + (v - 1) n + 1) chunks in flight. If p divides m, n = p, and rank 0 keeps 1 + (p - 1) / (p v) times the
-activations of 1F1B's first rank. Fewer than p micro-batches are one group. It ends a chunk on rank 0 before its first micro-batch has
-passed all ranks, so each chunk but the last costs a wait of p - m, and the bubble is (p - 1 + (v - 1) (p - m)) / (v m).
-
-If m // p divides m, torch.distributed.pipelining has the same order. Megatron-Core has groups of a given size and a smaller last one.
+If the largest group has n micro-batches, rank r has min(m v, 2 (p - 1 - r) + (v - 1) n + 1) chunks in flight. If m < p, there is one
+group, and the bubble is (p - 1 + (v - 1) (p - m)) / (v m). If m // p divides m, torch.distributed.pipelining has the same order.
 """
 
 from __future__ import annotations
@@ -38,40 +34,34 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def groups(ranks: int, microbatches: int) -> list[int]:
-    """Return the sizes of the groups of micro-batches: at least `ranks` each, as equal as possible, the larger first; one if m < ranks."""
+    """Return the number of micro-batches in each group: at least `ranks`, as equal as possible, the larger first. If m < p: one group."""
     count = max(1, microbatches // ranks)
     each, more = divmod(microbatches, count)
     return [each + 1] * more + [each] * (count - more)
 
 
 def interleaved_seconds(passes: PassTimes) -> float:
-    """Return m max t + (sum t - max t) / v, where t is a rank's time for one micro-batch; sum t + (m - 1) max t / v if m < p."""
+    """Return a step's seconds: m max t + (sum t - max t) / v, or sum t + (m - 1) max t / v if m < p. t: a rank's time of a micro-batch."""
     total, m, v = passes.total, passes.microbatches, passes.chunks
     if m < len(total):
         return sum(total) + (m - 1) * max(total) / v
     return m * max(total) + (sum(total) - max(total)) / v
 
 
-def interleaved_held(size: Size) -> tuple[RankPeaks, ...]:
-    """Return the peak activations of each rank, counted with the fewest micro-batches that reach these peaks.
-
-    Two groups are enough if all have p micro-batches. If some are larger, it takes p + 1, because ranks then reach their peaks in
-    different groups.
-    """
+def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
+    """Return the peak activations of each rank. Counts 2 groups of p, or p + 1 unequal groups; more groups do not change the peaks."""
     p, more = size.ranks, size.microbatches % size.ranks
-    return _held(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
+    return _peaks(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
 
 
 @cache
-def _held(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
-    """Return each rank's peaks, counted without building a schedule: after the warm-up, forward and backward passes alternate.
-
-    The numbers of micro-batches kept of all chunks are the digits of one number in base microbatches + 1.
-    """
+def _peaks(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
+    """Count each rank's peaks without a schedule. A rank's activations are one number in base microbatches + 1, with a digit for each
+    chunk: the number of micro-batches that have passed the chunk forward and not yet backward."""
     sizes, base = groups(ranks, microbatches), microbatches + 1
     passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
-    forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))
-    backward = list(accumulate((base**chunk for chunk in passes), initial=0))  # starts of backward passes, from the last chunk to the first
+    forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))  # after n forward passes
+    backward = list(accumulate((base**chunk for chunk in passes), initial=0))  # after n backward passes, which start with the last chunk
     found = []
     for rank in range(ranks):
         ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * sizes[0] + 1, len(passes))

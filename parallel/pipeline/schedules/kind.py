@@ -1,10 +1,4 @@
-"""Facts about a schedule, for checks, simulator, planner and verify: one ScheduleKind for each schedule, listed in catalog.py.
-
-    make       size -> Schedule                               refusal    error for impossible sizes, with the nearest possible one
-    seconds    closed form of its time; None: simulated       held       closed form of the kept activations; None: counted
-
-Facts that can be read from an order of actions are properties, not fields: `splits_backward` and `update_every`.
-"""
+"""ScheduleKind: what checks, simulator, planner and `moe verify` know about a schedule."""
 
 from __future__ import annotations
 
@@ -19,15 +13,13 @@ from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.simulator.held import RankPeaks
 
 Placed = Literal["line", "v", "both_ways"]
-DEFAULT_CHUNKS = 2  # number of stages a rank if the schedule leaves the choice and none is given
+DEFAULT_CHUNKS = 2  # stages a rank if the schedule leaves the choice and the user gives no number
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters of a schedule: `batches` of `microbatches` each, `chunks` stages a rank.
-
-    vertical_sync: all stages read the first stage's weight version (PipeDream). pipelines: number of pipelines (Chimera).
-    """
+    """Parameters of a schedule. microbatches: number in one batch. chunks: stages a rank.
+    vertical_sync: all stages read the first stage's weight version (PipeDream). pipelines: number of pipelines (Chimera)."""
 
     ranks: int
     microbatches: int
@@ -38,11 +30,9 @@ class Size:
 
 
 class PassTimes(NamedTuple):
-    """Times from which a closed form computes a schedule's time.
-
-    forward, backward: seconds of one micro-batch on each rank, all of its stages together. waits: seconds that a rank waits for one
-    micro-batch's messages, both directions together.
-    """
+    """Input of a closed form of a schedule's time.
+    forward, backward: for each rank, seconds of one micro-batch's passes through all of its stages. waits: seconds that a rank waits for
+    the messages of one micro-batch, in both directions together."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -52,7 +42,7 @@ class PassTimes(NamedTuple):
 
     @property
     def total(self) -> list[float]:
-        """Return the seconds of one micro-batch on each rank: forward pass, backward pass and waits."""
+        """Return for each rank the seconds of one micro-batch: forward pass, backward pass and waits."""
         return [f + b + self.waits for f, b in zip(self.forward, self.backward, strict=True)]
 
 
@@ -65,14 +55,14 @@ class ScheduleKind:
     batches: number of batches if none is given.
     option: name of the Size field that only this schedule uses.
     placed: `line`: stage s on rank s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
-    refusal: size -> error that names an impossible `stages`, `pipelines` or `microbatches` and the nearest possible value, or None.
-    seconds: times -> seconds from the first forward to the last backward pass; None: they are simulated.
-    held: size -> peak activations of each rank; None: they are counted in an order of rounds * ranks micro-batches.
-    rounds: multiple of the ranks' number; with more micro-batches the peak activations stay the same. None: three rounds and the
-        remainder are counted.
-    steady: True if, after three rounds, each further round takes equally long, even if stages differ; False: whole steps are simulated.
-    age: (size, stage) -> number of updates between the weights that gradients were computed with and those they change; None: 0.
-    advice: why the schedule is not recommended, and which is better.
+    refusal: size -> error for an impossible `stages`, `pipelines` or `microbatches`, with the nearest possible value; None if possible.
+    seconds: times -> seconds from the first forward to the last backward pass; None: the planner simulates them.
+    peaks: size -> peak activations of each rank; None: the planner counts them in the schedule of at most rounds * ranks micro-batches.
+    rounds: with more than rounds * ranks micro-batches, peak activations stay the same. None: unknown; three rounds and the remainder
+        are counted.
+    steady: True if every `ranks` further micro-batches take equally long after the third such round; False: whole steps are simulated.
+    age: (size, stage) -> number of updates that were made between a gradient's forward pass and its own update; None: always 0.
+    advice: reason against the schedule, and the name of a better one.
     """
 
     make: Callable[[Size], Schedule]
@@ -83,7 +73,7 @@ class ScheduleKind:
     placed: Placed = "line"
     refusal: Callable[[Size], BadInput | None] = lambda size: None
     seconds: Callable[[PassTimes], float] | None = None
-    held: Callable[[Size], tuple[RankPeaks, ...]] | None = None
+    peaks: Callable[[Size], tuple[RankPeaks, ...]] | None = None
     rounds: int | None = None
     steady: bool = True
     age: Callable[[Size, int], int] | None = None
@@ -91,21 +81,21 @@ class ScheduleKind:
 
     @property
     def continuous(self) -> bool:
-        """True if updates do not wait for the pipeline to drain, so that gradients belong to older weights than those they change."""
+        """True if updates do not wait for the pipeline to drain, so that gradients were computed with older weights."""
         return self.age is not None
 
     @cached_property
     def _example(self) -> Schedule:
-        """Return a schedule of the smallest possible size, from which the properties read its facts."""
+        """Return the schedule at its smallest possible size."""
         sizes = (Size(ranks, m, self.chunks or DEFAULT_CHUNKS) for ranks, m in product(range(2, 9), range(2, 33)))
         return self.make(next(size for size in sizes if self.refusal(size) is None))
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if backward passes are cut in two, I and W, so that weight gradients can be deferred."""
+        """True if the schedule has I and W in place of B."""
         return any(action.op is Op.I for order in self._example.orders for action in order)
 
     @cached_property
     def update_every(self) -> int | None:
-        """Number of micro-batches in an update, if it is fixed; None if an update sums all micro-batches of a step."""
+        """Micro-batches of one update if the schedule updates more than once a batch; None if an update uses all of the batch."""
         return self._example.microbatches_per_update if self._example.num_updates > 1 else None

@@ -1,7 +1,7 @@
-"""Breadth-first pipeline [2211.05953]: v chunks a rank as in interleaved, but all micro-batches pass a chunk before the next begins.
+"""Breadth-first pipeline [2211.05953]: v chunks a rank as in interleaved 1F1B, but all micro-batches pass one chunk before the next.
 
-The bubble is (p - 1) / (v m) for any number of micro-batches; all m v chunks are in flight. A chunk's weights are used without
-interruption in each direction, so sharded weights are gathered once a chunk, not once a micro-batch. Backward passes run in reverse order.
+The bubble is (p - 1) / (v m). All m v activations of chunks are in flight. Sharded weights are gathered once for each chunk and direction,
+not once a micro-batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed, looped
 
 
 def looped_bfs(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Build the breadth-first schedule, with `chunks` stages a rank. Fewer micro-batches than ranks add a wait between chunks."""
+    """Build the breadth-first schedule, with `chunks` stages a rank."""
     orders = []
     for rank in range(ranks):
         stages = range(rank, ranks * chunks, ranks)

@@ -13,7 +13,7 @@ from parallel.pipeline.schedules.kind import PassTimes
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:
-    """Build the schedule in which each micro-batch passes through all stages and back before the next begins. One rank works at a time."""
+    """Build the naive schedule: the next micro-batch starts when the last one's backward pass has reached the first stage."""
     orders = [[Action(op, rank, j) for j in range(microbatches) for op in (Op.F, Op.B)] for rank in range(ranks)]
     return flushed("naive", one_stage_a_rank(ranks), microbatches, orders)
 

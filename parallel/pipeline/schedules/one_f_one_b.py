@@ -15,7 +15,7 @@ from parallel.pipeline.schedules.kind import PassTimes
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | None = None) -> Schedule:
-    """Build 1F1B. extra_warmup: for each rank, additional forward passes in its warm-up; each keeps one more micro-batch (EnvPipe)."""
+    """Build 1F1B. extra_warmup: for each rank, number of additional forward passes in its warm-up (EnvPipe); None: 0."""
     extra = extra_warmup or [0] * ranks
     orders = []
     for rank in range(ranks):
@@ -26,7 +26,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | 
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> list[Action]:
-    """Return `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    """Return a rank's order: `warmup` forward passes, then one forward and one backward pass in turn, then the other backward passes."""
     ahead = min(warmup, len(forwards))
     order = list(forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -35,6 +35,6 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup
 
 
 def one_f_one_b_seconds(passes: PassTimes) -> float:
-    """Return sum t + (m - 1) max t, where t is a rank's time for one micro-batch [2104.04473]."""
+    """Return the seconds of a step: sum t + (m - 1) max t, where t is a rank's time for one micro-batch [2104.04473]."""
     total = passes.total
     return sum(total) + (passes.microbatches - 1) * max(total)

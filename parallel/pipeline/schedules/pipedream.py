@@ -1,11 +1,11 @@
-"""PipeDream [1806.03377]: 1F1B that never drains; every micro-batch is a batch, and its update follows its backward pass immediately.
+"""PipeDream [1806.03377]: 1F1B that never drains; each micro-batch is a batch of its own, and its update follows its backward pass.
 
     rank 0   0F0 0F1 ... 0B0 0U@1 0F2@1 ...
 
-A forward pass reads the newest weights of its stage, and its backward pass reads the same version again (weight stashing). So rank r
-keeps p - r versions, and micro-batch b reads version max(0, b - (p - 1 - r)). There is no bubble except the first warm-up, but gradients
-are delayed: w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync, every stage reads the
-version that the first stage reads, w(t - p + 1): the whole model has one delay, and every rank keeps p versions.
+A forward pass reads the newest weights of its stage, and its backward pass reads the same version (weight stashing). So rank r keeps p - r
+versions, and micro-batch b reads version max(0, b - (p - 1 - r)). The only bubble is the first warm-up, but gradients are old:
+w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync, all stages read version t - p + 1,
+and every rank keeps p versions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.pipeline.schedules.one_f_one_b import alternate
 
 
 def pipedream(ranks: int, microbatches: int, *, batches: int = 1, vertical_sync: bool = False) -> Schedule:
-    """Build PipeDream: `batches` of `microbatches` each run without a drain in between, with one update a micro-batch."""
+    """Build PipeDream for batches * microbatches micro-batches, with one update after each."""
     total = batches * microbatches
     orders = []
     for rank in range(ranks):
@@ -28,7 +28,7 @@ def pipedream(ranks: int, microbatches: int, *, batches: int = 1, vertical_sync:
 
 
 def with_updates(order: list[Action], *, every: int) -> list[Action]:
-    """Return the order with an update after the backward pass of each `every`-th micro-batch."""
+    """Return a rank's order with an update inserted after the backward pass of each `every`-th micro-batch."""
     updated = []
     for action in order:
         updated.append(action)
@@ -38,5 +38,5 @@ def with_updates(order: list[Action], *, every: int) -> list[Action]:
 
 
 def pipedream_age(size: Size, stage: int) -> int:
-    """Return by how many updates a stage's gradients are delayed: p - 1 - s on stage s of p; with vertical sync p - 1 on all stages."""
+    """Return the age of a stage's gradients in updates: p - 1 - s on stage s of p, or p - 1 on all stages with vertical sync."""
     return size.ranks - 1 - (0 if size.vertical_sync else stage)

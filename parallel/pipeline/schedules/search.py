@@ -1,13 +1,11 @@
-"""Searches for a fast order, for stages and links of unequal times and a limit of memory.
+"""Local search for a fast schedule, for stages and links of unequal times and limited memory. Deterministic (fixed seed).
 
-    start      all schedules of the catalog with the same placement that fit into memory
-               greedy orders: a rank takes the action that can start first; W fills waits, or frees memory when it is full
-               with one stage a rank, also the orders of alternating.py
-    improve    move one action within its rank's order, and keep the new order if it fits and is not slower in the simulator
+    start      the fastest of: the catalog's schedules with the same placement; greedy schedules; with one stage a rank, also the
+               schedules of alternating.py. Only schedules that fit into memory are taken
+    improve    move one action to another place in its rank's order; keep the change if it fits and is not slower in the simulator
 
-So the result is never slower than a schedule of the catalog that has the same placement and fits. Placements: `line` (one stage a
-rank), `loop` (rank r holds stages r, p + r, ..., as in interleaved), `v` (stages r and 2 p - 1 - r, as in zb_v). The search has a fixed
-seed, so equal inputs give equal orders.
+Placements: `line` (one stage a rank), `loop` (rank r holds stages r, p + r, ..., as in interleaved), `v` (stages r and 2 p - 1 - r, as in
+zb_v).
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, makespan
 
-MOVED = 2**21  # limit of (orders tried) * (actions in an order), which takes at most half a minute
+MAX_TRIED_ACTIONS = 2**21  # limit of (schedules tried) * (actions of a schedule), so that a search takes at most half a minute
 
 
 def homes_of(placement: str, ranks: int, chunks: int) -> Sequence[tuple[int]]:
-    """Return the rank of each stage, as a tuple of one. placement: see above. chunks: number of stages a rank, for `loop`."""
+    """Return for each stage a tuple with its one rank. placement: line, loop or v. chunks: stages a rank, used only for `loop`."""
     return {"line": one_stage_a_rank(ranks), "loop": looped(ranks, chunks), "v": folded(ranks)}[placement]
 
 
 class Problem(NamedTuple):
-    """Inputs of `search`, which explains them. homes: ranks of each stage."""
+    """Arguments of `search`, and `homes`: for each stage a tuple with its rank."""
 
     placement: str
     ranks: int
@@ -68,16 +66,15 @@ def search(
     overlap: bool = True,
     rounds: int = 300,
 ) -> Schedule:
-    """Return the schedule with the shortest makespan that is found on a placement. Raises BadInput if none fits into `memory`.
+    """Return the fastest schedule that is found for a placement. Raises BadInput if none fits into `memory`.
 
-    cost, transfer_time, overlap: as for `simulate`; times must not depend on the micro-batch. chunks: number of stages a rank, for `loop`.
-    memory: most micro-batches, each through all layers of the rank, that it may keep until W; None: no limit. rounds: number of moves
-    that are tried; fewer if orders are long (MOVED).
-    """
+    cost, transfer_time, overlap: as for `simulate`; times must not depend on the micro-batch. chunks: stages a rank, for `loop`.
+    memory: maximum number of micro-batches whose activations a rank keeps until W, counted over all of its stages; None: no limit.
+    rounds: number of changes that are tried; fewer for long schedules (MAX_TRIED_ACTIONS)."""
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
     homes = homes_of(placement, ranks, chunks)
     problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap, homes)
-    found = [schedule for schedule in (*_of_catalog(problem), *_built(problem)) if problem.fits(schedule)]
+    found = [schedule for schedule in (*_of_catalog(problem), *_heuristic(problem)) if problem.fits(schedule)]
     if not found:
         raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix=Set("it", 1))
     best = min(found, key=problem.time)
@@ -85,19 +82,19 @@ def search(
 
 
 def _of_catalog(problem: Problem) -> Iterator[Schedule]:
-    """Yield the schedules of the catalog, for one batch, with the same placement of stages."""
+    """Yield the catalog's schedules of one batch that have the problem's placement."""
     for name, kind in SCHEDULES.items():
         if not kind.continuous and kind.chunks in (None, problem.chunks):
             try:
                 made = make_schedule(name, ranks=problem.ranks, microbatches=problem.microbatches, chunks=problem.chunks)
-            except BadInput:  # impossible sizes
+            except BadInput:  # the schedule does not exist for these numbers of ranks and micro-batches
                 continue
             if made.homes == tuple(problem.homes):
                 yield made
 
 
-def _built(problem: Problem) -> Iterator[Schedule]:
-    """Yield the schedules of greedy orders, and with one stage a rank of alternating.py's, each once."""
+def _heuristic(problem: Problem) -> Iterator[Schedule]:
+    """Yield each different schedule that the greedy heuristic and, with one stage a rank, alternating.py make."""
     seen: list[list[list[Action]]] = []
     for orders in _orders(problem):
         if orders is not None and orders not in seen:
@@ -117,11 +114,9 @@ def _orders(problem: Problem) -> Iterator[list[list[Action]] | None]:
 
 
 class _Greedy:
-    """Builds one greedy order.
-
-    first: F or I, whichever comes first if both can start at the same time. filled: W fills a wait of at least this fraction of W's time.
-    ahead: a stage has at most this multiple of the micro-batches in flight that it has in 1F1B.
-    """
+    """Builds the orders of all ranks by a simulation: a free rank takes the F or I that can start first; W fills waits or frees memory.
+    first: the op (F or I) that is preferred if both can start at the same time. filled: W fills a wait of at least this fraction of W's
+    time. ahead: limits the micro-batches in flight of a stage to this multiple of 1F1B's."""
 
     def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
         self.problem, self.first, self.filled, self.ahead = problem, first, filled, ahead
@@ -136,9 +131,9 @@ class _Greedy:
         self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 
     def orders(self) -> list[list[Action]] | None:
-        """Return the orders of all ranks; None if memory is full and no action can free any."""
+        """Return the order of each rank, without U; None if memory is full and no action that frees memory is ready."""
         choices = {rank: self._choice(rank) for rank in range(self.problem.ranks)}
-        queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # old choices stay in it until popped
+        queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # outdated entries stay until they are popped
         heapify(queue)
         for _ in range(3 * self.problem.microbatches * len(self.rank)):
             while queue and choices[queue[0][1]] != queue[0][0]:
@@ -153,7 +148,7 @@ class _Greedy:
         return self.done
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
-        """Return a rank's next action as (start, priority, action), where 0 is the first priority; None if the rank must wait."""
+        """Return a rank's next action as (start, priority, action), where a lower priority goes first; None if the rank must wait."""
         free, found = self.free[rank], []
         for stage in self.held_by[rank]:
             for op in (Op.F, Op.I):
@@ -171,14 +166,14 @@ class _Greedy:
 
     def _room(self, rank: int, stage: int) -> bool:
         limit, chunks = self.problem.memory, self.problem.chunks
-        flying = self.next[Op.F][stage] - self.next[Op.I][stage]
-        if flying >= self.ahead * (len(self.rank) - stage):
+        in_flight = self.next[Op.F][stage] - self.next[Op.I][stage]
+        if in_flight >= self.ahead * (len(self.rank) - stage):
             return False
-        later = sum(s > stage for s in self.held_by[rank])  # number of stages for which the micro-batch needs memory here later
+        later = sum(s > stage for s in self.held_by[rank])  # later stages on this rank, which will also need memory for the micro-batch
         return limit is None or self.kept[rank] + 1 + later <= limit * chunks
 
     def _do(self, start: float, action: Action) -> set[int]:
-        """Append the action to its rank's order. Returns the ranks whose next action may have changed."""
+        """Append the action to its rank's order. Return the ranks whose next action may have changed."""
         op, stage, microbatch, _ = action
         rank = self.rank[stage]
         end = self.free[rank] = start + self.problem.cost(rank, action)
@@ -202,12 +197,12 @@ class _Greedy:
 
 
 def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
-    """Return the schedule after `rounds` moves of one action by a few places, each undone if the order does not fit or is slower."""
+    """Return the schedule after up to `rounds` random changes (`_moved`). A change that does not fit or makes the step slower is undone."""
     if schedule.pairs:
         return schedule
     draw, best, time = random.Random(0), schedule, problem.time(schedule)
     least = max(sum(problem.cost(r, a) for a in order) for r, order in enumerate(schedule.orders))
-    for _ in range(min(rounds, MOVED // sum(map(len, best.orders)))):
+    for _ in range(min(rounds, MAX_TRIED_ACTIONS // sum(map(len, best.orders)))):
         if time <= least:
             break
         tried = _moved(best, draw)
@@ -215,7 +210,7 @@ def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
             continue
         try:
             took = problem.time(tried)
-        except BadInput:  # a deadlock
+        except BadInput:  # the changed order has a deadlock
             continue
         if took <= time:
             best, time = tried, took
@@ -223,10 +218,8 @@ def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
 
 
 def _moved(schedule: Schedule, draw: random.Random) -> Schedule | None:
-    """Return the schedule with a random action (not U) moved some places within its rank's order.
-
-    None if this leaves the order, or puts the passes of a micro-batch through a stage in a wrong order.
-    """
+    """Return the schedule with a random F, B, I or W moved by up to four places in its rank's order.
+    None if the new place does not exist, or if F, B, I and W of one micro-batch and stage would be in a wrong order."""
     rank = draw.randrange(schedule.num_ranks)
     order = [a for a in schedule.orders[rank] if a.op in COMPUTE]
     at = draw.randrange(len(order))

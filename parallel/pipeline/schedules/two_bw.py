@@ -1,8 +1,7 @@
 """PipeDream-2BW [2006.09503, section 3.1]: 1F1B that never drains, with m micro-batches per update and two weight versions.
 
-All micro-batches of batch t read W(t - 1), forward and backward: W(t + 1) = W(t) - lr grad f(W(t - 1)), W(-1) = W(0). The delay is one
-update on every rank. At most p - 1 forward passes of the next batch start before an update, so only the newest version and the previous
-one are kept. There is no bubble except the first warm-up.
+All micro-batches of batch t read version t - 1 in both passes: W(t + 1) = W(t) - lr grad f(W(t - 1)), W(-1) = W(0). So gradients are one
+update old on every rank. The only bubble is the first warm-up.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from parallel.pipeline.schedules.pipedream import with_updates
 
 
 def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """Build PipeDream-2BW, with at least as many micro-batches as ranks."""
+    """Build PipeDream-2BW. `microbatches` must be at least `ranks`."""
     orders = []
     for rank in range(ranks):
         forwards = [Action(Op.F, rank, j, max(0, j // microbatches - 1)) for j in range(batches * microbatches)]
@@ -26,13 +25,8 @@ def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
 
 
 def two_bw_refusal(size: Size) -> BadInput | None:
-    """Refuse fewer micro-batches than ranks: a forward pass would need weights that do not exist yet."""
+    """Return an error for fewer micro-batches than ranks, which would need more than two weight versions; otherwise None."""
     if size.microbatches >= size.ranks:
         return None
     needed = f"at least {size.ranks}, one a stage, for two_bw: fewer need more than two weight versions"
     return BadInput("microbatches", got=size.microbatches, needed=needed, fix=Set("it", size.ranks))
-
-
-def two_bw_age(size: Size, stage: int) -> int:
-    """Return by how many updates a stage's gradients are delayed: one, on every stage."""
-    return 1

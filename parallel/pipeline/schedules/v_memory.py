@@ -1,21 +1,15 @@
 """V-Half and V-Min [2405.15362]: zero-bubble schedules on a V, with half or a third of 1F1B's activations.
 
-The number of micro-batches in flight is a micro-batch's lifetime divided by the interval between starts. Here one starts every 6 slots,
-because a rank runs six operations for it (F, I and W of its two stages). The building block gives its slots on rank r, and repeats every
-6 slots:
+A building block gives the time slots of one micro-batch on rank r. It repeats every 6 slots, because a rank runs six actions for a
+micro-batch: F, I and W of its two stages (chunk 0 on the way down the ranks, chunk 1 on the way up).
 
               F down     F up           I up                I down
     V-Half    2 r        3 p - 2 - r    3 p - 1 + g + 2 r    6 p - 2 + g - r     g = 3 for an even p, else 0
-    V-Min     r          2 p - 1 - r    2 p + g + r          4 p - 1 + g - r     g = 2 where 3 divides p, else 0
+    V-Min     r          2 p - 1 - r    2 p + g + r          4 p - 1 + g - r     g = 2 if 3 divides p, else 0
 
-On a V, a rank that waits long for one of its stages waits little for the other. So all ranks keep equally many micro-batches until W,
-(p + 2) // 2 in V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. The gap g prevents two actions in one slot; W takes
-the free slots.
-
-The order is made from the block tick by tick: a rank takes the ready action with the earliest slot, within the memory that the block
-needs, or W if none is ready. Two orders are tried, and the shorter one is taken: in one, forward passes keep the block's order; in the
-other, they may start earlier in waits if the passes that they overtake still fit. With F = I = W and m >= p, idle slots are 3 p - 4
-(3 p - 5 for an even p) of 6 m in V-Half, and at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min: the paper's p / 2 m and 2 p / 3 m.
+W takes the free slots; the gap g prevents two actions in one slot. All ranks keep the same number of micro-batches until W: (p + 2) // 2 in
+V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. With F = I = W and m >= p, 3 p - 4 (3 p - 5 for an even p) slots in
+addition to 6 m are idle in V-Half, and at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min: the paper's bubbles p / 2 m and 2 p / 3 m.
 """
 
 from __future__ import annotations
@@ -24,25 +18,25 @@ from typing import NamedTuple
 
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, folded
 
-EVERY = 6  # slots between the starts of two micro-batches
+EVERY = 6  # time slots from the start of one micro-batch to the start of the next
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Build V-Half: half of 1F1B's activations on every rank, and about half of its bubble."""
+    """Build V-Half: about half of the activations of 1F1B's first rank on every rank, and about half of 1F1B's bubble."""
     gap = 0 if ranks % 2 else 3
     blocks = [_Block((2 * r, 3 * ranks - 2 - r), (6 * ranks - 2 + gap - r, 3 * ranks - 1 + gap + 2 * r)) for r in range(ranks)]
-    return _squeezed("v_half", blocks, microbatches, kept=2 * ((ranks + 2) // 2))
+    return _fastest("v_half", blocks, microbatches, limit=2 * ((ranks + 2) // 2))
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """Build V-Min: a third of 1F1B's activations on every rank, and about two thirds of its bubble."""
+    """Build V-Min: about a third of the activations of 1F1B's first rank on every rank, and about two thirds of 1F1B's bubble."""
     gap = 0 if ranks % 3 else 2
     blocks = [_Block((r, 2 * ranks - 1 - r), (4 * ranks - 1 + gap - r, 2 * ranks + gap + r)) for r in range(ranks)]
-    return _squeezed("v_min", blocks, microbatches, kept=2 * ((ranks + 4) // 3))
+    return _fastest("v_min", blocks, microbatches, limit=2 * ((ranks + 4) // 3))
 
 
 class _Block(NamedTuple):
-    """Slots of micro-batch 0 on one rank. forward, input: those of F and of I, each (of chunk 0, down; of chunk 1, up)."""
+    """Building block on one rank: time slots of micro-batch 0. forward: (F of chunk 0, F of chunk 1). input: the same for I."""
 
     forward: tuple[int, int]
     input: tuple[int, int]
@@ -50,41 +44,42 @@ class _Block(NamedTuple):
     def slot(self, op: Op, chunk: int, microbatch: int) -> int:
         return (self.forward if op is Op.F else self.input)[chunk] + EVERY * microbatch
 
-    def kept_before(self, slot: int, microbatches: int) -> int:
-        """Return the number of F less that of I before a slot: the number of chunks kept then, if all their W are done."""
-        begun, ended = (sum(min(microbatches, max(0, -((first - slot) // EVERY))) for first in way) for way in self)
-        return begun - ended
+    def in_flight(self, slot: int, microbatches: int) -> int:
+        """Return the number of F minus the number of I that have earlier slots than `slot`, for all micro-batches and both chunks."""
+        started, ended = (sum(min(microbatches, max(0, -((first - slot) // EVERY))) for first in slots) for slots in self)
+        return started - ended
 
 
-def _squeezed(name: str, blocks: list[_Block], microbatches: int, *, kept: int) -> Schedule:
-    tries = [_Clock(blocks, microbatches, kept, ahead=ahead) for ahead in (False, True)]
+def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) -> Schedule:
+    """Return the shorter of two schedules: in one, F keep the block's order; in the other, F may start earlier while a rank waits."""
+    tries = [_Builder(blocks, microbatches, limit, early=early) for early in (False, True)]
     best = min(tries, key=lambda tried: tried.run())
     return flushed(name, folded(len(blocks)), microbatches, best.orders)
 
 
 class _Rank:
-    """Progress of one rank. next: F or I -> next micro-batch of chunks 0 and 1. pending: W to do. kept: number of chunks in memory."""
+    """Progress of one rank in _Builder. next: F or I -> next micro-batch of chunks 0 and 1. kept: number of activations of chunks."""
 
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
         self.next = {Op.F: [0, 0], Op.I: [0, 0]}
-        self.pending: list[Action] = []
+        self.pending: list[Action] = []  # W whose I is done
         self.kept = 0
 
 
-class _Clock:
-    """Makes all orders tick by tick: in a tick, a rank does one action or waits. kept: most chunks in a rank's memory. ahead: F may leave
-    the block's order during waits."""
+class _Builder:
+    """Builds the orders of all ranks tick by tick: in each tick a rank runs the ready action with the earliest slot, or else a pending W.
+    limit: maximum number of chunks' activations on a rank. early: F may start before its slot while the rank would wait."""
 
-    def __init__(self, blocks: list[_Block], microbatches: int, kept: int, *, ahead: bool) -> None:
-        self.microbatches, self.limit, self.ahead = microbatches, kept, ahead
+    def __init__(self, blocks: list[_Block], microbatches: int, limit: int, *, early: bool) -> None:
+        self.microbatches, self.limit, self.early = microbatches, limit, early
         self.last = 2 * len(blocks) - 1
         self.ranks = [_Rank((r, self.last - r), block) for r, block in enumerate(blocks)]
         self.orders: list[list[Action]] = [[] for _ in blocks]
-        self.ended: dict[tuple[Op, int, int], int] = {}
+        self.ended: dict[tuple[Op, int, int], int] = {}  # (op, stage, micro-batch) -> tick in which its result can be read
 
     def run(self) -> int:
-        """Fill `orders`. Returns the number of ticks."""
+        """Fill `orders`. Return the number of ticks."""
         left, tick = 6 * self.microbatches * len(self.ranks), 0
         while left:
             for rank, order in zip(self.ranks, self.orders, strict=True):
@@ -96,10 +91,7 @@ class _Clock:
         return tick
 
     def _chosen(self, rank: _Rank, tick: int) -> Action | None:
-        """Return a rank's action in this tick, and record it as done; None if the rank must wait.
-
-        The ranks never all wait: the remaining action with the earliest slot of all is ready, and fits once its rank's W are done.
-        """
+        """Return a rank's action in this tick and record it as done; None if the rank must wait. In each tick, some rank has one."""
         found = [
             (rank.block.slot(op, chunk, microbatch), op, chunk, microbatch)
             for op in (Op.F, Op.I)
@@ -127,18 +119,18 @@ class _Clock:
         return self.ended.get(after, tick + 1) <= tick
 
     def _room(self, rank: _Rank, chunk: int, microbatch: int) -> bool:
-        """Return True if a forward pass may run now: it fits into memory, and so will those of the other chunk that have earlier slots."""
+        """Return True if this F fits into memory now, and leaves room for those F of the other chunk that it overtakes."""
         if rank.kept >= self.limit:
             return False
         slot, other = rank.block.slot(Op.F, chunk, microbatch), 1 - chunk
         overtaken = range(rank.next[Op.F][other], self.microbatches)
         for late in overtaken:
-            its = rank.block.slot(Op.F, other, late)
-            if its > slot:
+            late_slot = rank.block.slot(Op.F, other, late)
+            if late_slot > slot:
                 break
-            if not self.ahead or (rank.pending and any(rank.next[Op.I])):
+            if not self.early or (rank.pending and any(rank.next[Op.I])):
                 return False
-            early = microbatch + 1 - sum(rank.block.slot(Op.F, chunk, n) < its for n in range(microbatch + 1))
-            if rank.block.kept_before(its, self.microbatches) + early + 1 > self.limit:
+            overtaking = sum(rank.block.slot(Op.F, chunk, n) >= late_slot for n in range(microbatch + 1))
+            if rank.block.in_flight(late_slot, self.microbatches) + overtaking + 1 > self.limit:
                 return False
         return True

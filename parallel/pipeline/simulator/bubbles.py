@@ -1,10 +1,9 @@
-"""Packs other work into the bubbles of a Timeline, as PipeFisher (2211.14133) does with K-FAC's curvature and inversion work.
+"""Packs other work into the bubbles of a Timeline, like PipeFisher (2211.14133) packs K-FAC's curvature and inversion work.
 
     rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work on micro-batch 0, possible after F0, done while the rank would wait
 
-Bubbles are filled in time order. Each takes the work that is ready and fits, with a margin, in the given order of priority. All work is on
-the first step's micro-batches; what is left goes into the bubbles of the next steps, which have the same timeline. The pipeline's own
-actions never move.
+Bubbles are filled in time order, and work in order of priority. Work that fits into no bubble of the first step goes into the next steps,
+which have the same timeline. The pipeline's actions keep their times.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ _MOST_STEPS = 1000
 
 
 class BubbleWork(NamedTuple):
-    """Work that a rank can do in a bubble. No two have the same name.
-
-    time: its duration, in the timeline's unit. after: actions of this rank in the first step that must have ended. needs: names of other
-    work, on any rank, that must have ended.
-    """
+    """Work that a rank can do in a bubble. The name must be unique.
+    time: its duration, in the timeline's unit. after: actions of this rank, in the first step, that must end before it starts. needs: names
+    of other work, on any rank, that must end before it starts."""
 
     name: str
     rank: int
@@ -35,7 +32,7 @@ class BubbleWork(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Work with the number of the step in which it is done, and its start and end, counted from the start of the first step."""
+    """Work with its step, start and end. Times are counted from the start of step 0."""
 
     work: BubbleWork
     step: int
@@ -45,10 +42,8 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """All work with its places, by start. steps: number of steps until all work is done.
-
-    utilisation_before, utilisation: fraction of all ranks' time that is not a wait, without and with the work.
-    """
+    """Result of `pack`. placed: all work, sorted by start. steps: number of steps until all work is done.
+    utilisation_before, utilisation: busy time of all ranks as a fraction of the steps' time, without and with the work."""
 
     timeline: Timeline
     placed: tuple[Placed, ...]
@@ -58,7 +53,7 @@ class Packing:
 
 
 class Bubble(NamedTuple):
-    """A wait of a rank. start, end: counted from the start of a step."""
+    """An interval in which a rank waits. start, end: counted from the start of a step."""
 
     rank: int
     start: float
@@ -67,40 +62,35 @@ class Bubble(NamedTuple):
 
 
 def bubbles(timeline: Timeline) -> list[Bubble]:
-    """Return the waits of all ranks between the first start and the last end of one step, by start. S does not occupy a rank."""
+    """Return the bubbles of all ranks in one step, sorted by start. A rank counts as waiting during S, which runs on the network."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         at = 0.0
-        for span in spans:
-            if span.action.op is not Op.S:
-                if span.start > at:
-                    found.append(Bubble(rank, at, span.start))
-                at = max(at, span.end)
-        if timeline.makespan > at:
-            found.append(Bubble(rank, at, timeline.makespan))
+        for start, end in [*((s.start, s.end) for s in spans if s.action.op is not Op.S), (timeline.makespan, 0.0)]:
+            if start > at:
+                found.append(Bubble(rank, at, start))
+            at = max(at, end)
     return sorted(found, key=lambda bubble: (bubble.start, bubble.rank))
 
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
-    """Place all work, which is given in order of priority.
-
+    """Place all work in bubbles. works: in order of priority.
     margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if work fits into no
-    bubble of its rank, names a need that does not exist, or if needs form a circle.
-    """
-    holes = _of_steps(timeline)
-    _check(timeline, works, holes, margin)
+    bubble of its rank, if a need does not exist, or if needs form a cycle."""
+    found = _of_steps(timeline)
+    _check(timeline, works, found, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
     waiting: dict[int, list[BubbleWork]] = {rank: [w for w in works if w.rank == rank] for rank in range(timeline.schedule.num_ranks)}
     done: dict[str, Placed] = {}
     for step in range(_MOST_STEPS):
-        for hole in holes:
-            if step and hole.first_step_only:
+        for bubble in found:
+            if step and bubble.first_step_only:
                 continue
-            at = step * timeline.makespan + hole.start
-            while (chosen := _earliest(waiting[hole.rank], at, ends, done, margin, step * timeline.makespan + hole.end)) is not None:
+            at, end = (step * timeline.makespan + time for time in (bubble.start, bubble.end))
+            while (chosen := _earliest(waiting[bubble.rank], at, ends, done, margin, end)) is not None:
                 start, work = chosen
                 done[work.name] = Placed(work, step, start, start + work.time)
-                waiting[hole.rank].remove(work)
+                waiting[bubble.rank].remove(work)
                 at = start + work.time
         if len(done) == len(works):
             return _packing(timeline, done, step + 1)
@@ -110,25 +100,23 @@ def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.0
 
 
 def _of_steps(timeline: Timeline) -> list[Bubble]:
-    """Return the bubbles of a step that others follow: a rank's wait at its end and that at the start of the next step form one bubble."""
+    """Return the bubbles of repeated steps: a rank's bubble at the end of a step is joined with its bubble at the start of the next."""
     found = bubbles(timeline)
-    heads = {hole.rank: hole for hole in found if hole.start == 0}
-    tails = {hole.rank: hole for hole in found if hole.end == timeline.makespan}
-    whole = []
-    for hole in found:
-        if hole is tails.get(hole.rank) and hole.rank in heads:
-            hole = hole._replace(end=hole.end + heads[hole.rank].end)
-        whole.append(hole._replace(first_step_only=hole is heads.get(hole.rank) and hole.rank in tails))
-    return whole
+    heads = {bubble.rank: bubble for bubble in found if bubble.start == 0}
+    tails = {bubble.rank: bubble for bubble in found if bubble.end == timeline.makespan}
+    joined = []
+    for bubble in found:
+        if bubble is tails.get(bubble.rank) and bubble.rank in heads:
+            bubble = bubble._replace(end=bubble.end + heads[bubble.rank].end)
+        joined.append(bubble._replace(first_step_only=bubble is heads.get(bubble.rank) and bubble.rank in tails))
+    return joined
 
 
 def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
-    """Return (start, work) of the work in the queue that can start first in a bubble from `at` to `end`; None if none fits.
-
-    ends: (rank, action) -> its end in the first step. done: name -> work that has a place. margin: as for `pack`.
-    """
+    """Return (start, work) for the work in the queue that can start first in a bubble from `at` to `end`; None if none fits.
+    ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: as for `pack`."""
     best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):
@@ -149,18 +137,18 @@ def _packing(timeline: Timeline, done: dict[str, Placed], steps: int) -> Packing
     return Packing(timeline, placed, steps, busy / whole, (steps * busy + added) / (steps * whole))
 
 
-def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubble], margin: float) -> None:
+def _check(timeline: Timeline, works: Sequence[BubbleWork], found: Sequence[Bubble], margin: float) -> None:
     names = {work.name for work in works}
     if len(names) < len(works):
-        raise BadInput("works", got=f"{len(works)} works with {len(names)} names", needed="a different name for each", fix="number them")
+        raise BadInput("works", got=f"{len(works)} works with {len(names)} names", needed="unique names", fix="number the works")
     for work in works:
         missing = [need for need in work.needs if need not in names]
         if missing:
             raise BadInput(work.name, got=f"the need {missing[0]}", needed="a name among the works", fix="add that work or remove the need")
         if not set(work.after) <= set(timeline.schedule.orders[work.rank]):
             wanted = " and ".join(map(str, work.after))
-            raise BadInput(work.name, got=f"after {wanted}", needed=f"actions of rank {work.rank}", fix="name actions of its own rank")
-        room = max((hole.end - hole.start for hole in holes if hole.rank == work.rank), default=0.0)
+            raise BadInput(work.name, got=f"after {wanted}", needed=f"actions of rank {work.rank}", fix="name actions of this rank")
+        room = max((bubble.end - bubble.start for bubble in found if bubble.rank == work.rank), default=0.0)
         if margin * work.time > room * (1 + 1e-9):
             got = f"{work.time:g} long, {margin * work.time:g} with its margin"
             needed = f"at most {room:g}, the longest bubble of rank {work.rank}"

@@ -1,11 +1,7 @@
 """Shows a Timeline: as text, as a trace for chrome://tracing or ui.perfetto.dev, or as a picture by Matplotlib (imported when drawing).
 
-    rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
-    rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
-
-Pictures have a row for each rank, time to the right, waits white. Forward passes are blue, backward passes green, input gradients light
-green, weight gradients orange; later stages of a rank are darker. The sum of replicas' gradients is a thin line below its rank, because it
-overlaps with the rank's computation.
+rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
+rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
 """
 
 from __future__ import annotations
@@ -31,16 +27,14 @@ _INK, _SOFT = "#1f2933", "#52606d"
 
 
 def label(schedule: Schedule, action: Action) -> str:
-    """Return the short name of an action: F3, or 5F3 with its stage if any rank has several stages."""
+    """Return the short name of an action: F3 (op, micro-batch), or 5F3 (with its stage) if any rank has several stages."""
     named = str(action._replace(version=0))
     return named if sum(map(len, schedule.homes)) > schedule.num_ranks else named[len(str(action.stage)) :]
 
 
 def text(timeline: Timeline, *, width: int | None = None) -> str:
-    """Return text with a row for each rank and a column for each unit of time. Actions without a duration are not shown.
-
-    The unit is the largest that divides all durations, or else the shortest duration. width: longer rows are cut, and end in ` ...`.
-    """
+    """Return text with a row for each rank and a column for each unit of time. width: maximum length of a row; longer rows end in ` ...`.
+    The unit is the largest time that divides all durations, or else the shortest duration. Actions of zero duration are not shown."""
     seen = [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
     unit = _unit([end - start for spans in seen for _, start, end in spans])
     schedule = timeline.schedule
@@ -63,7 +57,7 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
 
 
 def _unit(durations: list[float]) -> float:
-    """Return the largest unit that divides all durations; the shortest duration if that unit is below a twelfth of it."""
+    """Return the largest time that divides all durations (up to rounding), or the shortest duration if that is over 12 times as long."""
     shortest = min(durations)
     unit = shortest
     for duration in dict.fromkeys(durations):
@@ -76,10 +70,8 @@ def _unit(durations: list[float]) -> float:
 
 
 def trace(timeline: Timeline, *, microseconds: float = 1000) -> dict[str, Any]:
-    """Return the timeline in Chrome's trace format. Each rank has a track for compute and one for sends and sums.
-
-    microseconds: length of one unit of time.
-    """
+    """Return the timeline in Chrome's trace format. Each rank has one track for compute, and one for sends and all-reduces.
+    microseconds: length of the timeline's unit of time."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         for track, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} network")):
@@ -103,19 +95,19 @@ def _event(name: str, category: str, track: int, span: Span, microseconds: float
 
 
 def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1000) -> None:
-    """Write the trace as JSON. Raises BadInput if the file cannot be written."""
+    """Write `trace(timeline)` as a JSON file. Raises BadInput if the file cannot be written."""
     write_text(Path(path), json.dumps(trace(timeline, microseconds=microseconds)) + "\n", what="--out")
 
 
 def draw(timeline: Timeline, path: str | Path, *, unit: str, title: str | None = None) -> None:
-    """Write the picture as a PNG file. unit: name of the unit of time, for the axis. Raises BadInput if it cannot be written."""
+    """Write a picture as a PNG file. unit: name of the unit of time, for the axis. Raises BadInput if the file cannot be written."""
     figure = _figure(timeline)
     draw_on(figure.add_subplot(), timeline, title=title, unit=unit)
     _save(figure, path)
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
-    """Write a PNG file with each action in the colour of its clock (0 MHz: not drawn). Raises BadInput if it cannot be written."""
+    """Write a PNG file with actions in the colours of their GPU clocks (0 MHz: not drawn). Raises BadInput if it cannot be written."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
@@ -136,11 +128,8 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
 def draw_on(
     axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None, until: float | None = None
 ) -> None:
-    """Draw the rows of a timeline on given axes.
-
-    title: None: schedule, time and idle time, which includes warm-up and drain. unit: name of the unit of time; None: no axis label.
-    until: end of the time axis; None: end of the timeline.
-    """
+    """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. S is a thin line below its rank's row.
+    title: None: name, time and idle time of the schedule. unit: name of the unit; None: no label. until: end of the axis."""
     schedule = timeline.schedule
     until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):
@@ -193,14 +182,14 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any, u
     name = label(timeline.schedule, span.action)
     figure = axes.get_figure(root=True)
     assert figure is not None
-    bar_points = figure.get_figwidth() * 72 * 0.9 * length / until  # width of the bar; the axes take about 0.9 of the figure's width
-    size = min(8.5, bar_points / (0.8 * len(name)))  # font size in points at which the name fits into the bar
+    bar_points = figure.get_figwidth() * 72 * 0.9 * length / until  # the axes take about 0.9 of the figure's width
+    size = min(8.5, bar_points / (0.8 * len(name)))  # largest font size, in points, at which the name fits into the bar
     if size >= 5:
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
 
 
 def add_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
-    """Add a legend of the colours below all axes. The figure has a constrained layout, so the legend covers nothing."""
+    """Add a legend of the actions' colours below all axes of `figure`, which needs a constrained layout."""
     from matplotlib.patches import Patch
 
     present = {span.action.op for timeline in timelines for spans in timeline.spans for span in spans if span.end > span.start}

@@ -1,4 +1,4 @@
-"""Counts the activations and weight versions that each rank keeps. They depend only on the order of its actions."""
+"""Counts the activations and weight versions that each rank keeps, from the order of its actions alone."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from operator import ge
 
 from parallel.pipeline.schedule import Op, Schedule
 
-_Size = Callable[[int], float]  # stage -> memory of one micro-batch of this stage, in any unit
+_Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
 
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """Peak memory of one rank, in micro-batches.
-
-    most: peaks, each as the number of kept micro-batches for each of `stages`. A peak that another one exceeds in all stages is left out.
-    versions: number of weight versions, the newest included.
-    """
+    """Largest number of micro-batches whose activations one rank keeps.
+    stages: the rank's stages. most: moments of largest memory, each as the number of micro-batches kept for each stage; several moments if
+    none of them is largest in every stage. versions: number of weight versions, including the newest."""
 
     stages: tuple[int, ...]
     most: tuple[tuple[int, ...], ...]
     versions: int = 1
 
 
-def held(schedule: Schedule) -> tuple[RankPeaks, ...]:
-    """Return the peak memory of each rank, counted in its order of actions."""
+def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
+    """Return the RankPeaks of each rank, counted in its order of actions."""
     ranks = range(schedule.num_ranks)
     versions = weight_versions(schedule) if schedule.num_updates > 1 else [1] * len(ranks)
     return tuple(RankPeaks(schedule.stages_of(rank), _most(schedule, rank), versions[rank]) for rank in ranks)
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return `RankPeaks.most` of a rank. A micro-batch counts until its B or W: I frees about as much as the gradients kept for W need."""
+    """Return `RankPeaks.most` of a rank. A micro-batch counts from F until B or W, because I frees about as much as W still needs."""
     places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
     now, peaks, rising = [0] * len(places), set(), False
     change = {Op.F: 1, Op.B: -1, Op.W: -1}
@@ -48,7 +46,7 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return the peaks without those that another one exceeds in all stages. `peaks`: as in `RankPeaks.most`, in descending order."""
+    """Return the Pareto-maximal peaks: those for which no other peak is at least as large in every stage. peaks: in descending order."""
     kept: list[tuple[int, ...]] = []
     for peak in peaks:
         if not any(all(map(ge, more, peak)) for more in kept):
@@ -57,18 +55,17 @@ def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Return the largest number of micro-batches in flight on each rank, from F to the end of B or I."""
+    """Return for each rank the largest number of micro-batches in flight: from F to the end of B or I."""
     return peak_kept(schedule, lambda stage: 1, lambda stage: 0)
 
 
 def peak_held(schedule: Schedule, size: _Size = lambda stage: 1) -> tuple[float, ...]:
-    """Return the peak memory of each rank if W needs as much memory as I: of micro-batches from F to the end of B or W (default: their
-    number)."""
+    """Return each rank's peak memory of activations if they are kept from F to the end of B or W. size: default: counts micro-batches."""
     return peak_kept(schedule, size, size)
 
 
 def peak_kept(schedule: Schedule, kept: _Size, pending: _Size) -> tuple[float, ...]:
-    """Return the peak memory of each rank. kept: of a micro-batch in flight, until B or I. pending: of a micro-batch between I and W."""
+    """Return each rank's peak memory. kept: memory of a micro-batch from F to B or I. pending: its memory between I and W."""
     peaks = []
     for order in schedule.orders:
         held: float = 0
@@ -89,7 +86,7 @@ def peak_kept(schedule: Schedule, kept: _Size, pending: _Size) -> tuple[float, .
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most versions of a stage's weights that each rank keeps: the newest, and older ones that a later F, B or I reads."""
+    """Return for each rank the largest number of weight versions of a stage that it keeps at once: the newest, and those read later."""
     return tuple(
         max((_versions(schedule, rank, stage) for stage in schedule.stages_of(rank)), default=0) for rank in range(schedule.num_ranks)
     )
@@ -97,14 +94,14 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
 def _versions(schedule: Schedule, rank: int, stage: int) -> int:
     mine = [action for action in schedule.orders[rank] if action.stage == stage]
-    to_come = Counter(action.version for action in mine if action.op in (Op.F, Op.B, Op.I))  # version -> number of later readers
+    readers = Counter(action.version for action in mine if action.op in (Op.F, Op.B, Op.I))  # version -> number of later readers
     newest, older, most = 0, 0, 1  # older: number of versions before the newest that a later action reads
     for op, _, _, version in mine:
         if op is Op.U:
-            older += sum(to_come[v] > 0 for v in range(newest, version)) - sum(to_come[v] > 0 for v in range(version, newest))
+            older += sum(readers[v] > 0 for v in range(newest, version)) - sum(readers[v] > 0 for v in range(version, newest))
             newest = version
         elif op in (Op.F, Op.B, Op.I):
-            to_come[version] -= 1
-            older -= version < newest and not to_come[version]
+            readers[version] -= 1
+            older -= version < newest and not readers[version]
         most = max(most, 1 + older)
     return most

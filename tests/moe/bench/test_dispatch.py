@@ -1,4 +1,4 @@
-"""`moe bench dispatch` on shapes of a few rows: every layer gives the same output, the rows are as documented, bad names are refused."""
+"""`moe bench dispatch` with tiny sizes: all layers give the same output, table rows have their keys, unknown names are refused."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def cases() -> list[LayerCase]:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_inputs_are_routed_as_they_are_made_to(case: LayerCase) -> None:
-    """Balanced: every expert has the same number of rows. Skewed: one expert has half of the rows, or every token once."""
+def test_the_router_chooses_the_experts_for_which_inputs_were_made(case: LayerCase) -> None:
+    """Balanced: all experts get equally many rows. Skewed: one expert gets half of all rows, but at most one of each token."""
     s = case.shape
     chosen_TK = (case.inputs().float() @ case.router().t()).topk(s.k).indices
     assert torch.equal(chosen_TK.sort(1).values, case.experts_of_tokens().sort(1).values)
@@ -48,7 +48,7 @@ dispatch.GROWTH = {"tokens x2": (Shape(32, 8, 8, 4, 1), Shape(64, 8, 8, 4, 1))}
 
 
 def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the code in its own process: peers start process groups and threads, which later forked ranks must not inherit."""
+    """Run the code in a new process, because peers start process groups and threads, which ranks forked by other tests would inherit."""
     return subprocess.run([sys.executable, "-c", SETUP + code, *words], capture_output=True, text=True, timeout=180)
 
 
@@ -70,7 +70,7 @@ def test_a_peer_that_computes_something_else_fails() -> None:
     assert got.returncode == 1 and "ANOTHER RESULT" in got.stdout, got.stderr
 
 
-def test_names_that_are_not_there_are_refused() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(BadInput, match="--peers: got deepsped, needed all, none, or of deepspeed.*did you mean deepspeed?"):
         dispatch.main(peers="deepsped")
     with pytest.raises(BadInput, match="--only: got E9, needed part of a row's text"):
@@ -93,7 +93,7 @@ def test_peak_memory_counts_what_was_held_at_once() -> None:
 
 
 def test_kernels_layer_and_bench_need_no_package_that_reads_recipes(tmp_path: Path) -> None:
-    """The kernels, the layer and the bench need torch only, so that a machine with a GPU and no other package can measure."""
+    """A machine with a GPU may have no package but torch. The bench must run there, so these other packages are hidden."""
     without = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'tyro', 'deepspeed', 'transformers', 'yaml', 'psutil']))\n"
     code = without + SETUP + "sys.exit(dispatch.main(peers='all', only='E8', rounds=1, json=sys.argv[1]))"
     got = subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The exchange's bytes equal theory for every dispatcher, as `moe bench exchange` counts them; moving experts evens out the ranks."""
+"""`moe bench exchange`: every dispatcher sends the bytes of its formula, and moving experts balances the ranks' rows."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def stated(ranks: int, number_bytes: int, **section: Any) -> int:
 
 
 def test_an_all_to_all_sends_two_rows_for_each_choice_that_leaves() -> None:
-    """It sends 2 k T D (P - 1) / P numbers in the forward pass, the same number in the backward pass, and the counts of rows."""
+    """all_to_all sends 2 k T D (P - 1) / P numbers in the forward pass, as many in the backward pass, and the counts of rows."""
     for ranks in (2, 4):
         rows = 4 * 2 * 24 * 6 * 4 * (ranks - 1) // ranks
         assert stated(ranks, 4) == rows + 16 * 8 * (ranks - 1) // ranks
-    assert stated(4, 2, kind="hierarchical", node_size=2) > stated(4, 2)  # more within the node, as much between
+    assert stated(4, 2, kind="hierarchical", node_size=2) > stated(4, 2)  # in addition, it sends rows inside the node
 
 
 def test_moving_experts_evens_out_a_skewed_load() -> None:

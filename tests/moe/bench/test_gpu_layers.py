@@ -1,7 +1,7 @@
-"""GPU packages in `moe bench dispatch`: named where they are absent, given the same weights where not; rows moved against a copy.
+"""`moe bench dispatch` with packages that need a GPU: they get our layer's weights, and absent ones are listed. Also its table of moves.
 
-No GPU and none of the packages here: plain stand-ins take their places, with the names, arguments and layouts of weights that the
-packages document. What they then compute must be what our layer does.
+The packages are replaced by fakes in plain torch, which have the names, arguments and weight layouts of the packages' documentation. A fake
+must compute the same as our layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ScatterLinear(nn.Module):
 
 
 class ScatterMLP(nn.Module):
-    """scattermoe.mlp.MLP; GLUMLP halves its hidden units: first what multiplies, then what is activated."""
+    """Fake of scattermoe.mlp.MLP. In GLUMLP (`gated`), w3 comes before w1."""
 
     gated = False
 
@@ -70,7 +70,7 @@ class Activation(Enum):
 
 
 class Sonic(nn.Module):
-    """sonicmoe.MoE: even hidden units are activated, odd ones multiply."""
+    """Fake of sonicmoe.MoE. Rows of w1 (even) and w3 (odd) alternate."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Sonic(nn.Module):
 
 
 class Mega(nn.Module):
-    """megablocks.layers.dmoe.dMoE with mlp_impl grouped: the experts' matrices one above the other."""
+    """Fake of megablocks.layers.dmoe.dMoE with mlp_impl grouped. Each weight has the matrices of all experts, [E F, D]."""
 
     def __init__(self, args: Any) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ffn", ["relu", "swiglu"])
 @pytest.mark.parametrize("name", gpu_layers.LAYERS)
 def test_each_package_gets_the_same_layer(name: str, ffn: str, installed: None) -> None:
-    """Outputs have the same direction (systems choose each token's scale differently), and all gradients that exist are equal."""
+    """Each token's output has the same direction as ours (packages scale it by other gates), and all weights get a gradient."""
     made, ours = gpu_layers.LAYERS[name](CASE, ffn), layers.ours(CASE, ffn)
     y_TD, want_TD = (run().detach().view(CASE.shape.tokens, -1) for run in (made, ours))
     torch.testing.assert_close(F.cosine_similarity(y_TD, want_TD), torch.ones(len(y_TD)), atol=1e-5, rtol=0)
@@ -156,7 +156,7 @@ def test_each_package_gets_the_same_layer(name: str, ffn: str, installed: None) 
 
 
 @pytest.mark.parametrize("name", gpu_layers.LAYERS)
-def test_what_is_absent_or_has_no_gpu_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_gives_the_reason_for_absent_packages_and_absent_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     assert gpu_layers.why_not(name, GPU) == gpu_layers.why_not(name, CPU) == f"not installed: {name}"
     there = ModuleType(name)
@@ -166,7 +166,7 @@ def test_what_is_absent_or_has_no_gpu_says_so(name: str, monkeypatch: pytest.Mon
     assert gpu_layers.why_not("grouped_mm", CPU) is None
 
 
-def test_absent_ones_are_listed_in_both_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_packages_are_listed_in_both_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_peak", lambda run, device: 1)  # a profiler costs seconds
     for name in gpu_layers.LAYERS:
         monkeypatch.setitem(sys.modules, name, None)
@@ -184,7 +184,7 @@ def test_a_package_that_refuses_this_gpu_does_not_end_the_bench(monkeypatch: pyt
 
     monkeypatch.setattr(gpu_layers, "why_not", lambda name, device: None)
     assert dispatch._made(CASE, "sonicmoe", refuse) == "not run: RuntimeError: only sm90"
-    with pytest.raises(RuntimeError, match="only sm90"):  # ours, or a peer that runs everywhere: a fault, and no reason to go on
+    with pytest.raises(RuntimeError, match="only sm90"):  # an error in our own layer is not caught
         dispatch._made(CASE, "ours", refuse)
 
 

@@ -1,4 +1,4 @@
-"""`moe bench pipeline` and `delay` at a small size: a step takes, and ranks keep, what the schedule says; torch does the same."""
+"""`moe bench pipeline` and `tests.measured delay` with small sizes: time and memory agree with the simulator, results with torch."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.measured.delay import VARIANTS, ages_of, losses_of, values_of
 
 
 @pytest.mark.alone
-def test_a_step_takes_what_the_simulator_says() -> None:
+def test_a_step_takes_the_simulated_time() -> None:
     rows = times_rows(2, ["1f1b", "chimera", "zb_v", "two_bw"], microbatches=4, steps=3)
     assert [row["schedule"] for row in rows if abs(row["error"]) > WITHIN] == []
     assert all(row["measured_seconds"] > 0.2 for row in rows)
 
 
-def test_ranks_keep_what_the_schedule_says() -> None:
+def test_ranks_keep_the_memory_that_the_schedule_predicts() -> None:
     chimera, zb_h2, pipedream = rows = memory_rows(2, ["chimera", "zb_h2", "pipedream"], microbatches=4, width=32, size=2)
     assert [(row["schedule"], row["errors"]) for row in rows if not row["passed"]] == []
     assert zb_h2["measured_bytes"][1] > 1.3 * chimera["measured_bytes"][1] and pipedream["weight_versions"] == [2, 1]
 
 
-def test_torch_runs_the_same() -> None:
+def test_torchs_pipelining_gives_the_same_losses_and_gradients() -> None:
     row = peers_row("interleaved", microbatches=4, width=32, size=1, rounds=1)
     assert row["losses_apart"] <= SAME and row["gradients_apart"] <= SAME and row["ratio"] > 0
 
@@ -49,18 +49,18 @@ def test_bytes_kept_have_the_peaks_of_the_counts(name: str) -> None:
 def test_storages_count_once_and_until_they_go() -> None:
     weight = torch.randn(6, 5, requires_grad=True)
     with Alive([weight]) as alive:
-        y = (torch.randn(7, 5) @ weight.t()).exp()  # the input for the weight's gradient, the result for its own
+        y = (torch.randn(7, 5) @ weight.t()).exp()  # autograd keeps the input, for the weight's gradient, and the result of exp
         edge = torch.autograd.graph.get_gradient_edge(y)
         del y
         assert alive.now == 4 * (7 * 5 + 7 * 6) < alive.most
         torch.autograd.backward(edge, torch.ones(7, 6))
         del edge
-        assert alive.now == 4 * 6 * 5  # the gradient
+        assert alive.now == 4 * 6 * 5  # only the weight's gradient
         weight.grad = None
         assert alive.now == 0
 
 
-# --- delay ------------------------------------------------------------------------------------------------------------
+# --- delay ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -87,7 +87,7 @@ def test_a_delay_of_one_reads_the_first_weights_twice() -> None:
     assert plain[0] == late[0] and plain[1] != late[1] and plain[2] != late[2]
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- printed table and refusals -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.alone
@@ -101,7 +101,7 @@ def test_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.splitlines()[1].startswith("1f1b")
 
 
-def test_what_is_refused() -> None:
+def test_bad_flags_are_refused() -> None:
     for wrong in ({"only": "speed"}, {"kinds": "1f1c"}, {"nproc": 3}):
         with pytest.raises(BadInput):
             pipeline.main(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`moe bench tensor` at a small size: every way gives the same, and each race has its row."""
+"""`moe bench tensor` with small sizes: all implementations give the same results, and every comparison has its table row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from moe.bench.grids import tensor, tensor_hidden
 
 
-def test_every_way_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_implementations_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "WIDTHS", {24: 4})
     monkeypatch.setattr(tensor, "LENGTH", 10)
     monkeypatch.setattr(tensor_hidden, "TOKENS", 8)

@@ -1,7 +1,4 @@
-"""`moe plan --calibrate`: the file that it writes is a cluster, constants come out as they were put in, and ranks share a host's cores.
-
-It alone would notice a calibrated number that is written and not read, or read in another unit.
-"""
+"""`moe plan --calibrate`: the planner reads all numbers of the written file, fits find known constants, and ranks share a host's cores."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from moe.calibrate import calibrate, kernels, links, own_step
+from moe.calibrate import calibrate, kernels, own_step
 from moe.cli.main import main
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
@@ -27,14 +24,14 @@ NETWORK = Network(layers=4, width=96, heads=3, hidden=384, vocab=512, length=64)
 
 
 def host(cores: int, *, threads: dict[int, float] | None = None) -> Cluster:
-    """A made-up host: 50 GFLOP/s per core, and one time for all collectives."""
+    """An invented host: about 50 GFLOP/s per core, and 1 ms for every collective."""
     found = {
         "rates": {"fp32": {1e6: 0.04, 1e9: 0.06}},
         "attention": {"fp32": [30.0, 900.0, 40.0, 2500.0]},
         "memory_gb_s": 10.0,
         "launch_us": 1.5,
     }
-    table = {kind: dict.fromkeys(links.SIZES, 1000.0) for kind in links.KINDS}
+    table = {kind: dict.fromkeys(calibrate.SIZES, 1000.0) for kind in calibrate.KINDS}
     inside = calibrate.inside(dict.fromkeys((2, 4, 8), table))
     device = calibrate.device("a processor", 8.0, 1, found)
     known = load_cluster("v100-8")
@@ -49,11 +46,10 @@ def test_the_file_is_read_as_it_was_written() -> None:
     assert (own_program(made).launch_us, own_program(made).pointwise, own_program(made).gathers) == (41.5, 3.25, "waited")
 
 
-def test_constants_come_out_as_they_were_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step times that the model predicts for three constants are fitted back to these three constants."""
+def test_the_fit_finds_the_constants_with_which_step_times_were_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"launch_us": 37.0, "pointwise": 4.5, "step_ms": 2.25}
     there = host(2)
-    there = replace(there, device=replace(there.device, launch_us=0.0))  # else kernels have a floor, and the model is not linear
+    there = replace(there, device=replace(there.device, launch_us=0.0))  # otherwise a step's time is not linear in the constants
     alone = replace(there, cores=1, devices_per_node=1)
 
     def steps(*_: Any, **__: Any) -> list[list[float]]:
@@ -65,8 +61,8 @@ def test_constants_come_out_as_they_were_put_in(monkeypatch: pytest.MonkeyPatch)
     assert calibrate.program(there, 2) == pytest.approx(given, rel=1e-3)
 
 
-def test_the_time_around_a_gather_comes_out_as_it_was_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four micro-batches, six layers and two ends: two gathers and a sum of each every time. The first of all has nothing before it."""
+def test_the_fit_finds_the_microseconds_that_were_added_to_each_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP gathers each of 6 layers and of 2 ends twice and reduces its gradient once, in each of 4 micro-batches."""
     there = replace(host(2), program={"launch_us": 37.0, "pointwise": 4.5, "step_ms": 2.25})
     passes = 4 * (3 * (6 + 2) + (6 + 2) / 6)
 
@@ -86,8 +82,8 @@ def test_products_take_the_measured_time_and_lie_between_neighbours() -> None:
     assert 0.04e12 < 3e7 / device.product(300, 1000, 50, kind="fp32") < 0.06e12
 
 
-def test_attention_is_told_from_two_sizes_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times made from picoseconds per operation and per pair give these numbers back, and predict a third head size."""
+def test_kernels_attention_finds_picoseconds_per_operation_and_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of two head sizes are made from known numbers. `kernels.attention` finds them, and they predict a third head size."""
     given = [30.0, 900.0, 45.0, 25_000.0]
 
     def seconds(shape: tuple[int, ...], *_: Any) -> tuple[float, float]:
@@ -105,8 +101,8 @@ def test_attention_is_told_from_two_sizes_of_heads(monkeypatch: pytest.MonkeyPat
     assert core.fused_attention(10 * 24 * pairs, pairs, backward=True, kind="bf16") == pytest.approx(backward)
 
 
-def test_a_core_takes_as_long_for_an_activation_in_16_bits() -> None:
-    """On a host, only products, attention and messages may take other times in bf16 than in fp32."""
+def test_bf16_changes_only_products_attention_and_messages_on_a_host() -> None:
+    """With equal rates for both dtypes, the backward pass takes equal time, because a core is no faster for 16-bit activations."""
     there = host(2)
     rates, times = there.device.rates["fp32"], there.device.attention_times["fp32"]
     there = replace(
@@ -119,7 +115,7 @@ def test_a_core_takes_as_long_for_an_activation_in_16_bits() -> None:
 
 @pytest.mark.parametrize(("ranks", "cores", "longer"), [(2, 2, 1.0), (6, 2, 3.0), (8, 5, 1.6)])
 def test_ranks_beyond_the_cores_take_turns(ranks: int, cores: int, longer: float) -> None:
-    """With equal work per rank, a step on r ranks and c cores takes r / c times as long, messages excepted."""
+    """With equal work per rank, a step of r ranks on c cores takes r / c times as long, apart from messages."""
     plan = Plan(dp=ranks, microbatch=4, compute_bytes=4)
     one = step_time(NETWORK, replace(plan, dp=1), replace(host(cores), cores=1, devices_per_node=1), own_program(host(cores)))
     many = step_time(NETWORK, plan, host(cores), own_program(host(cores)))
@@ -134,14 +130,14 @@ def test_a_rank_with_several_cores_is_faster_by_the_measured_factor() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 4])
 def test_a_pipeline_on_few_cores_waits_for_work_or_for_a_core(cores: int) -> None:
-    """Its time is at least the makespan with one core per stage, and at least the work of all stages over the cores."""
+    """A step takes at least as long as with one core per stage. On one core it takes about the time of all stages' work."""
     plan = Plan(pp=4, microbatch=2, microbatches=6, compute_bytes=4)
     cluster = host(cores)
     wide = step_time(NETWORK, plan, replace(cluster, cores=4), own_program(cluster))
     found = step_time(NETWORK, plan, cluster, own_program(cluster))
     assert found.step - found.optimizer >= (wide.step - wide.optimizer) * (1 - 1e-9)
     if cores == 1:
-        work = 4 * (wide.forward + wide.backward + wide.launch)  # of the slowest stage, which has the head
+        work = 4 * (wide.forward + wide.backward + wide.launch)  # of 4 stages, each as slow as the last one, which has the head
         assert 0.5 * work < found.step < 1.5 * work
 
 
@@ -159,13 +155,13 @@ def test_this_machine_is_measured_and_predicted_for(
     monkeypatch.setattr(kernels, "SECONDS", 0.01)
     monkeypatch.setattr(kernels, "PRODUCTS", ((64, 32, 32), (256, 128, 64)))
     monkeypatch.setattr(kernels, "STREAM_BYTES", 2**20)
-    monkeypatch.setattr(links, "SIZES", (4096, 65536))
+    monkeypatch.setattr(calibrate, "SIZES", (4096, 65536))
     monkeypatch.setattr(calibrate, "STEPS", ((1, 32, 64, 2, 32, 2), (2, 64, 128, 2, 48, 4), (1, 96, 256, 2, 64, 4)))
     monkeypatch.setattr(calibrate, "SHARDED", (1, 32, 64, 2, 32, 8))
     monkeypatch.setattr(own_step, "STEPS", 2)
     monkeypatch.setattr(own_step, "WARM_UP", 1)
     path = tmp_path / "machine.yaml"
-    assert main(["plan", "--calibrate", "--nproc", "1", "--out", str(path)]) == 0  # as on one core: collectives are of two all the same
+    assert main(["plan", "--calibrate", "--nproc", "1", "--out", str(path)]) == 0  # collectives always have at least two ranks
     made = load_cluster(str(path))
     assert made.devices_per_node == 2 and list(made.inside.times["all_reduce"]) == [2]
     assert made.cores > 0 and made.device.rates["fp32"] and set(made.program) == {"launch_us", "pointwise", "step_ms", "gather_us"}

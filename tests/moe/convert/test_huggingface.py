@@ -1,6 +1,6 @@
-"""A model that transformers made and saved becomes a run with its logits, trains on two ranks as on one, and comes back to the bit.
+"""A model that transformers made and saved becomes a run with the same logits, trains on two ranks as on one, and is written back bitwise.
 
-What it alone would notice: a gate taken for the way up, a tensor that both sides turn wrongly, a rotation with another base.
+Only these tests detect exchanged gate and up projections, a tensor that both directions transpose wrongly, and another rotary base.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
 
 
 def made(folder: Path, family: str, *, dtype: torch.dtype = torch.float32, **saving: Any) -> Any:
-    """Make a model with random weights, also in norms, and save it in the folder."""
+    """Return a transformers model with random weights, also in norms, and save it in the folder."""
     config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(3)
@@ -120,8 +120,8 @@ def test_a_run_without_its_config_is_written_as_its_family(family: str, tmp_path
     assert torch.equal(logits(again), logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()))
 
 
-def test_layers_that_predict_further_tokens_stay_behind(tmp_path: Path) -> None:
-    """Said where the files have none of them; files that have are refused."""
+def test_multi_token_prediction_layers_are_not_converted(tmp_path: Path) -> None:
+    """A config.json with such layers gives a line if the files have none of their tensors; files with their tensors are refused."""
     made(tmp_path / "a", "DeepseekV3")
     config, weights = tmp_path / "a/config.json", tmp_path / "a/model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
@@ -133,7 +133,7 @@ def test_layers_that_predict_further_tokens_stay_behind(tmp_path: Path) -> None:
 
 
 def test_files_may_be_many_and_experts_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, which stays bf16; the index file is not needed; many files come back as many."""
+    """A bf16 model in many files without an index, and one with stacked experts, give the same run, which is written back as many files."""
     theirs = made(tmp_path / "a", "Qwen3Moe", dtype=torch.bfloat16, max_shard_size="20KB")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     (tmp_path / "a/model.safetensors.index.json").unlink()
@@ -152,8 +152,8 @@ def test_files_may_be_many_and_experts_stacked(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("stacked", ["layers.1.", "gate_up_proj", "down_proj"])
-def test_some_experts_may_be_stacked_and_others_not(stacked: str, tmp_path: Path) -> None:
-    """By layer or by matrix: each is found by its own key, and all are written as the family's files have them."""
+def test_experts_may_be_stacked_in_some_layers_or_matrices_alone(stacked: str, tmp_path: Path) -> None:
+    """Files in which only the experts of one layer, or only one matrix of all experts, are stacked are read; they are written unstacked."""
     held, apart = made(tmp_path / "a", "Mixtral").state_dict(), files(tmp_path / "a")
     stacks = {key: value.contiguous() for key, value in held.items() if ".mlp.experts." in key and stacked in key}
     assert len(stacks) == 2
@@ -170,7 +170,7 @@ def test_some_experts_may_be_stacked_and_others_not(stacked: str, tmp_path: Path
 
 
 def tokenizer(folder: Path) -> Any:
-    """Make byte-level BPE, as many models have it, with 290 ids; id 7 ends a text."""
+    """Return a byte-level BPE tokenizer with 290 ids, and save it in the folder. The tests end texts with id 7."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Tokenizer(models.BPE())
@@ -210,7 +210,8 @@ def test_documents_are_told_apart_by_the_tokenizers_own_id(separator: int | None
 
 
 def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All by the command line. One step from its weights on ep 2 equals a step of one process."""
+    """A folder converted by `moe convert` works with `moe generate` and `moe eval`; a training step from its weights on ep 2 equals a step
+    of one process; the trained run is written back with its tokenizer."""
     made(tmp_path / "a", "Mixtral")
     library, run_dir = tokenizer(tmp_path / "a"), tmp_path / "run"
     assert main(["convert", f"hf:{tmp_path / 'a'}", str(run_dir), "--model.max_length", "16", "--data.path", str(home / "text.txt")]) == 0
@@ -225,7 +226,7 @@ def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Pa
     run = load(str(run_dir / "recipe.yaml"), step)[0]
     two = trained.train(run, tmp_path / "two", ranks=2, init_from=run_dir)[0]
     one = trained.train(run, tmp_path / "one", init_from=run_dir)[0]
-    again = trained.train(run, run_dir)[0]  # from its own checkpoint, which has no moments
+    again = trained.train(run, run_dir)[0]  # in the converted run itself, whose checkpoint has no moments
     assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5) and again["validation_loss"] == one["validation_loss"]
     from_run(tmp_path / "one", tmp_path / "b")
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
@@ -234,7 +235,8 @@ def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Pa
 
 
 def test_plain_bytes_are_a_tokenizer_of_transformers(tmp_path: Path) -> None:
-    """Of a run that was trained on them; one whose own tokenizer could not be used says that there is none."""
+    """A run of plain bytes is written with a tokenizer.json of bytes, but not if the model came with another tokenizer: then a line says
+    so."""
     made(tmp_path / "a", "Mixtral")
     to_run(tmp_path / "a", tmp_path / "run", overrides={})
     assert from_run(tmp_path / "run", tmp_path / "none")[1:] == ["no tokenizer.json: this run reads plain bytes"]
@@ -266,7 +268,7 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
             "config.json: rope_type: got longrope, needed default, .* dynamic",
         ),
         ({"num_hidden_layers": 3}, {}, "no tensor for layers.2.attention_norm.weight, needed model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 1}, {}, "tensor model.layers.1.input_layernorm.weight and 8 more: got it in the files"),
+        ({"num_hidden_layers": 1}, {}, "tensor model.layers.1.input_layernorm.weight and 8 more: got a tensor that nothing reads"),
         ({"intermediate_size": 41}, {}, r"tensor model.layers.0.mlp.gate_proj.weight: got shape \[40, 24\], needed \[41, 24\]"),
         ({}, {up: None}, f"needed {up}"),
         ({}, {gain: torch.full((24,), torch.nan)}, f"tensor {gain}: got values that are not finite"),
@@ -284,16 +286,16 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
         to_run(tmp_path / "a", tmp_path / "run", overrides={"model.num_heads": "2"})
 
 
-def test_a_run_that_no_family_says_is_refused_by_what_it_has(home: Path, tmp_path: Path) -> None:
+def test_a_run_that_no_family_can_describe_is_refused_with_a_key(home: Path, tmp_path: Path) -> None:
     trained.train(trained.recipe(home, train={"steps": 1}), tmp_path / "run")
-    said = "FROM_RUN: got model.ffn gelu, needed model.ffn swiglu, .*families: llama, mistral, qwen3"  # of a family that has one choice
+    said = "FROM_RUN: got model.ffn gelu, needed model.ffn swiglu, .*families: llama, mistral, qwen3"  # the nearest family has swiglu only
     with pytest.raises(BadInput, match=said):
         from_run(tmp_path / "run", tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def config(family: str, **values: Any) -> dict[str, Any]:
-    """The config.json of a model of this family, of which no weights are made."""
+    """Return the config.json of a small model of this family, with these values."""
     found: dict[str, Any] = json.loads(getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family])).to_json_string())
     return found | values
 
@@ -333,7 +335,7 @@ def test_broken_values_of_a_config_are_one_line() -> None:
     for family, values, said in cases:
         with pytest.raises(BadInput, match=said):
             recipe_values(config(family, **values))
-    for family, top in (("DeepseekV3", 4), ("Glm4Moe", 1)):  # of n_group 4: transformers' own defaults
+    for family, top in (("DeepseekV3", 4), ("Glm4Moe", 1)):  # transformers' defaults of topk_group
         without = {key: value for key, value in config(family).items() if key != "topk_group"}
         assert recipe_values(without)["router"]["top_groups"] == top == getattr(transformers, f"{family}Config")().topk_group
     harmless = {"attention_factor": 0.1 * math.log(2) + 1, "mscale": 0, "partial_rotary_factor": 1.0, "truncate": True, "finetuned": True}
@@ -341,8 +343,7 @@ def test_broken_values_of_a_config_are_one_line() -> None:
     assert recipe_values(config("Llama", rope_parameters=scaled | harmless)) == plain
 
 
-def test_a_fixed_stretch_by_ntk_is_written_as_a_larger_base() -> None:
-    """Of the channels that turn."""
+def test_ntk_scaling_is_written_as_a_larger_base_of_the_rotary_channels() -> None:
     rope = {"scaling": "ntk", "factor": 3.0, "fraction": 0.5}
     model = {"d_model": 24, "num_heads": 3, "head_size": 12, "moe_layers": [1], "num_layers": 2, "positions": "rotary", "rope": rope}
     run = build_run({"model": model | {"norm": "rmsnorm", "ffn": "swiglu"}, "router": {"preset": "deepseek_v3"}})
@@ -360,8 +361,9 @@ def test_a_config_without_a_base_has_its_familys(tmp_path: Path) -> None:
         assert recipe_values(given)["model"]["rope"]["base"] == base, family
 
 
-def test_a_window_is_that_of_the_kept_config_or_another_is_written(tmp_path: Path) -> None:
-    """Sequences may be longer. A config.json that was changed by hand is not kept; without its key, the family's window counts."""
+def test_the_sliding_window_survives_longer_sequences_and_a_changed_config(tmp_path: Path) -> None:
+    """The window of 16 is read although max_length is 40, and is written although the kept config.json was changed to 17. A config.json
+    without sliding_window has the family's window."""
     made(tmp_path / "a", "Mistral")
     to_run(tmp_path / "a", tmp_path / "run", overrides={"model.max_length": "40"})
     assert load_model(tmp_path / "run")[0].config.sliding_window == 16
@@ -390,7 +392,8 @@ def test_a_window_is_that_of_the_kept_config_or_another_is_written(tmp_path: Pat
     ],
 )
 def test_windows_are_in_the_layers_that_transformers_gives_them(family: str, values: dict[str, Any], layers: list[int]) -> None:
-    """layer_types decides, and without it the family's rule. A config.json is written in the same way."""
+    """Layers have the windows that transformers' own config gives them, from a config.json with or without layer_types; and a config.json
+    written from the run gives the same."""
     sizes = SIZES | FAMILIES[family] | {"num_hidden_layers": 3, "sliding_window": None} | values
     theirs = getattr(transformers, f"{family}Config")(**sizes)
     if hasattr(theirs, "layer_types"):
@@ -407,8 +410,9 @@ def test_windows_are_in_the_layers_that_transformers_gives_them(family: str, val
         assert getattr(read, "layer_types", None) == getattr(theirs, "layer_types", None)
 
 
-def test_a_config_that_is_made_says_all_that_transformers_reads() -> None:
-    """It has the ids that begin and end texts, and every width. A model that it cannot describe is refused by the key."""
+def test_a_config_made_from_a_run_has_all_that_transformers_reads() -> None:
+    """`config_of` writes the ids that begin and end texts, and every width. A value that the family cannot have gives an error that names
+    its key."""
     for family in FAMILIES:
         written = config_of(build_run(recipe_values(given := config(family))), given["model_type"], ends=7)
         assert [written[f"{what}_token_id"] for what in ("bos", "eos", "pad")] == [None, 7, None], family
@@ -429,8 +433,8 @@ def test_a_config_that_is_made_says_all_that_transformers_reads() -> None:
             recipe_values(config_of(build_run(values), "qwen3_moe"))
 
 
-def test_files_beside_the_models_are_left_alone(tmp_path: Path) -> None:
-    """These are a second copy with Mistral's names, files missing in the index, and a folder with the name of the unfinished one."""
+def test_files_that_are_not_the_models_are_left_alone(tmp_path: Path) -> None:
+    """Ignored: a second copy with Mistral's names, files that the index does not name, and a user's folder named like a temporary one."""
     made(tmp_path / "a", "Mistral", max_shard_size="20KB")
     whole = tmp_path / "a"
     save_file({"layers.0.attention.wq.weight": torch.ones(3)}, whole / "consolidated.safetensors")

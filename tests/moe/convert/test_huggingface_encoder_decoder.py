@@ -1,6 +1,6 @@
-"""A T5 and a Switch that transformers made and saved become runs with their logits, and come back to the bit.
+"""A T5 and a Switch that transformers made and saved become runs with the same logits, and are written back bitwise.
 
-What it alone would notice: halves that are exchanged, layers with experts by another rule, slots that depend on the length.
+Only these tests detect exchanged encoder and decoder layers, another choice of layers with experts, and a capacity that grows with length.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def test_a_config_that_is_made_says_the_same_model(name: str, tmp_path: Path) ->
 
 
 def test_a_run_of_bytes_goes_there_and_back_with_its_sentinels(tmp_path: Path) -> None:
-    """Two of 258 ids are sentinels, which transformers can spell. The run that comes back has two too, and the same length."""
+    """A run of bytes with two sentinels among 258 ids, written for transformers and read back, has the same sentinels and length; the
+    written tokenizer.json spells the sentinels."""
     family, values = MODELS["switch"]
     config = getattr(transformers, f"{family}Config")(**SIZES | {"vocab_size": 258}, **values, n_positions=33)
     getattr(transformers, f"{family}ForConditionalGeneration")(config).save_pretrained(tmp_path / "theirs")
@@ -95,7 +96,7 @@ def test_a_run_of_bytes_goes_there_and_back_with_its_sentinels(tmp_path: Path) -
 
 @pytest.mark.parametrize(("ids", "length", "used"), [(288, 33, True), (289, 33, False), (289, 8, True), (290, 8, False)])
 def test_a_tokenizer_leaves_ids_for_the_sentinels_or_is_not_used(ids: int, length: int, used: bool, tmp_path: Path) -> None:
-    """Of 290 ids, two are sentinels if the encoder reads 33 tokens, one if it reads 8. T5's own tokenizer names all its sentinels."""
+    """A tokenizer is used only if it leaves the last ids of 290 for the sentinels: two if the encoder reads 33 tokens, else one."""
     made(tmp_path / "theirs", "t5")
     library = Tokenizer(models.BPE({character: n for n, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A run begins with a folder that transformers saved, whole or with adapters beside it; another model is refused."""
+"""A run starts from a folder that transformers saved, with all weights or with LoRA adapters; a folder of another model is refused."""
 
 from __future__ import annotations
 

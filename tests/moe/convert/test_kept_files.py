@@ -1,4 +1,4 @@
-"""A model of transformers that was trained here goes back with all that came with it, whatever runs are between the two folders."""
+"""A model of transformers that was trained here is written back with all files that it came with, after any number of runs in between."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}
 
 @pytest.fixture
 def came(tmp_path: Path, home: Path) -> Path:
-    """A folder with a bf16 model and all files that transformers writes, and the run `base` that begins with it, with shorter sequences."""
+    """Return a folder with a bf16 model and all files that transformers writes. The run `base` next to the folder was converted from it."""
     made(tmp_path / "a", "Qwen3", dtype=torch.bfloat16)
     about = json.loads((tmp_path / "a/config.json").read_text())
     (tmp_path / "a/config.json").write_text(json.dumps(about | {"pad_token_id": 3, "bos_token_id": 1}))
@@ -51,7 +51,7 @@ def begun(folder: Path, name: str, source: str, **changed: str) -> None:
 
 
 def others(folder: Path) -> dict[str, Any]:
-    """Contents of every file in the folder that holds no tensors."""
+    """Return relative path -> content of every file in the folder that holds no tensors."""
     found = {
         str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"
     }
@@ -59,7 +59,8 @@ def others(folder: Path) -> dict[str, Any]:
 
 
 def test_what_came_goes_back_after_several_generations(came: Path) -> None:
-    """Trained twice as whole weights, then as adapters, at rates too small to change bf16: the final folder equals the original bitwise."""
+    """After two runs with all weights and one with adapters, at rates too small to change bf16, the written folder equals the original
+    bitwise."""
     for name, source, rank in (("one", "base", "0"), ("two", "one", "0"), ("lora", "two", "2")):
         begun(came, name, source, optimizer__lr="1e-30", lora__rank=rank, lora__targets="[attention]")
     said = from_run(came / "lora", came / "b")
@@ -119,7 +120,9 @@ def test_a_model_with_experts_made_of_one_that_came_keeps_its_ids_length_and_tem
     assert type(again).__name__ == "Qwen3MoeForCausalLM" and again.dtype == torch.bfloat16
     assert (again.config.max_position_embeddings, again.config.pad_token_id, again.config.bos_token_id) == (48, 3, 1)
     theirs = logits(transformers.AutoModelForCausalLM.from_pretrained(came / "a").eval())
-    assert float((logits(again) - theirs).abs().max() / theirs.abs().max()) < 0.02  # copies of one network, in bf16
+    assert (
+        float((logits(again) - theirs).abs().max() / theirs.abs().max()) < 0.02
+    )  # equal up to bf16, because every expert is a copy of the dense network
 
 
 def test_a_run_that_starts_over_without_that_model_does_not_export_its_files(came: Path) -> None:

@@ -1,7 +1,5 @@
-"""Dense to sparse and back through checkpoints on disk: outputs that must not change do not, and what is lost is said.
-
-trained dense run -> convert -> the same logits, in evaluation and dropless training -> the trainer goes on from step 0
-"""
+"""Conversions dense to sparse and back, through checkpoints on disk: the output stays equal wherever it must, a report says what is lost,
+and `moe train` continues from the new checkpoint at step 0."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.convert import upcycle
 from moe.convert.checks import Settings, check_convertible, gate_sum, settings_of
-from moe.convert.convert import convert, find, loads, main
-from moe.convert.report import compared
+from moe.convert.convert import compared, convert, find, loads, main
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
@@ -61,7 +58,7 @@ def recipe(home: Path, *, model: dict[str, Any], router: dict[str, Any] | None =
 
 @pytest.fixture(scope="module")
 def source(home: Path) -> Callable[..., Path]:
-    """The run folder of a model trained for a few steps: source(ffn="swiglu"), source(sparse=True)."""
+    """Return a function that trains a model for a few steps and returns its run folder: source(ffn="swiglu"), source(sparse=True)."""
     done: dict[str, Path] = {}
 
     def make(*, ffn: str = "swiglu", sparse: bool = False, **sections: Any) -> Path:
@@ -83,7 +80,7 @@ def written(run: Run, out: Path) -> Path:
 
 
 def converted(run: Run, source: Path, out: Path, **settings: Any) -> Path:
-    """Convert by the verb's own function. Return the new checkpoint's folder."""
+    """Convert as `moe convert` does, and return the new checkpoint's folder."""
     load = settings.pop("load", None)
     main(str(source), str(out), recipe=str(written(run, out)), overrides={}, settings=Settings(**settings), load=load)
     ((step, path),) = numbered(out / "checkpoints")
@@ -104,8 +101,6 @@ def assert_same_output(old: Path, new: Path, *, training: tuple[bool, ...] = (Fa
         want, got = logits(before, training=mode), logits(after, training=mode)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
-
-# --- the output at step 0 is the source's -----------------------------------------------------------------------------------
 
 TARGETS: dict[str, dict[str, Any]] = {
     "copy": {"method": "copy", "experts": {"num_experts": 4}},
@@ -132,7 +127,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     ("name", "ffn"), [*((name, "swiglu") for name in TARGETS), ("copy", "relu"), ("granular, 2 shards", "relu")], ids=str
 )
 def test_upcycling_keeps_the_output(name: str, ffn: str, home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
-    """Every logit is equal in evaluation, and in training without drops, through checkpoints on disk."""
+    """A converted model of each of TARGETS has the logits of the dense model, in evaluation and in training without drops."""
     values = dict(TARGETS[name])
     model = SPARSE | {"ffn": ffn} | values.pop("model", {})
     run = recipe(home, model=model, router=GLAM | values.pop("router", {}), experts=values.pop("experts"))
@@ -172,7 +167,7 @@ def test_switchs_gates_are_refused_unless_approximate_and_then_scaled_for_an_eve
     model = restore(converted(run, source(), tmp_path / "new", approximate=True))
     for name, parameter in model.named_parameters():
         if ".router." in name:
-            parameter.data.mul_(1e-6)  # no preference: every gate is 1 / E
+            parameter.data.mul_(1e-6)  # nearly equal logits: every gate is 1 / E
     torch.testing.assert_close(logits(model, training=False), logits(restore(find(source())), training=False), rtol=1e-3, atol=1e-4)
 
 
@@ -192,13 +187,12 @@ def test_drop_draws_whole_units_anew_in_the_statistics_of_the_old() -> None:
     first, second = upcycle.redrawn(network, 2, share=0.3, key="layers.1.experts", seed=7)
     assert network["w3"] is not None and first["w3"] is not None
     new = [(first["w1"] != network["w1"]).any(0), (first["w2"] != network["w2"]).any(1), (first["w3"] != network["w3"]).any(0)]
-    assert new[0].sum() == 24 and torch.equal(new[0], new[1]) and torch.equal(new[0], new[2])  # one unit in all three matrices
+    assert (
+        new[0].sum() == 24 and torch.equal(new[0], new[1]) and torch.equal(new[0], new[2])
+    )  # the same units are drawn anew in all three matrices
     assert first["w1"][:, new[0]].mean() == pytest.approx(1, abs=0.3) and first["w1"][:, new[0]].std() == pytest.approx(3, rel=0.1)
     assert first["w2"][new[0]].std() == pytest.approx(0.2, rel=0.1)
     assert not torch.equal((second["w1"] != network["w1"]).any(0), new[0])
-
-
-# --- and back ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["uniform", "load"])
@@ -235,7 +229,8 @@ def test_merging_copies_to_fewer_keeps_the_output(
 
 
 def test_pruning_experts_that_no_token_chose_keeps_the_output(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
-    """Two tokens choose at most four of six experts. The run's own records say which experts were used."""
+    """The load in metrics.jsonl is replaced by the load of two tokens, which choose at most four of six experts. Pruned to these experts,
+    the model has the same logits for the two tokens."""
     run = recipe(home, model=SPARSE, experts={"num_experts": 6}, train={"steps": 2, "save_every": 0})
     trained.train(run, tmp_path / "run")
     tokens = torch.tensor([[65, 110]])
@@ -253,7 +248,7 @@ def test_pruning_experts_that_no_token_chose_keeps_the_output(home: Path, source
         torch.testing.assert_close(new(tokens).logits_BLV, want.logits_BLV)
 
 
-def test_pruned_are_the_least_used_and_rows_go_along(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
+def test_pruning_keeps_the_most_used_experts_and_their_router_rows(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "load.json").write_text(json.dumps({"1": [5, 0, 9, 1], "3": [2, 2, 2, 0]}))
     small = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 2})
     old = Reader(find(source(sparse=True)))
@@ -314,7 +309,7 @@ def test_all_that_a_router_learned_goes_along_with_its_experts(home: Path, tmp_p
         assert held.keys() == {"weight", "logit_bias", "noise_weight", "expert_scale", "input_norm.weight"}
         for name, weight in was.router.named_parameters():
             assert torch.equal(held[name], weight if name == "input_norm.weight" else weight[kept]), name
-            assert weight.std() > 0, name  # it has learned
+            assert weight.std() > 0, name  # not the equal numbers with which it began
     with pytest.raises(BadInput, match="router.bias_rate: got null, needed a number: the source's routers have a selection bias"):
         without = recipe(home, model=SPARSE, router=GLAM | ALL_OF_A_ROUTER, experts={"num_experts": 2})
         converted(without, tmp_path / "run", tmp_path / "no", **settings)
@@ -330,12 +325,9 @@ def test_the_load_is_the_mean_of_a_runs_last_lines_up_to_the_checkpoint(source: 
         assert got[layer] == pytest.approx(want)
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_trainer_goes_on_from_step_0_on_any_layout(ranks: int, home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
-    """The first loss is the dense model's on that batch; Adam starts anew."""
+def test_the_trainer_continues_from_step_0_on_any_layout(ranks: int, home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
+    """The first loss of the converted model equals the dense model's loss on the first batch."""
     sparse = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4}, train={"steps": 2}, degrees={"ep": ranks})
     converted(sparse, source(), tmp_path / "new")
     trained.train(sparse, tmp_path / "new", ranks=ranks)
@@ -348,7 +340,9 @@ def test_the_trainer_goes_on_from_step_0_on_any_layout(ranks: int, home: Path, s
     assert next(line["loss"] for line in lines if line["kind"] == "train") == pytest.approx(want, rel=1e-5)
 
 
-def test_copied_moments_go_on_where_the_source_stopped_and_sum_to_its(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
+def test_copied_moments_sum_to_the_sources_and_training_continues_at_its_step(
+    home: Path, source: Callable[..., Path], tmp_path: Path
+) -> None:
     sparse = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4}, train={"steps": 5})
     path = converted(sparse, source(), tmp_path / "new", moments="copy")
     new, old = Reader(path), Reader(find(source()))
@@ -374,23 +368,20 @@ def test_a_check_prints_how_far_apart_the_models_are(home: Path, source: Callabl
 
 @pytest.mark.parametrize(("halves", "counted"), [(False, 4 * 8), (True, 4 * 4)])
 def test_a_check_counts_the_tokens_that_have_logits(halves: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an encoder-decoder only the decoder's tokens have logits, which are half of them."""
+    """`compared` counts all tokens of a decoder, but only the decoder's half of the tokens of an encoder-decoder."""
     kind = {"kind": "encoder_decoder", "positions": "t5"} if halves else {}
     sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_ff": 8, "max_length": 8, "moe_every": 0}
     run = build_run({"model": sizes | kind, "data": {"objective": "span_corruption" if halves else "next_token"}})
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
-    monkeypatch.setattr("moe.convert.report.restore", lambda _: model)
+    monkeypatch.setattr("moe.convert.convert.restore", lambda _: model)
     assert compared(Path(), model).said().startswith(f"checked on {counted} random tokens: logits differ by at most 0.00e+00")
 
 
-# --- gates and refusals -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_gates_sum_to_is_what_the_router_gives(preset: str) -> None:
-    """The gates' sum equals the stated constant; if None is stated, the sum varies."""
+def test_gate_sum_is_the_sum_of_the_routers_gates(preset: str) -> None:
+    """A router's gates sum to the constant of `gate_sum` for each token; where `gate_sum` is None, the sum varies."""
     settings = build_run({"router": {"preset": preset}}).router
-    if preset != "expert_choice":  # expert_choice cannot be without drops
+    if preset != "expert_choice":  # expert_choice always has a capacity
         settings = settings.model_copy(update={"capacity_factor": None, "eval_capacity_factor": None})
     router = Router(settings, num_experts=64, d_model=8).eval()
     router.weight.data.copy_(random(64, 8))
@@ -408,7 +399,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model": {"ffn": "geglu"}}, {}, "model.ffn: got geglu, needed the source's swiglu"),
     ({"experts": {"ffn": "relu"}}, {}, "experts.ffn: got relu, needed the source's swiglu"),
     ({"experts": {"d_ff": 12}}, {}, "experts.d_ff: got 12, needed the source's d_ff 24; fix: --experts.d_ff 24, or --method granular"),
-    ({"experts": {"d_ff": 24}}, {"method": "granular"}, "experts.d_ff: got 24, needed a part of the source's d_ff 24"),
+    ({"experts": {"d_ff": 24}}, {"method": "granular"}, "experts.d_ff: got 24, needed a proper divisor of the source's d_ff 24"),
     ({"experts": {"d_ff": 8}}, {"method": "granular"}, "experts.num_experts: got 4, needed a multiple of the 3 shards"),
     ({"experts": {"d_ff": 6}}, {"method": "granular"}, "router.num_choices: got 2, needed a multiple of the 4 shards"),
     ({"experts": {"d_ff": 12}, "router": {"noise": "gumbel"}}, {"method": "granular"}, "router.noise: got gumbel with --method granular"),
@@ -479,7 +470,7 @@ def test_what_would_be_lost_of_a_router_or_of_tokens_ahead_is_refused_by_its_key
             with pytest.raises(BadInput) as refused:
                 check_convertible(model(old, **{key: needed}), model(new, **{key: has}), Settings())
             assert str(refused.value) == f"router.{key}: got {has}, needed the source's {needed}; fix: --router.{key} {needed}"
-    check_convertible(model(4), model(2, noise="gumbel"), Settings())  # a noise without weights
+    check_convertible(model(4), model(2, noise="gumbel"), Settings())  # accepted: this noise has no weights to convert
     with pytest.raises(BadInput, match="model.ahead: got 0, needed the source's 1; fix: --model.ahead 1"):
         check_convertible(model(4, ahead=1), model(2), Settings())
 
@@ -525,10 +516,11 @@ def test_the_verb_says_what_it_did_and_how_to_go_on(
     assert "TO_RUN: got" in capsys.readouterr().err
 
 
-def test_a_converted_model_has_seen_no_sample_so_another_order_of_them_is_no_news(
+def test_another_order_of_samples_is_reported_only_with_copied_moments(
     home: Path, source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At step 0, the recipe's own batch and seed count. With copied moments the run continues at the source's step and reports changes."""
+    """Without copied moments a converted model starts at step 0 and has seen no sample. With them it continues at the source's step, so a
+    changed batch size or seed is reported."""
     changed = {"steps": 1, "global_batch": 4, "seed": 3}
     run = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4}, train=changed)
     converted(run, source(), tmp_path / "fresh")

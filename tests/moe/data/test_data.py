@@ -1,4 +1,5 @@
-"""Laws of the data: no text in both sides, no token lost, every window once an epoch whatever the ranks, token files all or nothing."""
+"""Laws of the data: no text is in train and validation, no token is lost, every window is read once an epoch on any number of ranks, and
+token files are complete or absent."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def stream(windows: Windows) -> list[int]:
 
 
 def documents_of(data: Dataset) -> dict[str, list[str]]:
-    """The texts between separators, by side."""
+    """Return side (train, validation) -> its documents as texts."""
     sides = {"train": data.train.windows, "validation": data.validation.windows}
     return {side: data.tokenizer.decode(stream(windows)).strip("\0").split("\0") for side, windows in sides.items()}
 
@@ -55,7 +56,7 @@ def windows_of(num_tokens: int, max_length: int) -> Windows:
 
 
 def part(num_sequences: int, length: int, rank: int, ranks: int) -> TokenShard:
-    """The shard of tokens that rank `rank` of `ranks` data-parallel ranks reads."""
+    """Return the shard of tokens that rank `rank` of `ranks` data-parallel ranks reads."""
     return TokenShard.of(Mesh.of(Degrees(dp=ranks), rank), num_sequences=num_sequences, length=length)
 
 
@@ -73,9 +74,6 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-# --- order -----------------------------------------------------------------------------------------------------------
-
-
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
 @settings(max_examples=60, deadline=None)
 def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
@@ -83,7 +81,7 @@ def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
 
 
 def plain_permutation(place: int, size: int, seed: int, epoch: int) -> int:
-    """A plain reference of `permutation` in Python's unbounded integers, one position at a time."""
+    """Return `permutation` of one position, computed plainly with Python's unbounded integers."""
     digest = hashlib.sha512(f"order {seed} {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[8 * n : 8 * n + 8], "little") for n in range(8)]
     rows = next(n for n in range(1, size + 1) if n * n >= size)
@@ -115,7 +113,8 @@ def test_permutation_equals_its_plain_twin(size: int, seed: int, epoch: int, dat
 
 @pytest.mark.parametrize("size", [7, 64, 1000])
 def test_every_place_is_reached_about_equally_often(size: int) -> None:
-    """Over many epochs the position of one window is uniform: chi-squared within 6 standard deviations, for positions and for distances."""
+    """Over many epochs, the positions of two windows and the distance between them are uniformly distributed: chi-squared is within 6
+    standard deviations."""
     epochs = 40 * size if size < 1000 else 5 * size
     pairs = np.array([permutation([0, size // 2], size=size, seed=1, epoch=epoch) for epoch in range(epochs)])
     for seen, cells in ((pairs[:, 0], size), (pairs[:, 1], size), ((pairs[:, 1] - pairs[:, 0]) % size - 1, size - 1)):
@@ -125,7 +124,6 @@ def test_every_place_is_reached_about_equally_often(size: int) -> None:
 
 
 def test_order_is_random_access_at_any_size() -> None:
-    """A position far into an order of 10^12 windows costs no more than the first one, and is below 10^12."""
     train = TrainSet(windows_of(11, 5), seed=0)
     assert 0 <= permutation([10**12 - 1], size=10**12, seed=5, epoch=3)[0] < 10**12
     assert train.batch(10**15, TokenShard.whole(4, 5)).shape == (4, 6)
@@ -144,7 +142,7 @@ def test_batch_is_the_same_on_any_number_of_ranks(num_windows: int, each: int, s
 @given(num_windows=st.integers(1, 40), batch=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_every_window_comes_once_an_epoch(num_windows: int, batch: int, epochs: int, seed: int) -> None:
-    """Also if an epoch ends inside a batch: concatenated batches equal concatenated epochs."""
+    """The windows of consecutive batches form epochs with every window once, also if an epoch ends inside a batch."""
     train = TrainSet(windows_of(num_windows * 3 + 1, 3), seed)
     steps = -(-num_windows * epochs // batch)
     seen = np.concatenate([train.batch(step, TokenShard.whole(batch, 3)) for step in range(steps)])[:, 0] // 3
@@ -159,11 +157,11 @@ def test_every_token_but_the_last_few_is_predicted_once_an_epoch() -> None:
 
 
 def test_resume_twice_equals_no_resume() -> None:
-    """Stopped at steps 7 and 12, continued on 2 then 4 ranks: the same sequences as one uninterrupted rank."""
+    """A run that stops at step 7, continues on 2 ranks, stops at step 12 and continues on 4 reads the sequences of an unbroken run."""
     unbroken = [TrainSet(windows_of(211, 5), seed=4).batch(step, TokenShard.whole(8, 5)) for step in range(20)]
     resumed = []
     for first, last, ranks in ((0, 7, 1), (7, 12, 2), (12, 20, 4)):
-        train = TrainSet(windows_of(211, 5), seed=4)  # only the step's number is carried over
+        train = TrainSet(windows_of(211, 5), seed=4)  # a new object: a resumed run knows only its step
         resumed += [np.concatenate([train.batch(s, part(8, 5, r, ranks)) for r in range(ranks)]) for s in range(first, last)]
     assert all(np.array_equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
 
@@ -185,8 +183,6 @@ def test_validation_is_the_same_on_any_number_of_ranks_and_spread_evenly() -> No
     assert np.bincount(more_than_there_are).tolist() == [3] * 20
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
-
 TEXT = (Path(corpus.__file__).read_text() + UNICODE + CRLF) * 2
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": Bytes(), "bpe": train_bpe([TEXT], vocab_size=400)}
 
@@ -195,7 +191,7 @@ TOKENIZERS: dict[str, Tokenizer] = {"bytes": Bytes(), "bpe": train_bpe([TEXT], v
 @given(text=st.text() | st.sampled_from([UNICODE, CRLF, "a\0b\0", "\ud800 half", "tab\t  \n\n\n x", "\ufeffbom", ""]))
 @settings(max_examples=80, deadline=None)
 def test_decode_undoes_encode(kind: str, text: str) -> None:
-    """All but NUL and half surrogates, which become U+FFFD; so no text holds a separator."""
+    """Decoding gives the encoded text back, except that NUL and half surrogates become U+FFFD. So no text holds a separator."""
     tok = TOKENIZERS[kind]
     ids = tok.encode(text)
     assert tok.decode(ids) == "".join("\ufffd" if c == "\0" or "\ud800" <= c <= "\udfff" else c for c in text)
@@ -217,7 +213,7 @@ def test_long_texts_are_encoded_in_pieces_without_loss(kind: str, monkeypatch: p
 @given(ids=st.lists(st.integers(-3, 600), max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_any_ids_decode(kind: str, ids: list[int]) -> None:
-    """A model that samples half a character, or an id past the vocabulary, still gives text."""
+    """`decode` gives valid text for any ids that a model may sample: half a character, or an id past the vocabulary."""
     assert TOKENIZERS[kind].decode(ids).encode().decode() == TOKENIZERS[kind].decode(ids)
 
 
@@ -271,11 +267,8 @@ def test_bpe_training_is_the_same_in_every_process() -> None:
     assert len({process.communicate(timeout=60)[0] for process in processes} - {""}) == 1
 
 
-# --- corpus ----------------------------------------------------------------------------------------------------------
-
-
 def test_two_text_files_keep_every_character(tmp_path: Path) -> None:
-    """Unicode, CRLF and a byte order mark: training and validation texts together equal the files, in order."""
+    """Training and validation texts together equal the files, with Unicode and CRLF, but without a byte order mark."""
     folder = write_folder(tmp_path / "text", a=UNICODE * 3, b="\ufeff" + CRLF * 5)
     data = user_data(folder, tmp_path / "cache")
     held = documents_of(data)
@@ -287,7 +280,7 @@ def test_two_text_files_keep_every_character(tmp_path: Path) -> None:
 
 
 def test_files_go_to_one_side_by_name_alone(tmp_path: Path) -> None:
-    """A file's side does not change if other files are added, and holds the whole file."""
+    """A file is in train or in validation as a whole, and stays there if other files are added."""
     files = {f"f{n}": f"text number {n} " * 5 for n in range(30)}
     some = documents_of(user_data(write_folder(tmp_path / "text", **dict(list(files.items())[:20])), tmp_path / "cache"))
     every = documents_of(user_data(write_folder(tmp_path / "text", **files), tmp_path / "cache"))
@@ -329,7 +322,7 @@ def test_jsonl_lines_are_documents_and_equal_lines_share_a_side(tmp_path: Path) 
 
 
 def test_only_text_is_read_from_a_folder(tmp_path: Path) -> None:
-    """Binary, Latin-1 and empty files are skipped and counted; hidden files, sockets and devices are ignored."""
+    """Binary, Latin-1 and empty files are skipped and counted; hidden files and pipes are ignored."""
     folder = write_folder(tmp_path / "text", **{f"f{n}": f"text {n}\n" * 9 for n in range(9)})
     (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
     (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
@@ -366,8 +359,8 @@ def test_default_corpus_is_the_standard_library_alone() -> None:
     assert 0.02 < list(sides.values()).count("validation") / len(sides) < 0.1
 
 
-def test_lines_beside_text_are_documents_and_a_folder_is_listed_by_kind_and_size(tmp_path: Path) -> None:
-    """Read as text, a JSONL file would teach the model JSON's syntax. Read as documents, its texts equal a plain file of them."""
+def test_jsonl_next_to_text_is_read_by_lines_and_a_folder_is_listed_by_kind_and_size(tmp_path: Path) -> None:
+    """In a folder of text files, each line of a JSONL file is a document, unless data.source is text: then its JSON is read as text."""
     folder = write_folder(tmp_path / "text", **{f"f{n}": f"text {n}\n" * 9 for n in range(9)})
     lines = [f"line {n}" for n in range(30)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -384,7 +377,7 @@ def test_lines_beside_text_are_documents_and_a_folder_is_listed_by_kind_and_size
         "*.jsonl line by line, key text"
     )
     raw = documents_of(user_data(folder, tmp_path / "cache", source="text"))
-    assert any(text.startswith('{"text"') for text in raw["train"] + raw["validation"]), "asked for by name, it is text as it stands"
+    assert any(text.startswith('{"text"') for text in raw["train"] + raw["validation"]), "with data.source text it is read as text"
 
 
 def _archive(folder: Path) -> str:
@@ -408,7 +401,8 @@ def _leftover(folder: Path) -> str:
 
 @pytest.mark.parametrize(("make", "source"), [(m, s) for m in (_archive, _pictures, _leftover) for s in (None, "text")])
 def test_a_folder_whose_text_is_in_another_form_is_refused(make: Callable[[Path], str], source: str | None, tmp_path: Path) -> None:
-    """Otherwise a run would train on a README alone. Only pictures and similar files can be left out, if the recipe says so."""
+    """A folder is refused if most of its bytes are in archives, pictures or a compressed tar. With data.source text, a folder with pictures
+    is accepted."""
     folder = tmp_path / "text"
     folder.mkdir()
     said = make(folder)
@@ -486,9 +480,6 @@ def test_batches_that_do_not_divide_are_refused() -> None:
         part(6, 5, 1, 4)
 
 
-# --- token files -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "text", **{f"f{n}": f"some words, file {n}\n{UNICODE}{CRLF}" * 4 for n in range(12)})
@@ -496,7 +487,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_token_files_hold_the_encoded_documents(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A separator precedes each document and follows the last, however many documents are encoded together; counts are exact."""
+    """Token files hold each document's ids after a separator, and a separator at the end; counts are exact. Encoding many documents in one
+    call, and a document in pieces, changes nothing."""
     monkeypatch.setattr(tokens, "ENCODE_TOGETHER_CHARACTERS", 300)
     monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 50)
     data = user_data(folder, tmp_path / "cache", tokenizer=kind, vocab_size=300)
@@ -535,7 +527,7 @@ def test_bpe_learns_from_training_documents_alone(folder: Path, tmp_path: Path) 
 
 
 def test_token_files_of_an_earlier_reader_are_built_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Format 1 read neither compressed files nor tables, so a folder that has some gives another text now."""
+    """Another FORMAT gives another key, because an earlier version may read another text from the same folder."""
     monkeypatch.setattr(tokens, "FORMAT", 1)
     before = user_data(folder, tmp_path / "cache").key
     monkeypatch.undo()
@@ -557,7 +549,7 @@ def test_files_are_built_once_and_again_when_anything_they_depend_on_changes(fol
 
 
 def test_token_files_are_readable_without_writing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token files that exist need neither a lock nor a write, so a read-only cache works."""
+    """Existing token files are opened without a lock and without a write, so a read-only cache works."""
     user_data(folder, tmp_path / "cache")
     monkeypatch.setattr(tokens, "_lock", None)
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "cache").rglob("*"))
@@ -622,9 +614,8 @@ def test_verify_finds_one_flipped_bit(folder: Path, tmp_path: Path) -> None:
 def test_changed_ids_of_the_same_size_are_not_read(
     always_bytes: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found without a request to verify: small files are hashed at every start, large ones if their times changed. They are built again,
-    with one line.
-    """
+    """Token files with changed ids of the same size are built again, with one line. Small files are hashed at every start, large files if
+    their times have changed."""
     monkeypatch.setattr(tokens, "ALWAYS_READ_BYTES", always_bytes)
     monkeypatch.setattr(tokens, "SETTLED_NS", -1)
     hashed: list[str] = []
@@ -681,7 +672,8 @@ def test_modes_of_token_files_follow_the_umask(mask: int, folder: Path, tmp_path
 
 
 def test_an_id_beyond_the_vocabulary_and_a_file_that_was_cut_are_one_line(folder: Path, tmp_path: Path) -> None:
-    """The files are changed and cut while mapped, after the checks. Without care, the model has an index error or dies by SIGBUS."""
+    """`Windows.read` raises BadInput for a token file that is changed or truncated while it is mapped. Without its checks the model would
+    have an index error, or the process would die by SIGBUS."""
     data = user_data(folder, tmp_path / "cache")
     path = tmp_path / "cache" / data.index["key"] / "train.bin"
     ids = np.memmap(path, dtype="<u2", mode="r+")
@@ -717,7 +709,7 @@ print(data.index["train"]["sha256"], any("tokenising" in line for line in lines)
 
 @pytest.mark.alone
 def test_a_killed_build_leaves_nothing_that_counts_and_blocks_nobody(folder: Path, tmp_path: Path) -> None:
-    """The builder gets SIGKILL while it holds the lock: the kernel frees the lock, and the next builder removes the unfinished files."""
+    """A builder is killed while it holds the lock. The next builder gets the lock within seconds and removes the unfinished files."""
     cache = tmp_path / "cache"
     process = python(BUILD, folder, cache, 60)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -738,7 +730,7 @@ def test_processes_that_start_at_once_build_once(folder: Path, tmp_path: Path) -
 
 
 def test_without_locks_the_rename_keeps_builders_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system without locks, another builder finishes first: its files stay and are used."""
+    """On a file system without locks, two builders build the same files: the files of the first to finish stay, and both use them."""
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
@@ -799,7 +791,7 @@ def test_a_large_corpus_is_not_read_again_until_it_changes(folder: Path, tmp_pat
     monkeypatch.setattr(tokens, "ALWAYS_READ_BYTES", 0)
     user_data(folder, tmp_path / "cache")
     user_data(folder, tmp_path / "cache")
-    assert len(reads) == 3, "files changed a moment ago could change again unseen: no stamp is trusted"
+    assert len(reads) == 3, "the hash of files that changed a moment ago is not cached: they could change again with the same times"
     monkeypatch.setattr(tokens, "SETTLED_NS", -1)
     first = user_data(folder, tmp_path / "cache")
     reads.clear()
@@ -807,7 +799,7 @@ def test_a_large_corpus_is_not_read_again_until_it_changes(folder: Path, tmp_pat
     content = (folder / "f2.txt").read_text()
     times = (folder / "f2.txt").stat()
     (folder / "f2.txt").write_text(content.replace("words", "WORDS"))
-    os.utime(folder / "f2.txt", ns=(times.st_atime_ns, times.st_mtime_ns))  # same size, same mtime: ctime tells
+    os.utime(folder / "f2.txt", ns=(times.st_atime_ns, times.st_mtime_ns))  # same size and mtime, but another ctime
     assert user_data(folder, tmp_path / "cache").index["key"] != first.index["key"] and reads
 
 
@@ -827,13 +819,13 @@ def test_data_needs_no_torch_and_bytes_no_tokenizers() -> None:
 
 
 def test_default_data_end_to_end(tmp_path: Path) -> None:
-    """On the standard library: two ranks' batches together equal one rank's, and decode to text of its sources."""
+    """On the standard library's source, the batches of two ranks equal the batch of one, and decode to text of the source files."""
     data = open_data(Data(), max_length=256, vocab_size=256, seed=0, cache=tmp_path, log=lambda line: None)
     whole: npt.NDArray[np.int64] = data.train.batch(5, TokenShard.whole(8, 256))
     assert np.array_equal(np.concatenate([data.train.batch(5, part(8, 256, rank, 2)) for rank in (0, 1)]), whole)
     assert whole.shape == (8, 257) and whole.dtype == np.int64 and whole.max() < 256
     found = corpus.find_corpus(Data())
-    library = "\0".join(text for _, text, _ in corpus.read_documents(found) if text)
+    library = "\0".join(text for name in found.names for _, text, _ in corpus.read_file(found, name) if text)
     middle = data.tokenizer.decode(whole[3][8:-8]).strip("\ufffd").split("\0")[0]
     assert middle in library
     assert data.validation.held(TokenShard.whole(64, 256)).bytes_per_token == 1.0

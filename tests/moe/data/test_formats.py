@@ -1,5 +1,5 @@
-"""Other formats than plain text give the same documents as plain text does; damaged ones are refused. It alone would notice a compressed
-file that is read up to where it was cut off, Megatron's index read against the wrong ids, and tables whose rows go missing."""
+"""Compressed files, tables and token ids of other programs give the same documents as plain text; damaged ones are refused. Only these
+tests detect a compressed file that is read up to where it was cut off, Megatron's index applied to other ids, and lost rows of a table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokens(data: Dataset) -> list[list[int]]:
 
 def packed(kind: str, content: bytes) -> bytes:
     if kind == "gz":
-        return gzip.compress(content[:99]) + gzip.compress(content[99:])  # several members, as `cat a.gz b.gz` makes
+        return gzip.compress(content[:99]) + gzip.compress(content[99:])  # two members in one file, as `cat a.gz b.gz` makes
     library = pytest.importorskip("zstandard", reason="zstandard is not installed")
     return library.ZstdCompressor().compress(content[:99]) + library.ZstdCompressor().compress(content[99:])
 
@@ -64,7 +64,7 @@ def test_a_compressed_file_that_is_damaged_is_refused(kind: str, tmp_path: Path)
 
 
 def test_memory_does_not_grow_with_what_a_compressed_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 MB of lines compress to 16 kB and are read a few lines at a time. One line of 16 MB is refused if documents may not be so long."""
+    """A compressed file of 16 MB of lines is read with less than 1 MB of memory. A compressed line or text above the limit is refused."""
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"body": "word"}\n' * 1_000_000))
     tracemalloc.start()
@@ -92,15 +92,12 @@ def test_a_format_whose_package_is_missing_names_the_command(
 
 @pytest.mark.parametrize("window_log", [28, 31])
 def test_a_long_window_of_zstandard_is_read(window_log: int, tmp_path: Path) -> None:
-    """One frame, written by hand: its header names the window (RFC 8878, 3.1.1.1.2), one raw block holds the text."""
+    """The file is one frame written by hand: a header with the window size (RFC 8878, 3.1.1.1.2), and a raw block with the text."""
     pytest.importorskip("zstandard", reason="zstandard is not installed")
     text = b"words " * 20
     header = b"\x28\xb5\x2f\xfd\0" + bytes([(window_log - 10) << 3])
     (tmp_path / "a.txt.zst").write_bytes(header + (1 | len(text) << 3).to_bytes(3, "little") + text)
     assert formats.whole(tmp_path / "a.txt.zst") == text
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def write_table(path: Path, kind: str) -> None:
@@ -133,7 +130,7 @@ def test_a_tables_rows_are_the_documents_that_lines_are(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_a_cell_that_is_no_text_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file and the column: bytes that are no UTF-8, and more of them than a document may have."""
+    """A cell that is not UTF-8, and a cell above the limit of a document, are refused with the names of file and column."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import ipc, parquet
 
@@ -157,7 +154,7 @@ def test_a_cell_that_is_no_text_is_refused(name: str, tmp_path: Path, monkeypatc
 
 
 def test_memory_does_not_grow_with_the_rows_of_a_table(tmp_path: Path) -> None:
-    """64 MB of texts of 320 kB each, in one row group with a page for every four texts: only some texts are in memory at once."""
+    """64 MB of texts in one row group of a Parquet file are read with less than 20 MB of memory."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
@@ -172,12 +169,12 @@ def test_memory_does_not_grow_with_the_rows_of_a_table(tmp_path: Path) -> None:
 
 
 def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Path) -> None:
-    """Other files in its folder (a cache of `datasets`, notes) are not read. A folder of several datasets is refused by name."""
+    """Of a folder saved by `datasets`, only the files that state.json lists are read. A folder of several such folders is refused."""
     saved = tmp_path / "saved" / "train"
     saved.mkdir(parents=True)
     (saved / "dataset_info.json").write_text("{}")
     (saved / "cache-1.arrow").write_bytes(b"of an earlier step")
-    with pytest.raises(BadInput, match="which holds saved datasets, needed one; fix: add --data.path .*train"):
+    with pytest.raises(BadInput, match="which holds saved datasets, needed the folder of one dataset; fix: add --data.path .*train"):
         (saved / "state.json").write_text("{}")
         read(tmp_path / "saved")
     with pytest.raises(BadInput, match="without a list of files in it"):
@@ -190,14 +187,12 @@ def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Pat
     assert tokens(read(saved)) == tokens(read(tmp_path / "a.jsonl"))
 
 
-# --- ids -------------------------------------------------------------------------------------------------------------
-
 DOCUMENTS = [[300 + n, 7, *range(n % 4 + 1)] for n in range(30)]
 FLAT = [i for document in DOCUMENTS for i in document]
 
 
 def megatron(folder: Path, dtype: str = "<u2", code: int = 8) -> Path:
-    """Write a dataset in Megatron-LM's format, field by field as its documentation says."""
+    """Write DOCUMENTS as a dataset in Megatron-LM's format, field by field, and return its .bin file."""
     width = np.dtype(dtype).itemsize
     (folder / "a.bin").write_bytes(np.array(FLAT, dtype=dtype).tobytes())
     lengths = [len(d) for d in DOCUMENTS]
@@ -238,7 +233,7 @@ def test_nanogpts_ids_are_a_file_or_both_sides(tmp_path: Path) -> None:
 
 
 def test_a_document_that_is_too_long_is_cut_at_the_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One document has nine tenths of all text, so no document ends near the split at 0.3: it is cut there."""
+    """If one document has nine tenths of all ids, no document ends near the split at 0.3, so the document is cut."""
     documents = [[5] * 90, [6] * 10]
     monkeypatch.setitem(globals(), "DOCUMENTS", documents)
     monkeypatch.setitem(globals(), "FLAT", sum(documents, []))
@@ -277,8 +272,7 @@ def test_keys_that_ids_do_not_read_are_refused_where_they_are_said(tmp_path: Pat
     assert ids(both).key == ids(both, validation_share=0.2).key and ids(path).key != ids(path, validation_share=0.2).key
 
 
-def test_a_small_vocabulary_is_one_of_ids_alone(tmp_path: Path) -> None:
-    """nanoGPT's Shakespeare has 65 characters."""
+def test_a_vocabulary_below_256_is_allowed_only_for_token_ids(tmp_path: Path) -> None:
     (np.arange(200) % 65).astype("<u2").tofile(tmp_path / "a.bin")
     assert ids(tmp_path / "a.bin", vocab_size=65).tokenizer.vocab_size == 65
     said = {"data.vocab_size": "65", "data.path": str(tmp_path / "a.bin")}
@@ -309,14 +303,14 @@ def _float_ids(path: Path) -> str:
 
 def _other_place(path: Path) -> str:
     content = bytearray(path.with_suffix(".idx").read_bytes())
-    content[34 + 4 * 30 + 8] ^= 2  # the position of the second sequence
+    content[34 + 4 * 30 + 8] ^= 2  # the byte position of the second sequence
     path.with_suffix(".idx").write_bytes(content)
     return "sequences that do not follow one another"
 
 
 def _no_ids(path: Path) -> str:
     path.unlink()
-    return "no a.bin beside it"
+    return "no a.bin next to it"
 
 
 def _odd(path: Path) -> str:

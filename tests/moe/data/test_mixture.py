@@ -1,5 +1,5 @@
-"""Several sources with weights: exact shares, every source's own order without a gap, and the same sequences on any number of ranks and
-after any resume. It alone would notice a source whose sequences come twice or never because another one came between."""
+"""A mixture of sources has the exact shares of its weights, reads every source in its own order without gaps, and gives the same sequences
+on any number of ranks and after any resume. Only these tests detect a source whose sequences come twice or never."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mixed(weights: tuple[float, ...], sizes: tuple[int, ...], seed: int = 5) -> 
 
 @pytest.mark.parametrize("weights", [(1.0,), (3.0, 1.0), (0.7, 0.2, 0.1), (1e6, 1.0, 1e-9), (2.0, 2.0, 2.0, 1.0)])
 def test_shares_are_hamiltons(weights: tuple[float, ...]) -> None:
-    """Equal to the largest-remainder method in exact fractions, for weights that are not raised to the minimum."""
+    """`shares` equals the largest-remainder method (Hamilton) computed in exact fractions; with a minimum, the sum is still exact."""
     whole = sum(map(Fraction, weights))
     for total in (1, 7, 64, BLOCK):
         exact = [Fraction(w) / whole * total for w in weights]
@@ -43,7 +43,7 @@ def test_shares_are_hamiltons(weights: tuple[float, ...]) -> None:
 
 
 def test_each_block_holds_the_shares_and_each_source_its_own_order() -> None:
-    """In whole blocks, source i gives exactly its first n sequences, each once, independent of the other sources."""
+    """The first blocks hold exactly the first n sequences of each source, n being its share; blocks are shuffled differently."""
     data = mixed((7.0, 2.0, 1.0), (911, 5000, 37))
     for blocks in (1, 3):
         found, places = data.located(range(blocks * BLOCK))
@@ -59,7 +59,9 @@ def test_each_block_holds_the_shares_and_each_source_its_own_order() -> None:
 def test_ranks_and_resumes_read_the_same_sequences(ranks: int) -> None:
     data, batch = mixed((3.0, 1.0), (40, 11)), 8
     expected = data.sequences(range(BLOCK - 20, BLOCK + 20))
-    for step in range((BLOCK - 20 + 7) // batch, (BLOCK + 16) // batch):  # across the end of a block, after many epochs
+    for step in range(
+        (BLOCK - 20 + 7) // batch, (BLOCK + 16) // batch
+    ):  # steps around the end of the first block, in which the sources have run many epochs
         shards = [TokenShard.of(Mesh.of(Degrees(dp=ranks), r), num_sequences=batch, length=LENGTH) for r in range(ranks)]
         together = np.concatenate([data.batch(step, shard) for shard in shards])
         at = step * batch - (BLOCK - 20)

@@ -1,4 +1,4 @@
-"""Which of a user's files are read, and by which key, is said: none is skipped, or read raw, without its name and a reason."""
+"""Every file that is skipped, or read as plain text although it is markup, is named with a reason; and so is the key of its texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_file_that_is_skipped_or_read_raw_is_named_with_its_reason(folder: Path, tmp_path: Path) -> None:
-    """Also if token files exist already, and in a mixture of sources. Plain text files are not named."""
+    """`remark_lines` has a line for each file that is skipped or read as markup, at the first start and later, alone and in a mixture of
+    sources; and no line for plain text."""
     (folder / "old.txt").write_bytes("Gr\u00fc\u00dfe \u2013 na\u00efve words\r\n".encode("cp1252"))
     (folder / "wide.txt").write_text("words", encoding="utf-16")
     (folder / "broken.txt").write_bytes(b"\x81\x8d\xff" * 9)
@@ -86,7 +87,7 @@ def test_a_file_that_may_not_be_read_is_refused_only_if_it_is_named_or_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = opened(tmp_path, path=str(folder))
-    (folder / "locked.txt").write_text(WORDS * 99)  # more than is read
+    (folder / "locked.txt").write_text(WORDS * 99)  # more bytes than the files that are read
     open_file = Path.open
 
     def locked(self: Path, *args: Any, **more: Any) -> Any:
@@ -94,9 +95,9 @@ def test_a_file_that_may_not_be_read_is_refused_only_if_it_is_named_or_alone(
             raise PermissionError(13, "Permission denied", str(self))
         return open_file(self, *args, **more)
 
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked.txt")  # as for a user other than root
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked.txt")  # root may read every file
     monkeypatch.setattr(Path, "open", locked)
-    for share in (0.3, 0.4):  # with the token files of the same text, and with new ones
+    for share in (0.3, 0.4):  # the first share finds its token files, the second builds new ones
         found = opened(tmp_path, path=str(folder), validation_share=share)
         assert remark_lines(found.index) == [f"data: skipped {folder}/locked.txt: this user may not read it"]
         assert share == 0.4 or found.key == before.key
@@ -123,8 +124,9 @@ def test_a_folder_that_may_not_be_read_is_left_out_and_said(folder: Path, tmp_pa
     assert remark_lines(opened(tmp_path, path=str(folder)).index) == [f"data: skipped {folder}/below/: this user may not read it"]
 
 
-def test_each_source_has_a_text_key_of_its_own_tables_too(tmp_path: Path) -> None:
-    """The mixture equals that of files with one key, and the advised key for one source works for the others."""
+def test_each_source_of_a_mixture_has_a_text_key_of_its_own(tmp_path: Path) -> None:
+    """Two JSONL files and a table with the same texts under three keys give the same tokens. Without a source's key, the error proposes
+    it."""
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 

@@ -1,6 +1,6 @@
-"""Span corruption: the numbers of T5's rule, what inputs and targets say together, and the same rows on any number of ranks.
+"""Span corruption has the numbers of T5's rule, inputs and targets together give the text back, and rows do not depend on the ranks.
 
-What it alone would notice: a hidden token that is lost, a span too many, sentinels in another order, spans that depend on the rank.
+Only these tests detect a lost hidden token, a span too many, sentinels in another order, and spans that depend on the rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def train_of(inputs: int, *, tokens: int = 5000) -> CorruptedTrain:
 
 
 def test_the_published_lengths() -> None:
-    """512 inputs, 568 tokens of text and 114 targets: t5 and its pretraining."""
+    """For 512 inputs, T5's published pretraining has texts of 568 tokens and 114 targets."""
     s = spans_of(512)
     assert (s.text, s.hidden, s.num_spans, s.inputs, s.targets) == (568, 85, 28, 512, 114)
 
@@ -48,7 +48,7 @@ def test_every_length_of_inputs_has_a_text() -> None:
 
 
 def put_together(row: np.ndarray, inputs: int) -> list[int]:
-    """The original text of a row: each sentinel in the inputs is replaced by its tokens in the targets."""
+    """Return the text of a row: its inputs, with each sentinel replaced by the tokens that follow it in the targets."""
     read, start, written = row[:inputs].tolist(), row[inputs], row[inputs + 1 :].tolist()
     assert start == 0 and read.pop() == END and written.pop() == END
     spans: dict[int, list[int]] = {}
@@ -75,14 +75,14 @@ def test_inputs_and_targets_together_are_the_text(inputs: int) -> None:
 
 
 def test_a_sequence_hides_other_spans_each_time_it_is_read() -> None:
-    data = train_of(33, tokens=2 * spans_of(33).text + 1)  # the text of two windows
+    data = train_of(33, tokens=2 * spans_of(33).text + 1)  # two windows, each read about 20 times
     rows = data.batch(0, TokenShard.whole(40, 33 + spans_of(33).targets, source=33))
     assert len({tuple(row) for row in rows}) > 30
-    assert len({tuple(np.flatnonzero(row[:33] >= 200)) for row in rows}) > 15  # of 29: the last span ends the text
+    assert len({tuple(np.flatnonzero(row[:33] >= 200)) for row in rows}) > 15  # different places of sentinels; 29 are possible
 
 
 def test_where_spans_begin_is_spread_evenly() -> None:
-    """Over 400 texts, each position is hidden in about 15 of 100 texts; the first position never is."""
+    """Each inner position of a text is hidden in about 15 % of 400 rows. The first position is never hidden, the last always."""
     made = objective(128)
     s = made.spans
     rows = made.rows(np.tile(np.arange(8, 8 + s.text), (400, 1)), np.arange(400))
@@ -117,7 +117,7 @@ def test_evaluation_is_the_same_each_time_and_on_any_ranks() -> None:
 
 
 def test_the_length_advised_for_a_short_text_fits_it_and_no_longer_one_does() -> None:
-    """The length that open_data proposes is inputs_within of the text's length."""
+    """For a text that is too short, the proposed model.max_length is the longest with which the text has a window."""
     for tokens in range(4, 201):
         with pytest.raises(BadInput, match="set model.max_length to at most") as refused:
             Windows(np.zeros(tokens, np.int64), tokens, "train", inputs_within)
@@ -141,7 +141,7 @@ def test_sentinels_are_text_and_back() -> None:
     assert tokenizer.beginning(text) == [*ids, 0] and tokenizer.vocab_size == 270 and tokenizer.decode([260, 266]) == ""
     assert tokenizer.beginning("") == [0]
     assert (strange(["", text], 3), strange([text], 4)) == ("<extra_id_3>", None)
-    for no_sentinel in ("1" * 5000, "\u0661"):  # more digits than int() takes; an Arabic 1
+    for no_sentinel in ("1" * 5000, "\u0661"):  # more digits than int() accepts; an Arabic digit
         assert tokenizer.decode(tokenizer.encode(f"<extra_id_{no_sentinel}>").tolist()) == f"<extra_id_{no_sentinel}>"
 
 
@@ -156,4 +156,6 @@ def test_a_text_that_is_too_short_is_told_the_length_that_fits(tmp_path: Path) -
     with pytest.raises(BadInput, match="validation text"):
         open_it(max_length=fitting, vocab_size=300, log=lambda _: None)
     data = open_it(max_length=9, vocab_size=257, log=lambda _: None)
-    assert data.train.batch(0, TokenShard.whole(4, 9 + spans_of(9).targets, source=9)).max() == 256  # the vocabulary's top
+    assert (
+        data.train.batch(0, TokenShard.whole(4, 9 + spans_of(9).targets, source=9)).max() == 256
+    )  # the first sentinel is the last id of the vocabulary

@@ -1,4 +1,4 @@
-"""Who reads which tokens: every token of a batch once, whatever the mesh, against counts over all ranks."""
+"""TokenShard assigns every token of a batch to one rank of each copy, on any mesh; compared with counts over all ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def shards_of(degrees: Degrees, *, num_sequences: int, length: int, order: str =
 @given(degrees=DEGREES, each=st.integers(1, 3), tokens=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_every_token_is_read_once_by_each_copy(degrees: Degrees, each: int, tokens: int) -> None:
-    """tp and pp ranks hold copies of the tokens; the ranks of `axes` together read each token of the batch once."""
+    """The ranks of `TokenShard.axes` together read each token of the batch once; the copies are the ranks of tp and pp."""
     num_sequences, length = degrees.dp * each, degrees.sp * tokens
     shards = shards_of(degrees, num_sequences=num_sequences, length=length)
     seen = Counter((sequence, position) for shard in shards for sequence in shard.sequences for position in shard.positions)
     assert set(seen) == {(sequence, position) for sequence in range(num_sequences) for position in range(length)}
     assert set(seen.values()) == {degrees.tp * degrees.pp}
     for rank, shard in enumerate(shards):
-        together = {rank}  # the ranks that sums over one axis after the other bring together
+        together = {rank}  # the ranks over which sums along all `axes` run
         for axis in (axis.name for axis in shard.axes):
             together = {other for r in together for other in Mesh.of(degrees, r).axis(axis).ranks}
         ours = Counter((s, p) for r in together for s in shards[r].sequences for p in shards[r].positions)
@@ -80,12 +80,13 @@ def test_data_targets_and_positions_are_those_of_one_process(
         assert sum(p.share for p in passes) == pytest.approx(shard.targets(mine).size / (num_sequences * length))
 
 
-def test_tokens_and_gaps_are_counted_once_though_slices_share_one() -> None:
-    """A slice is read with the first token of the next slice, which counts as a target of the slice and not as an input."""
+def test_counts_over_shards_equal_counts_over_the_batch() -> None:
+    """Neighbouring shards of a sequence share a column, which is a target in one and an input in the other. Numbers of inputs, of targets
+    and of targets after padding, summed over all shards, equal those of the batch."""
     degrees, num_sequences, length = Degrees(dp=2, sp=3), 4, 6
     batch = torch.arange(num_sequences * (length + 1)).view(num_sequences, length + 1)
     batch[0, 4:] = batch[3, 1:] = PADDING
-    batch[2, 2] = PADDING  # a token after padding, where one slice ends
+    batch[2, 2] = PADDING  # padding at the border of two shards, with tokens after it
     parts = [shard.of_batch(batch) != PADDING for shard in shards_of(degrees, num_sequences=num_sequences, length=length)]
     valid = batch != PADDING
     for count in (lambda v: v[:, :-1].sum(), lambda v: v[:, 1:].sum(), lambda v: (v[:, 1:] & ~v[:, :-1]).sum()):

@@ -1,6 +1,6 @@
-"""What stands beside the routed experts, and layers with different numbers of them: shared, gated, residual, pyramid.
+"""Networks next to the routed experts (shared, gated, residual), and layers with different numbers of experts (a pyramid).
 
-Checked against the written-out formula, against transformers' Qwen2-MoE block and DeepSpeed's residual layer, and on ranks.
+Compared with the formula, with transformers' Qwen2-MoE block, with DeepSpeed's residual layer, and on two ranks.
 """
 
 from __future__ import annotations
@@ -56,9 +56,6 @@ def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad((y * random(*y.shape, seed=50)).sum(), leaves, retain_graph=True)
 
 
-# --- the formula --------------------------------------------------------------------------------------------------------
-
-
 def test_a_gated_shared_network_is_the_formula() -> None:
     """y = routed + sigmoid(w x) shared(x), and its gradients."""
     layer = layer_of({"shared": 1, "shared_gate": True}, shared=13)
@@ -94,7 +91,7 @@ def test_a_dropped_token_still_has_its_residual_network() -> None:
     assert layer.residual is not None and layer.coefficient is not None
     x = random(B, L, D, seed=20).abs()
     layer.router.weight.data.zero_()
-    layer.router.weight.data[2] = 3.0  # all of them to one expert, with one slot a sequence
+    layer.router.weight.data[2] = 3.0  # every token chooses expert 2, which has one slot a sequence
     y, report = layer(x, context())
     c = torch.softmax(x @ layer.coefficient.weight.T, -1)[..., 1:]
     assert report.dropped == B * (L - 1)
@@ -102,7 +99,7 @@ def test_a_dropped_token_still_has_its_residual_network() -> None:
 
 
 def test_gates_and_coefficients_are_fp32_whatever_the_model_computes_in() -> None:
-    """In bf16 the mix is that of fp32 coefficients, rounded once."""
+    """With bf16 inputs, the coefficients are computed in fp32 and rounded once."""
     layer = layer_of({"residual": True})
     assert layer.coefficient is not None
     layer.coefficient.weight.data.mul_(20)
@@ -115,12 +112,9 @@ def test_gates_and_coefficients_are_fp32_whatever_the_model_computes_in() -> Non
     assert torch.equal(layer(x, context())[0], c[..., :1] * routed + c[..., 1:] * residual(x))
 
 
-# --- other systems ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "two experts take all"])
-def test_qwen2_moes_sparse_block(crowded: bool) -> None:
-    """Output and the gradients of the input, the router, the experts, the shared expert and its gate."""
+def test_a_layer_equals_the_sparse_block_of_qwen2_moe(crowded: bool) -> None:
+    """The layer equals transformers' Qwen2-MoE block: output, and gradients of input, router, experts, shared expert and its gate."""
     qwen = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
     settings = qwen.Qwen2MoeConfig(
         hidden_size=D,
@@ -161,8 +155,6 @@ def test_qwen2_moes_sparse_block(crowded: bool) -> None:
 
 
 class _OfDeepSpeed(nn.Module):
-    """An expert in DeepSpeed's interface, which takes any module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(D, F, bias=False), nn.Linear(F, D, bias=False)
@@ -171,8 +163,10 @@ class _OfDeepSpeed(nn.Module):
         return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
 
 
-def test_deepspeeds_residual_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its routed part is replaced by ours, so that only the residual mix is compared. Its bias, which ours lacks, is set to zero."""
+def test_a_layer_equals_the_residual_layer_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's routed part is replaced by this project's, so only the mix with the residual network is compared, without DeepSpeed's
+    bias.
+    """
     layer = pytest.importorskip("deepspeed.moe.layer")
     theirs = layer.MoE(D, _OfDeepSpeed(), num_experts=E, k=1, use_residual=True)
     fill(theirs)
@@ -199,8 +193,6 @@ def test_deepspeeds_residual_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(mine, gradients(want, [x, theirs.coefficient.weight, theirs.mlp.up.weight, alone.experts.w1]))
 
 
-# --- pyramid ------------------------------------------------------------------------------------------------------------
-
 PYRAMID: dict[str, Any] = {"num_experts": [2, 6, 4]}
 
 
@@ -216,7 +208,7 @@ def test_each_layer_has_its_own_number_of_experts() -> None:
         sections.Model(num_layers=6, moe_every=2, d_model=8, num_heads=2, d_ff=12), sections.Experts(num_experts=6), vocab_size=17
     )
     for a, b in zip(list(moe_layers(model))[1].parameters(), list(moe_layers(same))[1].parameters(), strict=True):
-        assert torch.equal(a, b)  # the options of other layers change nothing here
+        assert torch.equal(a, b)  # first values do not depend on the other layers
 
 
 def test_a_list_of_equal_numbers_is_the_number() -> None:
@@ -237,10 +229,7 @@ def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
         ({"num_experts": [4, 8]}, "experts.num_experts: got 2 numbers, needed one for each of the 3 layers with experts (1, 3, 5)"),
         ({"num_experts": [4, 0, 8]}, "experts.num_experts: got [4, 0, 8], needed a number above 0"),
         ({"num_experts": [4, True, 8]}, "experts.num_experts: got [4, True, 8], needed a number or a name"),
-        (
-            {"num_experts": [4, 3, 8]},
-            "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to 1",
-        ),
+        ({"num_experts": [4, 3, 8]}, "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to 1"),
         ({"num_experts": [2, 2, 1]}, "experts.num_experts: got [2, 2, 1], needed"),
         ({"shared_gate": True}, "experts.shared_gate: got true with experts.shared=0"),
         ({"shared_d_ff": 7}, "experts.shared_d_ff: got 7 with experts.shared=0"),

@@ -1,4 +1,4 @@
-"""A MoE layer whose tokens other ranks hold in copies is the layer in one process: output, gradients of its input and weights, report."""
+"""A MoE layer whose tokens are on all ranks of tp equals the layer in one process: output, gradients of input and weights, report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 
-B, L, D, F, E = 6, 5, 8, 12, 4  # batch, length, width, hidden, experts
+B, L, D, F, E = 6, 5, 8, 12, 4  # batch, length, d_model, d_ff, number of experts
 MEANS = ("balance_loss", "z_loss", "entropy")
 
 
@@ -35,7 +35,7 @@ def layer(axis: Axis | None) -> MoELayer:
 
 
 def computed(axis: Axis | None, *, padded: bool) -> dict[str, Tensor]:
-    """Output, gradients and report of one pass. Gradients of weights are this rank's parts."""
+    """Return output, gradients and report of one pass by name. A weight's gradient is for the sequences that this rank routed."""
     made, valid_BL = layer(axis), torch.ones(B, L, dtype=torch.bool)
     if padded:
         valid_BL[0, 2:], valid_BL[4, 1:] = False, False
@@ -71,8 +71,8 @@ def test_sequences_that_do_not_divide_are_refused() -> None:
         layer(Axis("tp", (0, 1, 2, 3)))(torch.zeros(B, L, D), Context.of(torch.zeros(B, L, dtype=torch.long)))
 
 
-def test_a_sample_is_routed_by_every_rank_for_itself() -> None:
-    """Without gradients, for numbers of sequences that do not divide, tokens are not split, sent or gathered."""
+def test_without_gradients_every_rank_can_route_all_sequences() -> None:
+    """In text generation, sequences that the ranks cannot share equally are routed by every rank, without a collective."""
     x_BLD, context = torch.randn(1, L, D, generator=torch.Generator().manual_seed(3)), Context.of(torch.zeros(1, L, dtype=torch.long))
     with torch.no_grad():
         (want, _), (got, report) = (layer(axis).eval()(x_BLD, context) for axis in (None, Axis("tp", (0, 1, 2, 3))))

@@ -1,6 +1,6 @@
-"""The MoE layer: dropped tokens, reports, dropout and shared experts; and the same numbers with experts on 2 and 4 ranks.
+"""The MoE layer in one process (drops, reports, dropout, shared experts), and the same numbers with its experts on 2 and 4 ranks.
 
-Ranks are forked gloo processes. What is compared is made on one process and read by every rank from its copy.
+Ranks are forked gloo processes. Inputs and weights are functions of seeds, so each rank makes its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def layer_of(
     *, experts: dict[str, Any] | None = None, shared: bool = False, ffn: str = "swiglu", num_experts: int = E, **router: Any
 ) -> MoELayer:
-    """A layer with weights that are a function of the parameter's place."""
     layer = MoELayer(
         sections.Experts(num_experts=num_experts, **(experts or {})),
         sections.Router(**router),
@@ -55,13 +54,10 @@ def context(batch: int = B, length: int = L, **options: Any) -> Context:
 
 
 def to_one_expert(layer: MoELayer, expert: int) -> None:
-    """Every token (their first channel is positive) prefers this expert, and the one after it second."""
+    """Set the router's weight so that `expert` is every token's first choice and the next expert its second. Needs positive channels 0."""
     layer.router.weight.data.zero_()
     layer.router.weight.data[expert, 0] = 9.0
     layer.router.weight.data[(expert + 1) % len(layer.router.weight), 0] = 5.0
-
-
-# --- one process --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["switch", "gshard", "glam"])
@@ -99,7 +95,7 @@ def _network(x: Tensor, ffn: str, w1: Tensor, w2: Tensor, w3: Tensor | None = No
 
 @pytest.mark.parametrize("preset", ["switch", "glam"])
 def test_a_dropped_token_gets_exactly_zero(preset: str) -> None:
-    """All tokens prefer one expert with capacity 3 per sequence: tokens 0 to 2 are served; other outputs and their gradients are 0."""
+    """All tokens choose one expert with capacity 3 for each sequence: tokens 3 and later have output 0 and gradient 0."""
     layer = layer_of(preset=preset, capacity_factor=1e-6, min_capacity=3, balance_weight=0)
     to_one_expert(layer, 5)
     x_BLD = random(B, L, D).abs().requires_grad_()
@@ -146,7 +142,7 @@ def test_reports_of_micro_batches_add_up() -> None:
 
 
 def test_shared_experts_are_added_to_every_token() -> None:
-    """Dropped tokens get them too; the routed part equals the layer's output without shared experts."""
+    """The output is the routed output plus the shared network of every token, dropped ones too."""
     both, alone = (layer_of(shared=s, capacity_factor=0.5, min_capacity=1) for s in (True, False))
     for name, p in alone.named_parameters():
         p.data.copy_(both.get_parameter(name))
@@ -163,11 +159,8 @@ def test_the_layer_in_bf16_is_the_layer_in_fp32_within_rounding() -> None:
     assert (low.float() - full).norm() / full.norm() < 2.0**-7
 
 
-# --- expert dropout -----------------------------------------------------------------------------------------------------
-
-
 def test_expert_dropout_is_inside_the_experts_and_in_training_only() -> None:
-    """A share p of the hidden values is 0, the others are larger by 1 / (1 - p); evaluation has none."""
+    """A hidden unit is 0 with probability p, else multiplied by 1 / (1 - p). In evaluation nothing is dropped."""
     layer = layer_of(ffn="relu", num_experts=1, experts={"dropout": 0.4, "d_ff": 500}, capacity_factor=None)
     layer.experts.w1.data.zero_()[0, 0] = 1.0
     layer.experts.w2.data.fill_(1 / 500)
@@ -188,15 +181,12 @@ def test_expert_dropout_is_the_same_in_micro_batches() -> None:
     assert not torch.equal(layer(x_BLD, context(seed=3))[0], layer(x_BLD, context(seed=2))[0])
 
 
-# --- on ranks -----------------------------------------------------------------------------------------------------------
-
-
 def axis_of(rank: int, world: int) -> Axis:
     return Axis("ep", tuple(range(world)), rank, dist.group.WORLD)
 
 
 def hand_routing(kind: str, ranks: int, each: int, k: int) -> list[Routing]:
-    """One routing for each rank, of `each` + rank tokens; gates require gradients."""
+    """Return each rank's routing: `k` choices of each of `each` + rank tokens, with gates that require gradients. `kind`: one of KINDS."""
     found = []
     for rank in range(ranks):
         tokens = each + rank
@@ -222,7 +212,7 @@ def steps(rank: int, world: int) -> Steps:
 
 
 def dispatched(dispatcher: Local | Steps, x_TD: Tensor, routing: Routing, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Output, and the gradients of input, gates and expert weights for a fixed gradient of the output."""
+    """Return (output, gradients of input, gates and expert weights), for a fixed gradient of the output."""
     leaves = [x_TD.clone().requires_grad_(), routing.gate_TK, *(w.clone().requires_grad_() for w in weights)]
     y_TD = dispatcher.run(leaves[0], routing, experts_with(leaves[2:]))
     grads = torch.autograd.grad((y_TD * x_TD.cos()).sum(), leaves)
@@ -230,7 +220,7 @@ def dispatched(dispatcher: Local | Steps, x_TD: Tensor, routing: Routing, weight
 
 
 def experts_with(weights: list[Tensor]) -> Experts:
-    """The expert network of these matrices, which stay leaves with gradients."""
+    """Return an Experts module whose w1, w2 and w3 are these tensors, not copies of them."""
     experts = Experts(len(weights[0]), d_model=D, d_ff=F, ffn="swiglu")
     for name, weight in zip(("w1", "w2", "w3"), weights, strict=True):
         delattr(experts, name)
@@ -255,7 +245,7 @@ def _dispatch_on_rank(rank: int, world: int) -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_to_all_equals_local(world: int) -> None:
-    """Each rank's output and gradients of its input and gates are as if it held every expert; an expert's gradient is summed over ranks."""
+    """Output and gradients of input and gates equal Local's. Weights' gradients equal Local's, summed over the ranks' tokens."""
     ranks = run_on_ranks(_dispatch_on_rank, world, world, timeout_s=60)
     for kind in KINDS:
         for k in (1, 2):
@@ -263,9 +253,8 @@ def test_all_to_all_equals_local(world: int) -> None:
             for rank, routing in enumerate(hand_routing(kind, world, 13, k)):
                 y, grads = dispatched(Local(), random(13 + rank, D, seed=50 + rank), routing, expert_weights())
                 got = ranks[rank][f"{kind} {k}"]
-                for mine, whole in zip(
-                    got[:3], [y, *grads[:2]], strict=True
-                ):  # one fuses the gate, the other does not: sums round otherwise
+                # only Local fuses the gates into the kernel, so sums round differently
+                for mine, whole in zip(got[:3], [y, *grads[:2]], strict=True):
                     assert (mine - whole).abs().max() <= 1e-6 * whole.abs().max()
                 for total, grad in zip(sums, grads[2:], strict=True):
                     total += grad
@@ -282,8 +271,8 @@ def _follow_on_rank(rank: int, world: int) -> list[Tensor]:
     return [rows[:, 0].detach(), sent.steps[0].there(number_T[sent.plan.token_R]), torch.tensor(sent.counts)]
 
 
-def test_values_that_follow_arrive_with_their_rows() -> None:
-    """And rows arrive sorted by expert, then by rank, then by token: the order does not depend on who was faster."""
+def test_integers_arrive_in_the_order_of_the_rows() -> None:
+    """Integers sent by the same step arrive in the order of the rows: by expert, then source rank, then token."""
     ranks = run_on_ranks(_follow_on_rank, 2, 2, timeout_s=60)
     routings = hand_routing("drops", 2, 13, 2)
     for rank, (rows, followed, counts) in enumerate(ranks):
@@ -331,7 +320,7 @@ def _layer_on_rank(rank: int, world: int) -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_layer_is_the_same_with_its_experts_on_ranks(world: int) -> None:
-    """Output, drops, load and every gradient, with jitter, random seconds, expert dropout, shared experts and joined losses."""
+    """Output, drops, load and every gradient, with jitter, random second experts, expert dropout, shared experts, balance and z losses."""
     ranks = run_on_ranks(_layer_on_rank, world, world, timeout_s=60)
     for name in LAYERS:
         layer = _layer_case(name)
@@ -350,8 +339,8 @@ def test_a_layer_is_the_same_with_its_experts_on_ranks(world: int) -> None:
             torch.testing.assert_close(torch.cat(pieces) if spread else sum(pieces), p.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_an_expert_that_nobody_chose_anywhere_has_a_gradient_of_zero_on_its_rank() -> None:
-    """All tokens go to expert 3 on rank 1 of 4. The other ranks take part in both exchanges, and their experts' gradients are 0."""
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    """All tokens choose expert 3, on rank 1 of 4. The other ranks take part in the exchanges, and their experts' gradients are 0."""
     names = [n for n, _ in _layer_case("one expert").named_parameters()]
     for rank, found in enumerate(run_on_ranks(_layer_on_rank, 4, 4, timeout_s=60)):
         grads = dict(zip(names, found["one expert"][2:], strict=False))

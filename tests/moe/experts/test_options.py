@@ -1,7 +1,7 @@
-"""Options of experts and routers that published models ask for: the model on its own and on layouts of ranks against the plain twin of
-`moe verify`, which has its own formulas for them; transformers' blocks: tests/peers/test_transformers_blocks.py.
+"""Options of experts and routers from published models: five training steps, on one process and on ranks, equal the plain twin of `moe
+verify`. The twin computes each option by a formula of its own.
 
-What this file alone would notice: a bias behind the experts whose gradient is summed over too few ranks, or that decays.
+Only these tests notice a bias after the experts whose gradient is summed over too few ranks, or that has weight decay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel.errors import BadInput
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
-        "model": {"swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0}},  # a bound that activations of this size reach
+        "model": {"swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0}},  # many activations exceed this limit
         "experts": {"biases": True, "shared": 1},
         "router": {"preset": "mixtral", "logits": "affine", "num_choices": 3, "balance_scope": "sequence"},
     },
@@ -53,21 +53,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "load of a sequence": {
-        "router": {
-            "preset": "mixtral",
-            "noise": "noisy_top_k",
-            "load_weight": 0.2,
-            "balance_weight": 0.0,
-            "balance_scope": "sequence",
-        }
+        "router": {"preset": "mixtral", "noise": "noisy_top_k", "load_weight": 0.2, "balance_weight": 0.0, "balance_scope": "sequence"}
     },
     "mixer": {
-        "model": {"norm_eps": 0.2},  # of the router's norm too
+        "model": {"norm_eps": 0.2},  # the router's norm adds it too
         "router": {
             "preset": "switch",
             "select": "sparsemixer",
             "num_choices": 3,
-            "mixer_margin": 0.45,  # about half of the experts are near the best
+            "mixer_margin": 0.45,  # then about half of the experts can be drawn
             "input_norm": "rmsnorm",
             "expert_scale": "learned",
             "gate_scale": 1.5,
@@ -75,15 +69,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "balance_counts": "unbiased",
         },
     },
-    "best group": {
-        "router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"},
-    },
+    "best group": {"router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"}},
 }
 
 
 @dataclass(frozen=True)
 class Chosen(Case):
-    """A case of `moe verify` with options of experts and router."""
+    """A case of `moe verify` with the options OPTIONS[option] of model, experts and router."""
 
     option: str = ""
 
@@ -95,8 +87,8 @@ class Chosen(Case):
 
 
 def farthest(ran: Any, twin: Case) -> float:
-    """The largest error of all numbers except a step's update: a bias begins at 0, and Adam amplifies roundings of gradients near 0. Later
-    losses judge updates.
+    """Return the largest error of all numbers except weight updates: a bias starts at 0, and Adam amplifies rounding errors of tiny
+    gradients. The losses of later steps check the updates.
     """
     assert not isinstance(ran, str), ran
     return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
@@ -111,7 +103,7 @@ def test_five_steps_of_one_process_are_the_plain_twins(option: str) -> None:
 
 @pytest.mark.usefixtures("five_steps")
 def test_five_steps_on_ranks_are_the_plain_twins() -> None:
-    """Experts on two ranks or in two halves, rows in blocks or chunks, engines that cut weights, tiles, weight gradients put off."""
+    """On two ranks with ep or etp, dispatchers, FSDP, tiles, recomputation, a zero-bubble pipeline and sequence parallelism."""
     two = {"precision": "fp32", "experts": 8, "option": "gpt_oss"}
     cases: list[Case] = [
         Chosen("switch", "ddp", 2, 2, 3, **two, recompute="full"),

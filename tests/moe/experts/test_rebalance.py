@@ -1,4 +1,4 @@
-"""Moving experts changes where they are and nothing else: the same losses to the bit, the same state by global name."""
+"""Moving experts between ranks does not change a run: equal losses to the bit, and equal state by global name."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from tests.support.networks import network_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, hand_over, start
 
-# --- the pure part --------------------------------------------------------------------------------------------------------
-
 
 @st.composite
 def loads(draw: st.DrawFn) -> tuple[list[int], int]:
@@ -38,7 +36,7 @@ def loads(draw: st.DrawFn) -> tuple[list[int], int]:
 
 
 @given(loads())
-def test_every_expert_has_one_place_and_every_rank_as_many(case: tuple[list[int], int]) -> None:
+def test_balanced_placement_has_every_expert_once(case: tuple[list[int], int]) -> None:
     load_E, ranks = case
     placement = balanced_placement(load_E, ranks)
     assert sorted(placement) == list(range(len(load_E)))
@@ -46,7 +44,7 @@ def test_every_expert_has_one_place_and_every_rank_as_many(case: tuple[list[int]
     assert len(found) == ranks and sum(found) == sum(load_E)
     assert placement == balanced_placement(load_E, ranks)
     heaviest = max(load_E)
-    assert max(found) <= sum(load_E) / ranks + heaviest * len(load_E) / ranks  # no rank is fuller than its places can make it
+    assert max(found) <= sum(load_E) / ranks + heaviest * len(load_E) / ranks
 
 
 def test_the_heaviest_are_parted_and_ties_go_to_the_lower() -> None:
@@ -68,7 +66,7 @@ def test_the_heaviest_are_parted_and_ties_go_to_the_lower() -> None:
         ({"model": {"moe_every": 0}}, "the model is dense"),
     ],
 )
-def test_what_can_move_nothing_says_why(changed: dict[str, Any], why: str | None) -> None:
+def test_nothing_to_move_returns_the_reason(changed: dict[str, Any], why: str | None) -> None:
     run = Case("switch", "ddp", 4, 4, 1, "fp32", experts=8).run()
     values = {"experts": {"rebalance_every": 3}} | changed
     run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in values.items()})
@@ -93,8 +91,6 @@ def test_experts_arrive_at_their_places() -> None:
     assert run_on_ranks(_exchange_on_rank, 4, timeout_s=60) == [[True] * 4] * 4
 
 
-# --- in training ----------------------------------------------------------------------------------------------------------
-
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"degrees": {"ep": 2}}),
     "ep2 edp2": (4, {"degrees": {"ep": 2}}),
@@ -112,7 +108,7 @@ def train(tiny: Tiny, *, every: int, first: int = 0, steps: int = 5) -> tuple[li
         losses.append(numbers.loss)
         tiny.finish()
         crowded = []
-        for layer in numbers.layers:  # as if the two experts at the first places had most of the load, so that one of them must go
+        for layer in numbers.layers:  # replace the load: the two experts at the first places have most of it, so that one of them moves
             now = rebalancer.placements.get(layer.layer, range(len(layer.choices)))
             crowded.append(replace(layer, choices=[10 if e in now[:2] else 1 for e in sorted(now)]))
         rebalancer.after_step(replace(numbers, layers=crowded), step=step + 1, updates=step + 1, record=events.append)
@@ -120,12 +116,14 @@ def train(tiny: Tiny, *, every: int, first: int = 0, steps: int = 5) -> tuple[li
 
 
 def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
-    """Settings with rows of 64 bytes or multiples: the CPU's matrix library rounds by a row's offset in its cache line."""
+    """Return the layout's settings with d_model 32 and d_ff 64: the CPU's matrix library rounds by a row's offset in its cache line of 64
+    bytes.
+    """
     return {"optimizer": {"clip_norm": clip}, "model": {"d_model": 32, "d_ff": 64}} | LAYOUTS[name][1]
 
 
-# Where experts lie is each layout's own, and the same for all engines; where their states lie is each engine's own, and shows where
-# they are sharded over copies of the experts (edp 2) and where an expert is split (etp 2).
+# engine, model, layouts. Moves of weights depend on the layout alone, so one engine is tested on all layouts. Optimizer states are
+# sharded by each engine in its own way, over the ranks that hold the same experts (edp 2) or shards of them (etp 2).
 MOVED: list[tuple[str, str, list[str]]] = [
     ("ddp", "gshard", [*LAYOUTS]),
     ("ddp", "switch", ["ep2", "ep4 hierarchical"]),
@@ -137,7 +135,7 @@ MOVED: list[tuple[str, str, list[str]]] = [
 
 @pytest.mark.parametrize("kind, model, layouts", MOVED, ids=[f"{kind}-{model}" for kind, model, _ in MOVED])
 def test_training_that_moves_experts_has_the_same_losses_to_the_bit(kind: str, model: str, layouts: list[str]) -> None:
-    """Weights and moments of every expert are equal too, on whichever rank; with drops, noise and dropout in the experts."""
+    """A run that moves experts has the losses, weights and moments of a run that does not, with drops, noise and dropout in the experts."""
     if kind.startswith("zero"):
         load_deepspeed()
 
@@ -167,7 +165,7 @@ def test_training_that_moves_experts_has_the_same_losses_to_the_bit(kind: str, m
 
 @pytest.mark.parametrize("sum_of", ["the norm", "a token"])
 def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -> None:
-    """These sums round by the order of a rank's experts: a clipped gradient's norm, and a token's output if all_gather sums by rank."""
+    """The gradient norm, and a token's output with all_gather, are sums in the order of a rank's experts, so moves change rounding."""
 
     def work(rank: int) -> list[Any]:
         changed = settings("ep2", clip=0.5) if sum_of == "the norm" else settings("ep2") | {"dispatch": {"kind": "all_gather"}}
@@ -180,7 +178,7 @@ def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -
 
 @pytest.mark.parametrize("schedule", ["interleaved", "chimera"])
 def test_experts_move_within_their_stages(schedule: str) -> None:
-    """Experts move among the ranks of their stage, equally in its replicas. Every rank reports all moves."""
+    """In a pipeline, experts move among the ranks of their stage, in the same way in each replica. All ranks report all moves."""
 
     def work(rank: int) -> list[Any]:
         case = Case("gshard", "ddp", 4, 2, 2, "fp32", pp=2, schedule=schedule, layers=5)
@@ -195,7 +193,7 @@ def test_experts_move_within_their_stages(schedule: str) -> None:
 
 
 def of_experts(order: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> dict[int, list[Tensor]]:
-    """By expert, in this order of experts: output, gradients of its rows, gradients of its weights."""
+    """Return expert -> [output, gradient of its rows, gradients of w1 and w2], computed with the experts in this order."""
     draw = torch.Generator().manual_seed(3)
     rows = [torch.randn(count, 64, generator=draw).to(dtype) for count in counts]
     w1, w2 = torch.randn(len(counts), 64, 96, generator=draw) / 8, torch.randn(len(counts), 96, 64, generator=draw) / 10
@@ -209,7 +207,7 @@ def of_experts(order: tuple[int, ...], counts: list[int], dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_expert_beside_others_computes_the_same_to_rounding_and_in_the_same_block_to_the_bit(dtype: torch.dtype) -> None:
+def test_an_experts_results_are_bitwise_equal_in_the_same_block_and_close_in_another(dtype: torch.dtype) -> None:
     counts, order = [300, 340, 310, 1000], (0, 1, 2, 3)
 
     def members(order: tuple[int, ...]) -> set[tuple[int, ...]]:
@@ -226,8 +224,8 @@ def test_an_expert_beside_others_computes_the_same_to_rounding_and_in_the_same_b
             assert difference <= (2e-6 if dtype == torch.float32 else 2**-7)
 
 
-def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
-    """Saved with moved experts and resumed in the initial order: losses equal a run that never stopped or moved experts."""
+def test_a_checkpoint_after_moves_can_be_resumed_without_moves(tmp_path: Path) -> None:
+    """A run that saved after moves resumes with experts in the initial order. Its losses equal an uninterrupted run without moves."""
 
     def work(rank: int) -> list[Any]:
         case = Case("switch", "ddp", 2, 2, 1, "fp32")
@@ -244,8 +242,8 @@ def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
-def test_a_run_that_moves_experts_and_clips_goes_on_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted within a window: a norm is rounded by the order of a rank's experts, and moves follow from the window's load."""
+def test_a_resumed_run_that_moves_experts_and_clips_is_bitwise_equal(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run stopped between two moves resumes to the same losses, norms, moves and checkpoint as an uninterrupted run."""
     if kind == "zero":
         trained.warm_zero()
     home, moves = trained.home(tmp_path, monkeypatch), {"num_experts": 8, "rebalance_every": 4}
@@ -288,8 +286,8 @@ def test_places_that_no_run_has_are_refused_in_a_line(wrong: dict[str, Any]) -> 
     mover = Rebalancer(run, SimpleNamespace(module=model, layouts={}), mesh)  # type: ignore[arg-type]
     mover.resume(PLACED, where="step-4")
     assert mover.state() == PLACED and (mover.resume(None, where="step-4"), mover.state())[1] == PLACED
-    with pytest.raises(BadInput, match="^step-4: got places of experts that no run has, needed "):
+    with pytest.raises(BadInput, match="^step-4: got an impossible placement of experts, needed "):
         mover.resume(PLACED | wrong, where="step-4")
     other = Rebalancer(run, SimpleNamespace(module=model, layouts={}), Mesh.of(Degrees(dp=4, ep=4)))  # type: ignore[arg-type]
-    other.resume(PLACED, where="step-4")  # places are of that many ranks, and the load of experts
+    other.resume(PLACED, where="step-4")  # with other ranks, the load is kept and the placements are not
     assert other.state() == {"ranks": 4, "placements": {}, "load": PLACED["load"]}

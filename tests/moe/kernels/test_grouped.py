@@ -1,4 +1,4 @@
-"""The experts' network in blocks: how experts are cut, and that any cut gives the reference's values and gradients."""
+"""The experts' networks in blocks (moe/kernels/grouped.py): how experts are cut into blocks, and equality with the reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 @given(COUNTS, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 400))
 @settings(max_examples=200, deadline=None)
 def test_blocks_hold_every_row_once_and_little_padding(counts: list[int], dtype: torch.dtype, most: int) -> None:
-    """Each expert with rows is in one block, in order. Padding is at most a fixed share of the rows, or 32 rows per expert in 16 bits."""
+    """Each expert with rows is in one block, in order. Padding is at most a quarter of the rows or, in bf16, half of them plus 64 rows per
+    expert.
+    """
     found = grouped.blocks(counts, row_bytes=grouped._BLOCK_BYTES // most, dtype=dtype, device=torch.device("cpu"))
     covered = [e for b in found for e in range(b.first, b.last)]
     assert covered == sorted(set(covered)) and {e for e, n in enumerate(counts) if n} <= set(covered)
@@ -45,7 +47,7 @@ def test_blocks_hold_every_row_once_and_little_padding(counts: list[int], dtype:
 
 
 def routed(kernels: object, plan: Plan, inputs: list[Tensor], ffn: str, mask: Tensor | None) -> list[Tensor]:
-    """Output and gradients of tokens, gates and weights."""
+    """Return routed_ffn's output, and the gradients of tokens, gates and weights that have one."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     x, gate, w1, w2, *w3 = leaves
     out = kernels.routed_ffn(x, gate, plan, network_of(ffn, w1, w2, *w3), dropped_RF=mask)  # type: ignore[attr-defined]
@@ -70,9 +72,9 @@ def close(got: list[Tensor], want: list[Tensor], bound: float) -> None:
 def test_any_routing_equals_the_reference(
     seed: int, tokens: int, num_experts: int, k: int, ffn: str, load: str, dropped: float, dropout: bool, block_bytes: int
 ) -> None:
-    """Empty experts, one expert with everything, k = experts, a single token, nothing kept; however small the blocks are.
+    """routed_ffn equals the reference for experts without rows, one expert with all rows, k = E, one token and small blocks.
 
-    In float64: a single number that is a sum of terms that cancel has no relative bound in fp32, whatever computes it.
+    In float64: in fp32, a sum of terms that cancel would have no bounded relative error.
     """
     k = min(k, num_experts)
     scores = random(tokens, num_experts, seed=seed)
@@ -88,7 +90,7 @@ def test_any_routing_equals_the_reference(
         grouped._BLOCK_BYTES = block_bytes
         expected = routed(reference, plan, inputs, ffn, mask)
         close(routed(cpu, plan, inputs, ffn, mask), expected, 1e-13)
-        with torch.no_grad():  # few rows are one block then
+        with torch.no_grad():  # without gradients, few rows are one block
             x_TD, gate_TK, w1, w2, *w3 = inputs
             found = cpu.routed_ffn(x_TD, gate_TK, plan, network_of(ffn, w1, w2, *w3), dropped_RF=mask)
         close([found], expected[:1], 1e-13)
@@ -99,7 +101,7 @@ def test_any_routing_equals_the_reference(
 @pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu", "swiglu"])
 @pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
 def test_bf16_is_as_near_to_fp32_as_the_reference_in_bf16_is(ffn: str, master: torch.dtype) -> None:
-    """The distance to the fp32 results is at most 1.5 times the plain kernels' distance, for the output and every gradient."""
+    """In bf16, output and gradients are at most 1.5 times as far from the fp32 results as those of the reference."""
     tokens, num_experts, k = 90, 5, 2
     expert_TK = cpu.top_k(random(tokens, num_experts) + torch.tensor([2.0, 0, 0, 0, -9]), k)
     plan = cpu.plan(expert_TK, random(tokens, k, seed=5) > -1, num_experts=num_experts)
@@ -120,7 +122,7 @@ BOUNDED = Swiglu(alpha=1.7, limit=0.8, offset=0.5)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 3), st.sampled_from([0.0, 0.4, 1.0]), st.sampled_from([40, 10**7]))
 @settings(max_examples=20, deadline=None)
 def test_biases_and_bounds_equal_plain_networks(seed: int, tokens: int, k: int, dropped: float, block_bytes: int) -> None:
-    """Token by token and expert by expert, in float64: relu and bounded swiglu with biases, whose padding rows are not zero."""
+    """relu and bounded swiglu with biases equal a loop over tokens and choices, in float64. Biases make padding rows nonzero."""
     num_experts, plan = 4, None
     expert_TK = cpu.top_k(random(tokens, num_experts, seed=seed), k)
     kept_TK = torch.rand(expert_TK.shape, generator=torch.Generator().manual_seed(seed)) >= dropped
@@ -161,7 +163,7 @@ def _plain_token(t, x, gate, w1, w2, b1, w3, b3, expert_TK, kept_TK):  # type: i
 
 
 @pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu", "swiglu"])
-def test_the_activations_backward_is_autograds(ffn: str) -> None:
+def test_activate_backward_equals_autograd(ffn: str) -> None:
     hidden, gate = random(7, F).requires_grad_(), random(7, F, seed=1).requires_grad_()
     grad = random(7, F, seed=2)
     inputs = [hidden, gate] if ffn in GATED else [hidden]
@@ -174,7 +176,7 @@ def test_the_activations_backward_is_autograds(ffn: str) -> None:
 
 
 def test_only_tokens_and_pre_activations_are_saved() -> None:
-    """Saved tensors of a row's size: X itself, and one [R, F] for each matrix before the activation; no [R, D]."""
+    """For the backward pass, routed_ffn saves the tokens [T, D] and two pre-activations [R, F], but no rows [R, D]."""
     tokens, num_experts, k = 64, 4, 2
     plan = cpu.plan(
         torch.arange(tokens * k).view(tokens, k) % num_experts, torch.ones(tokens, k, dtype=torch.bool), num_experts=num_experts
@@ -201,8 +203,8 @@ def test_a_backward_pass_can_be_run_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_padding_is_nobodys_row() -> None:
-    """A first token that overflows in experts it did not choose leaves the others', and its own, numbers finite."""
+def test_padding_rows_do_not_overflow() -> None:
+    """Token 0 overflows in all experts but its own. All results stay finite, so no padding row copies token 0 into another expert."""
     tokens, num_experts = 40, 4
     expert_TK = torch.tensor([[0]] + [[1 + t % 3] for t in range(tokens - 1)])
     plan = cpu.plan(expert_TK, torch.ones(tokens, 1, dtype=torch.bool), num_experts=num_experts)
@@ -216,8 +218,8 @@ def test_padding_is_nobodys_row() -> None:
     assert all(torch.isfinite(t).all() for t in routed(cpu, plan, inputs, "relu", None))
 
 
-def test_without_a_backward_pass_hidden_rows_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluation, and the first pass of a recomputed layer, hold one block's hidden rows at a time."""
+def test_without_gradients_hidden_rows_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, hidden rows [R, F] exist for one block at a time."""
     monkeypatch.setattr(grouped, "_BLOCK_BYTES", 1)
     tokens, num_experts = 64, 8
     plan = cpu.plan((torch.arange(tokens) % num_experts).unsqueeze(1), torch.ones(tokens, 1, dtype=torch.bool), num_experts=num_experts)

@@ -1,4 +1,4 @@
-"""The fast kernels equal the reference: values and every gradient, at every kind of routing; memory goes with routed rows."""
+"""The cpu kernels equal the reference: values and every gradient, for several routings. Memory grows with the number of routed rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T, E, D, F = 22, 5, 7, 11
 
 @dataclass(frozen=True)
 class Case:
-    """A routing: which experts, and which choices have a slot."""
+    """A routing of T tokens: experts [T, K], and bool [T, K], True for the choices that have a slot."""
 
     expert_TK: Tensor
     kept_TK: Tensor
@@ -59,7 +59,7 @@ CASES = pytest.mark.parametrize("c", [pytest.param(case(kind, k), id=f"{kind}, k
 
 
 def both(function: Callable[[ModuleType, list[Tensor]], Tensor], *inputs: Tensor, tolerance: float = 1e-6) -> None:
-    """function(kernels, inputs) gives the same value and the same gradient of every input with cpu as with reference."""
+    """Assert that `function(kernels, inputs)` has the same value and gradients of all inputs with cpu and with reference."""
     found = []
     for kernels in (reference, cpu):
         leaves = [t.clone().requires_grad_() for t in inputs]
@@ -69,9 +69,6 @@ def both(function: Callable[[ModuleType, list[Tensor]], Tensor], *inputs: Tensor
     for want, got in zip(*found, strict=True):
         assert want is not None and got is not None and got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * max(1.0, want.abs().max().item() if want.numel() else 0.0))
-
-
-# --- integers: exactly --------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 6), st.integers(1, 3), st.floats(0, 1), st.floats(0, 4))
@@ -99,9 +96,6 @@ def test_a_plan_is_a_bijection_of_kept_choices_sorted_by_expert(c: Case) -> None
     assert torch.equal(plan.row_TK.flatten()[plan.choice_R], torch.arange(len(plan.choice_R)))
     expert_R = c.expert_TK.flatten()[plan.choice_R]
     assert torch.equal(expert_R, torch.arange(E).repeat_interleave(plan.counts_E))
-
-
-# --- rows ---------------------------------------------------------------------------------------------------------------
 
 
 @CASES
@@ -150,7 +144,7 @@ def test_grouped_ffn_equals_the_reference(c: Case, ffn: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[0, 9, 0, 70, 0], [0, 0, 0, 0, 0]])
 def test_an_expert_without_rows_has_a_gradient_of_zero(kernels: ModuleType, dtype: torch.dtype, counts: list[int]) -> None:
-    """Zero, not None, because ranks that reduce gradients would wait for it."""
+    """The gradient is zero, not None: ranks that all-reduce gradients wait for every parameter's."""
     rows = random(sum(counts), D, dtype=dtype).requires_grad_()
     weights = [random(*shape, seed=i).requires_grad_() for i, shape in enumerate([(E, D, F), (E, F, D), (E, D, F)])]
     kernels.grouped_ffn(rows, network_of("swiglu", *weights), counts=counts).sum().backward()
@@ -159,8 +153,8 @@ def test_an_expert_without_rows_has_a_gradient_of_zero(kernels: ModuleType, dtyp
         assert torch.equal(weight.grad.flatten(1).ne(0).any(1), torch.tensor(counts) > 0)
 
 
-def test_gradients_are_the_derivatives() -> None:
-    """gradcheck in float64 of everything that keeps float64 (combine sums in fp32 and is compared with the reference)."""
+def test_gradients_pass_gradcheck() -> None:
+    """gradcheck of permute, reorder and grouped_ffn in float64. combine sums in fp32, so it is compared with the reference instead."""
     c = case("drops", 2)
     plan = c.plan()
     counts, rows = plan.counts_E.tolist(), int(plan.counts_E.sum())
@@ -174,13 +168,13 @@ def test_gradients_are_the_derivatives() -> None:
 
 
 def test_float64_stays_float64() -> None:
-    """Only bf16 and fp16 go through blocks of 64 rows, whose parts are added in fp32."""
+    """grouped_ffn in float64 equals the reference to 1e-13, so nothing inside is computed in fp32."""
     inputs = [random(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate([(265, D), (2, D, F), (2, F, D)])]
     both(lambda kernels, t: kernels.grouped_ffn(t[0], network_of("gelu", *t[1:]), counts=[65, 200]), *inputs, tolerance=1e-13)
 
 
-def test_gradients_that_are_views_of_one_number_are_taken() -> None:
-    """sum() hands back an expanded gradient of stride 0, which matrix products with `out=` do not like."""
+def test_an_expanded_gradient_of_stride_0_is_accepted() -> None:
+    """The gradient of sum() is one number expanded with stride 0, which torch.mm with `out=` does not accept."""
     plan = case("even", 1).plan()
     x = random(T, D).requires_grad_()
     gate = torch.ones(T, 1, requires_grad=True)
@@ -194,12 +188,9 @@ def test_gradients_that_are_views_of_one_number_are_taken() -> None:
     torch.testing.assert_close(x.grad, rows_only)
 
 
-# --- bf16 ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("counts", [[1], [63], [64], [65], [200], [1, 0, 63, 64, 65, 200]], ids=str)
 def test_bf16_rows_of_any_number_equal_fp32_within_bf16_rounding(counts: list[int]) -> None:
-    """Products run on blocks of 64 rows; the block boundaries must not change values or gradients."""
+    """16-bit products are computed in blocks of 32 rows or multiples: values and gradients do not depend on the number of rows."""
     d, f = 24, 40
     rows, out_grad = random(sum(counts), d, dtype=torch.bfloat16), random(sum(counts), d, seed=8, dtype=torch.bfloat16)
     weights = [random(len(counts), d, f, seed=1, dtype=torch.bfloat16), random(len(counts), f, d, seed=2, dtype=torch.bfloat16)]
@@ -214,13 +205,13 @@ def test_bf16_rows_of_any_number_equal_fp32_within_bf16_rounding(counts: list[in
     for want, got in zip(*found, strict=True):
         assert want is not None and got is not None
         error = (got.float() - want).norm() / want.norm()
-        assert error < 2.0**-8  # a handful of roundings of 2^-9 each, averaged
+        assert error < 2.0**-8  # the 2-norm averages over several roundings of at most 2^-9 each
         assert (got.float() - want).abs().max() < 2.0**-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
-def test_bf16_rows_are_independent_of_who_stands_beside_them(count: int) -> None:
-    """The last block overlaps the block before it: a row that is computed twice must give equal results."""
+def test_a_bf16_row_does_not_depend_on_the_other_rows(count: int) -> None:
+    """A row's result is the same, within rounding, alone and among 0 to 199 other rows."""
     rows = random(count, 24, dtype=torch.bfloat16)
     experts = network_of("relu", random(1, 24, 40, seed=1), random(1, 40, 24, seed=2))
     whole, plain = (kernels.grouped_ffn(rows, experts, counts=[count]) for kernels in (cpu, reference))
@@ -232,7 +223,7 @@ def test_bf16_rows_are_independent_of_who_stands_beside_them(count: int) -> None
 
 @pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
 def test_bf16_gradients_of_a_tokens_rows_are_added_in_fp32(kernels: ModuleType) -> None:
-    """1 and four times 2^-8: added up one by one in bf16 each of the small ones is rounded away."""
+    """The sum 1 + 4 * 2^-8 is exact. A sum in bf16 would round away each of the four small terms."""
     experts = torch.arange(E).expand(3, E)
     plan = kernels.plan(experts, torch.ones_like(experts, dtype=torch.bool), num_experts=E)
     x = random(3, D, dtype=torch.bfloat16).requires_grad_()
@@ -242,7 +233,7 @@ def test_bf16_gradients_of_a_tokens_rows_are_added_in_fp32(kernels: ModuleType) 
 
 
 def test_bf16_combine_weighs_and_sums_in_fp32() -> None:
-    """256 (1 + 2^-9) + 1 is 257.5, in bf16 258; with the gate, the products or the sum in bf16 it would be 256."""
+    """256 (1 + 2^-9) + 1 = 257.5, which bf16 rounds to 258. With gate, product or sum in bf16, the result would be 256."""
     plan = cpu.plan(torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool), num_experts=2)
     rows = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
     for kernels in (cpu, reference):
@@ -250,11 +241,8 @@ def test_bf16_combine_weighs_and_sums_in_fp32() -> None:
         assert y.dtype == torch.bfloat16 and y.item() == 258.0
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
-
-
 class Largest(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operation makes, forward or backward."""
+    """Records the largest number of elements of a tensor that an operation returns, and that operation's name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,8 +258,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("preset", ["switch", "gshard"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_goes_with_routed_rows(preset: str, dtype: torch.dtype) -> None:
-    """No tensor of tokens x experts x capacity, and none of tokens x experts x width: for 512 tokens and 64 experts."""
+def test_memory_grows_with_routed_rows(preset: str, dtype: torch.dtype) -> None:
+    """No tensor has tokens * experts * capacity or tokens * experts * width elements, for 512 tokens and 64 experts."""
     b, length, num_experts, d, f = 4, 128, 64, 12, 20
     router = sections.Router(preset=preset, capacity_factor=2.0, min_capacity=8, jitter=0.1, z_weight=0.1, group=2)
     layer = MoELayer(sections.Experts(num_experts=num_experts), router, d_model=d, d_ff=f, ffn="geglu", layer=0)
@@ -283,7 +271,7 @@ def test_memory_goes_with_routed_rows(preset: str, dtype: torch.dtype) -> None:
         y.float().square().sum().backward()
     tokens, k = b * length, router.num_choices
     assert report.dropped > 0 and report.kept > tokens / 2
-    rows = tokens * k + 32 * num_experts  # 16-bit products take at least 32 rows an expert
+    rows = tokens * k + 32 * num_experts  # in 16 bits, each expert is padded to at least 32 rows
     allowed = max(rows * max(d, f), num_experts * d * f, tokens * num_experts)
     assert allowed < tokens * num_experts * d / 4
     assert largest.numel <= allowed, f"{largest.operation} made {largest.numel} elements"
@@ -292,9 +280,6 @@ def test_memory_goes_with_routed_rows(preset: str, dtype: torch.dtype) -> None:
 def test_a_dropped_row_costs_nothing() -> None:
     c = case("drops", 2)
     assert len(cpu.permute(random(T, D), c.plan())) == int(c.kept_TK.sum()) < T * 2
-
-
-# --- names --------------------------------------------------------------------------------------------------------------
 
 
 def test_kernels_are_chosen_by_name() -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels equal the reference: values and every gradient; on a GPU compiled, elsewhere in Triton's interpreter (conftest.py)."""
+"""The Triton kernels equal the reference in values and gradients: compiled on a GPU, and in Triton's interpreter on other machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from moe.kernels.triton import network  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# T tokens, K choices, R rows, E experts, D model, F hidden; more than one tile of each, none of them whole
+# T tokens, K choices, R rows, E experts, D model, F hidden; T, D and F are more than one tile, and no multiple of one
 T, E, D, F = 37, 5, 36, 44
 FFNS = ["relu", "gelu", "geglu", "swiglu"]
 
@@ -71,7 +71,7 @@ Function = Callable[[ModuleType, list[Tensor]], Tensor]
 
 
 def results(kernels: ModuleType, function: Function, inputs: list[Tensor]) -> list[Tensor]:
-    """The value and the gradient of every input."""
+    """Return [value of `function(kernels, inputs)`, gradient of each input]."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     out = function(kernels, leaves)
     out.backward(random(*out.shape, seed=77, dtype=out.dtype))
@@ -87,13 +87,13 @@ def both(function: Function, *inputs: Tensor, tolerance: float = 1e-6) -> None:
 
 
 def errors(function: Function, *inputs: Tensor) -> list[float]:
-    """Relative errors (2-norm) of the Triton kernels in the inputs' dtypes, against the reference with all inputs in fp32."""
+    """Return the relative errors (2-norm) of the Triton kernels' value and gradients, compared with the reference on fp32 inputs."""
     found = [results(reference, function, [t.float() for t in inputs]), results(triton, function, list(inputs))]
     return [((got.float() - want).norm() / want.norm()).item() for want, got in zip(*found, strict=True)]
 
 
 def layer_of(ffn: str, *, plan: Plan, dropped_RF: Tensor | None = None) -> Function:
-    """routed_ffn of [x, gates, w1, w2, w3]."""
+    """Return a function of (kernels, [x, gates, w1, w2, w3 if gated]) that calls routed_ffn."""
 
     def run(kernels: ModuleType, t: list[Tensor]) -> Tensor:
         dropped = None if dropped_RF is None else dropped_RF.to(t[0].dtype)
@@ -102,15 +102,12 @@ def layer_of(ffn: str, *, plan: Plan, dropped_RF: Tensor | None = None) -> Funct
     return run
 
 
-# --- integers: exactly --------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 70), st.integers(1, 70), st.integers(1, 4), st.floats(0, 1))
 @settings(max_examples=25)
 def test_routing_is_the_references(seed: int, groups: int, each: int, num_experts: int, k: int, active: float) -> None:
     generator, k = torch.Generator().manual_seed(seed), min(k, num_experts)
     scores_TE = torch.rand(groups * each, num_experts, generator=generator)
-    scores_TE = torch.where(scores_TE < 0.3, -torch.inf, (4 * scores_TE).round()).to(DEVICE)  # many equal ones, and some that are masked
+    scores_TE = torch.where(scores_TE < 0.3, -torch.inf, (4 * scores_TE).round()).to(DEVICE)  # many ties, and some experts masked out
     expert_TK = triton.top_k(scores_TE, k)
     assert torch.equal(expert_TK, reference.top_k(scores_TE, k)) and expert_TK.dtype == torch.int64
     active_TK = (torch.rand(expert_TK.shape, generator=generator) <= active).to(DEVICE)
@@ -143,9 +140,6 @@ def test_tiles_cover_every_row_once_each_with_one_expert(counts: list[int]) -> N
     assert used == want == rows.tiles.tolist()[: len(want)]
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------------
-
-
 @PLANS
 def test_permute_and_combine_equal_the_reference(plan: Plan) -> None:
     rows = len(plan.choice_R)
@@ -160,13 +154,10 @@ def test_reorder_equals_the_reference(rows: int) -> None:
 
 
 def test_bf16_combine_weighs_and_sums_in_fp32() -> None:
-    """256 (1 + 2^-9) + 1 is 257.5, in bf16 258; with the gate, the products or the sum in bf16 it would be 256."""
+    """256 (1 + 2^-9) + 1 = 257.5, which bf16 rounds to 258. With gate, product or sum in bf16, the result would be 256."""
     plan = triton.plan(torch.tensor([[0, 1]], device=DEVICE), torch.ones(1, 2, dtype=torch.bool, device=DEVICE), num_experts=2)
     rows = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16, device=DEVICE)
     assert triton.combine(rows, torch.tensor([[1.0 + 2.0**-9, 1.0]], device=DEVICE), plan).item() == 258.0
-
-
-# --- the experts' network -----------------------------------------------------------------------------------------------
 
 
 @PLANS
@@ -190,7 +181,7 @@ def test_every_activation_equals_the_reference_with_dropout_inside(ffn: str) -> 
 
 @pytest.mark.parametrize(("ffn", "kind"), [("relu", "drops"), ("swiglu", "empty experts"), ("swiglu", "nothing kept")])
 def test_biases_and_bounds_equal_the_reference(ffn: str, kind: str) -> None:
-    """With the gates inside the backward pass, and without; the reference against plain networks: tests/moe/kernels/test_grouped.py."""
+    """routed_ffn and grouped_ffn with biases and bounded swiglu. test_grouped.py compares the reference with plain networks."""
     plan, swiglu = planned(kind, 2), sections.Swiglu(alpha=1.7, limit=0.8, offset=0.5)
     biases = [random(E, F, seed=i) for i in (11, 12)[: 2 if ffn == "swiglu" else 1]]
 
@@ -200,13 +191,7 @@ def test_biases_and_bounds_equal_the_reference(ffn: str, kind: str) -> None:
         return network_of(ffn, *t[1:4], b1=t[4], b3=t[5], swiglu=swiglu)
 
     inputs = [*weights(ffn), *biases]
-    both(
-        lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, experts(t)),
-        random(T, D),
-        *inputs,
-        random(T, 2, seed=6),
-        tolerance=3e-6,
-    )
+    both(lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, experts(t)), random(T, D), *inputs, random(T, 2, seed=6), tolerance=3e-6)
     counts = plan.counts_E.tolist()
     both(lambda kernels, t: kernels.grouped_ffn(t[0], experts(t), counts=counts), random(sum(counts), D), *inputs, tolerance=3e-6)
     halves = [t.bfloat16() for t in (random(T, D), *inputs)]
@@ -225,7 +210,7 @@ def test_grouped_ffn_of_any_shape_equals_the_reference(counts: list[int], d: int
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("master", ["own", "fp32"])
 def test_half_precision_rounds_a_few_times_and_sums_in_fp32(dtype: torch.dtype, bound: float, master: str) -> None:
-    """Measured: at most 0.6 of the bound, which is 4 roundings to nearest; sums in 16 bits would be above it. Weights may be fp32."""
+    """Errors stay below 4 roundings to nearest (measured: 0.6 of that). Sums in 16 bits would exceed it."""
     plan = planned("drops", 2)
     matrices = [w if master == "fp32" else w.to(dtype) for w in weights("swiglu", dtype=dtype)]
     if master == "fp32":
@@ -236,7 +221,7 @@ def test_half_precision_rounds_a_few_times_and_sums_in_fp32(dtype: torch.dtype, 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_an_infinite_gradient_stays_with_its_expert() -> None:
-    """On both sides of a weight's gradient, rows beyond an expert's last row are zero: 0 times infinity would be NaN in other experts."""
+    """Rows of other experts are zeros in both operands of a weight's gradient. If only one were zero, 0 * infinity would give NaN."""
     counts, x = [20, 13, 7], random(40, D)
     x[19], x[33] = torch.inf, torch.nan
     w1, w2 = (w.requires_grad_() for w in weights("relu", num_experts=3))
@@ -247,7 +232,7 @@ def test_an_infinite_gradient_stays_with_its_expert() -> None:
 def test_frozen_weights_and_tokens_without_gradient_are_left_out() -> None:
     plan, inputs = planned("drops", 2), [random(T, D), random(T, 2, seed=6), *weights("swiglu")]
     whole = results(triton, layer_of("swiglu", plan=plan), inputs)
-    for wanted in (0, 3, 4):  # w1 and w3 share a kernel
+    for wanted in (0, 3, 4):  # the tokens; w1 and w2, of which w1 shares a kernel with w3
         leaves = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
         out = layer_of("swiglu", plan=plan)(triton, leaves)
         out.backward(random(*out.shape, seed=77))
@@ -259,7 +244,7 @@ def test_frozen_weights_and_tokens_without_gradient_are_left_out() -> None:
 
 @pytest.mark.parametrize("ffn", ["gelu", "swiglu"])
 def test_only_tokens_and_pre_activations_are_saved(ffn: str) -> None:
-    """No permuted copy, no expert's output: for k = 3, [T, D] once and [R, F] once or twice."""
+    """For the backward pass, routed_ffn saves tokens [T, D], gates and the pre-activations [R, F], but no rows [R, D]."""
     plan, saved = planned("even", 3), []
     x, gate, matrices = random(T, D), random(T, 3, seed=6), [w.requires_grad_() for w in weights(ffn)]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)), lambda _: None):
@@ -268,17 +253,14 @@ def test_only_tokens_and_pre_activations_are_saved(ffn: str) -> None:
     assert activations == [(T, D), (T, 3), *[(3 * T, F)] * (len(matrices) - 1)]
 
 
-def test_torchs_grouped_product_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's grouped product is used if it is faster (Hopper, bf16); all other results stay equal."""
+def test_torchs_grouped_product_can_replace_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper in bf16, torch's grouped product computes the products with w2. The results stay within rounding."""
     plan, d, f = planned("empty experts", 2), 48, 64
     inputs = random(T, d, dtype=torch.bfloat16), random(T, 2, seed=6), *weights("gelu", d=d, f=f)
     seen: list[bool] = []
     monkeypatch.setattr(network, "torch_multiplies", lambda rows, w: seen.append(True) or True)
     assert max(errors(layer_of("gelu", plan=plan), *inputs)) < 2.0**-7
-    assert len(seen) == 2  # forward down, and back to the tokens
-
-
-# --- the layer ----------------------------------------------------------------------------------------------------------
+    assert len(seen) == 2  # the product with w2 forward, and its transpose backward
 
 
 @pytest.mark.parametrize("preset", ["switch", "gshard"])
@@ -297,9 +279,6 @@ def test_a_layer_is_the_same_with_both_kernels(preset: str) -> None:
     assert 0 < int(found[0][2]) < 2 * 20 * (1 if preset == "switch" else 2)
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * max(1.0, want.abs().max().item()))
-
-
-# --- names and devices --------------------------------------------------------------------------------------------------
 
 
 def test_kernels_are_chosen_by_name_and_by_the_device_of_the_tensors() -> None:
@@ -344,8 +323,6 @@ def test_dtypes_without_a_kernel_are_refused() -> None:
         triton.grouped_ffn(random(3, D, dtype=torch.float64), network_of("relu", *weights("relu")), counts=[3, 0, 0, 0, 0])
 
 
-# --- at real sizes ------------------------------------------------------------------------------------------------------
-
 REAL = pytest.mark.parametrize(
     ("tokens", "d", "f", "num_experts", "k"),
     [(4096, 1024, 3584, 8, 2), (4096, 2048, 768, 128, 8), (8192, 768, 3072, 128, 1), (1000, 200, 328, 16, 2)],
@@ -389,7 +366,7 @@ def test_routing_of_real_sizes_is_the_cpu_kernels(tokens: int, d: int, f: int, n
 
 @pytest.mark.gpu
 def test_addresses_beyond_32_bits() -> None:
-    """More than 2^31 elements in the rows that move, and in the hidden rows."""
+    """permute, combine and grouped_ffn on tensors of more than 2^31 elements."""
     tokens, wide = 2**19 + 5, 4100
     if torch.cuda.get_device_properties(DEVICE).total_memory < 2**35:
         pytest.skip("needs a GPU of 32 GiB")
@@ -413,11 +390,8 @@ def test_auto_takes_triton_on_a_gpu() -> None:
         triton.top_k(torch.zeros(2, 3), 1)
 
 
-# --- for a GPU that is not here -----------------------------------------------------------------------------------------
-
-
 def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
-    """Down to machine code, in tiles as a GPU gets them: into shared memory and registers, bf16 on tensor cores, fp32 not as TF32."""
+    """Triton compiles each kernel to machine code for a GPU that is not here: shared memory, spilled registers, tensor cores, no TF32."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.compiled", "90"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
@@ -428,5 +402,5 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     for f in found:
         name, dtype = f["kernel"].split()
         assert f["shared"] <= 227 * 1024 and not f["tf32"], f
-        assert f["spilled"] <= 64, f  # bytes a thread, of some 1,000 that its registers hold
+        assert f["spilled"] <= 64, f  # bytes per thread; its registers hold about 1,000
         assert f["tensor_cores"] == (name not in moves and dtype == "torch.bfloat16"), f

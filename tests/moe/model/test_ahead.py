@@ -1,6 +1,6 @@
-"""Further tokens predicted in training: five steps are those of plain lines, on one process and on ranks; evaluation knows nothing of it.
+"""Multi-token prediction (`model.ahead`): five training steps, on one process and on ranks, equal the plain twin. Evaluation skips it.
 
-What this file alone would notice: a depth that is given the token that it should predict, or a loss that counts a sequence's end.
+Only these tests notice a depth whose input is the token that it should predict, or a loss that counts tokens after a sequence's end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Further(Case):
 @pytest.mark.parametrize(
     "case",
     [
-        Further("gshard", "ddp", 1, 1, 3, "fp32", padded=True),  # tied, T5's positions, dropout, unequal micro-batches
+        # tied embedding, T5 positions, dropout, micro-batches with unequal numbers of tokens
+        Further("gshard", "ddp", 1, 1, 3, "fp32", padded=True),
         Further("dense", "ddp", 1, 1, 1, "fp32", ahead=1, tiles=5, head_tiles=3, chunks=7, recompute="full"),
     ],
     ids=["tied", "tiles"],
@@ -63,7 +64,7 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
     "case",
     [
         Further("dense", "fsdp", 2, 1, 3, "fp32", "full", tp=2, tensor="sliced", head_tiles=3, chunks=7),
-        Further("gshard", "ddp", 2, 2, 1, "fp32", tp=2, tensor="dtensor"),  # tied, with dropout
+        Further("gshard", "ddp", 2, 2, 1, "fp32", tp=2, tensor="dtensor"),  # tied embedding, dropout
         Further("gshard", "zero1", 2, 1, 1, "fp32", sp=2, attention="zigzag", length=24, padded=True),
         Further("packed", "ddp", 2, 1, 3, "fp32", sp=2, attention="striped", length=24),
         Further("dense", "ddp", 2, 1, 3, "fp32", pp=2, schedule="zb_h1", layers=3),
@@ -72,14 +73,16 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
     ids=["slices of tp", "dtensor", "slices of sp", "documents", "stages", "tied over stages"],
 )
 def test_next_tokens_of_other_ranks_and_embeddings_of_other_stages(case: Further) -> None:
-    """Only this test detects a further token taken within a slice, and a tied embedding that gets one stage's gradient twice."""
+    """Tokens to predict may be on another rank, and the tied embedding on another pipeline stage. Only this test notices a wrong token at a
+    shard's end, or a gradient of the embedding that is counted twice.
+    """
     ((_, ran),) = run_world([case], 2)
     assert not isinstance(ran, str), ran
     twin = replace(case, kind="ddp", world=1, ep=1, tp=1, sp=1, pp=1, microbatches=1, recompute="none", head_tiles=1, chunks=1)
     assert max(compare(ran[0], reference(twin)).values()) < 1e-5
 
 
-def test_evaluation_and_the_loss_that_is_told_leave_it_out() -> None:
+def test_evaluation_and_the_reported_loss_leave_out_further_tokens() -> None:
     sizes: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "max_length": 9}
     with_it, without = (Transformer(Model(**sizes, ahead=ahead), Experts(), Router(), vocab_size=31) for ahead in (2, 0))
     missing = with_it.load_state_dict(without.state_dict(), strict=False).missing_keys
@@ -95,7 +98,7 @@ def test_evaluation_and_the_loss_that_is_told_leave_it_out() -> None:
     assert torch.equal(*(model.eval()(inputs).logits_BLV for model in (with_it, without)))
 
 
-def test_what_saves_memory_reaches_its_blocks() -> None:
+def test_recomputation_and_tiles_apply_to_its_blocks() -> None:
     with torch.device("meta"):
         model = Transformer(Model(num_layers=3, d_model=24, num_heads=4, d_ff=20, ahead=2), vocab_size=31)
     save_memory(model, recompute=Recompute(kind="full", every=2), tiling=Tiling(ffn=5))

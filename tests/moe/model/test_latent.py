@@ -1,8 +1,8 @@
-"""Latent attention: the model against the plain twin, which makes every head's keys and values, on one process and on ranks; and a cache
-that holds the latents alone.
+"""Latent attention: training steps on one process and on ranks equal the plain twin, which makes keys and values of every head. Its
+key-value cache holds latents only.
 
-What this file alone would notice: a head's values taken for another's keys, a rotary key that is not shared, a cache whose queries meet
-latents without YaRN's factor.
+Only these tests notice values of one head used as keys of another, a rotary key that heads do not share, or cached attention without YaRN's
+factor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = {"head_size": 6, "num_kv_heads": None, "latent": {"key_rank": 10, "query
 
 @dataclass(frozen=True)
 class Low(Case):
-    """A case of `moe verify` with latent attention. full: queries without down-projection, and another pairing of rotary channels."""
+    """A case of `moe verify` with latent attention. `full`: queries without a latent, and rotary channels paired in halves."""
 
     full: bool = False
 
@@ -44,7 +44,9 @@ class Low(Case):
 
 
 def farthest(case: Low, ran: Any) -> float:
-    """The largest error of all numbers. Sinks begin at 0, so they are all update, and Adam amplifies roundings of gradients near 0."""
+    """Return the largest error. With sinks, weight updates are left out: sinks start at 0, and Adam amplifies rounding errors of tiny
+    gradients.
+    """
     assert not isinstance(ran, str), ran
     numbers = compare(ran, reference(Low(case.model, "ddp", 1, 1, 1, "fp32", length=case.length, full=case.full)))
     return max(value for name, value in numbers.items() if not (case.full and name == "update"))
@@ -71,8 +73,8 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_cache_of_latents_gives_every_token_as_without(window: int | None) -> None:
-    """The cache holds key_rank + rotary_size numbers per token and layer, independent of the number of heads."""
+def test_a_cache_of_latents_gives_the_logits_of_recomputation(window: int | None) -> None:
+    """Logits equal those without a cache. The cache holds key_rank + rotary_size numbers per token and layer, for any number of heads."""
     model = Transformer(
         Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, head_size=6, rope=Rope(**YARN), sliding_window=window,
               latent=Latent(**SIZES["latent"]), attention_sinks=window is not None), vocab_size=31,
@@ -83,7 +85,7 @@ def test_a_cache_of_latents_gives_every_token_as_without(window: int | None) -> 
         for seen in (4, 5, 6, 9):
             torch.testing.assert_close(cached(tokens_BL[:, :seen], 0), plain(tokens_BL[:, :seen], 0), rtol=1e-4, atol=1e-5)
     held = {tensor.untyped_storage().data_ptr(): tensor.numel() for pair in cached.cache._kept.values() for tensor in pair}
-    assert sum(held.values()) == 2 * 2 * 9 * (10 + 4)  # layers, texts, places
+    assert sum(held.values()) == 2 * 2 * 9 * (10 + 4)  # layers * sequences * positions * (key_rank + rotary_size)
 
 
 @pytest.mark.parametrize(

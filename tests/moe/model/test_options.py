@@ -1,8 +1,8 @@
-"""Options of attention and norms: rotary base, scaling and fraction, norms and bounds of queries and keys, norm epsilon, factors in the
-stream. The model on its own and on layouts of ranks against the plain twin of `moe verify`, which has its own formulas for them; rates of
-rotation, and which channels turn, against transformers'.
+"""Options of attention and norms: rotary base, scaling and fraction; norms and bounds of queries and keys; norm epsilon; factors of
+embedding, residual, attention and head. Training steps equal the plain twin of `moe verify`; rotations equal transformers'.
 
-What this file alone would notice: a gain of the queries' norm whose gradient is not summed over the ranks that have other heads."""
+Only these tests notice a gain of the queries' norm whose gradient is not summed over the ranks that have other heads.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from parallel.errors import BadInput
 
 ROPES: dict[str, dict[str, Any]] = {
     "none": {"base": 400.0},
-    "linear": {"scaling": "linear", "factor": 3.0, "fraction": 0.45, "pairs": "neighbours"},  # 2.7 of 6 channels, so 2
+    "linear": {"scaling": "linear", "factor": 3.0, "fraction": 0.45, "pairs": "neighbours"},  # of 6 channels, 2.7 are rounded down to 2
     "ntk": {"scaling": "ntk", "factor": 3.0, "fraction": 2 / 3},
-    "dynamic": {"base": 300.0, "scaling": "dynamic", "factor": 2.5, "trained_length": 7, "pairs": "neighbours"},  # of 10 tokens
+    # trained_length is below the sequences' 10 tokens
+    "dynamic": {"base": 300.0, "scaling": "dynamic", "factor": 2.5, "trained_length": 7, "pairs": "neighbours"},
     "llama3": {"fraction": 2 / 3, "base": 300.0, "scaling": "llama3", "factor": 4.0, "trained_length": 9, "low": 0.25, "high": 0.75},
     "yarn": {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "low": 1.0, "high": 3.0},
 }
@@ -40,8 +41,10 @@ SCALES = {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}
 
 @dataclass(frozen=True)
 class Chosen(Case):
-    """A case of `moe verify` with options of the model; its heads are 6 channels wide, its sequences 10 tokens long. The bound
-    clips about a third of queries, keys and values. `biased`: biases of these, factors in the stream, and bounded logits."""
+    """A case of `moe verify` with options of the model, heads of 6 channels and sequences of 10 tokens.
+
+    clip_qkv clips about a third of q, k and v. `biased`: adds biases of q, k and v, model.scales and model.logit_cap.
+    """
 
     rope: str = "llama3"
     qk_norm: str = "heads"
@@ -55,8 +58,8 @@ class Chosen(Case):
 
 
 def farthest(case: Chosen, ran: Any, twin: Case) -> float:
-    """The largest error. A bias begins at 0 and is all update, and Adam amplifies roundings of gradients near 0: later losses judge
-    updates.
+    """Return the largest error. With biases, weight updates are left out: a bias starts at 0, and Adam amplifies rounding errors of tiny
+    gradients. The losses of later steps check the updates.
     """
     assert not isinstance(ran, str), ran
     numbers = compare(ran, reference(twin))
@@ -76,7 +79,7 @@ def test_five_steps_of_one_process_are_the_plain_twins(rope: str, qk_norm: str) 
 @pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize("world", [2, 4])
 def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
-    """Four ranks of tp: each key-value head is in two copies, which serve other queries; or a grid. Slices and shards: two."""
+    """On 2 ranks: tp with sequence parallelism, FSDP, ZeRO-3 and sp. On 4: tp in 1D, where two ranks share a key-value head, and in 2D."""
     twin = Chosen("dense", "ddp", 1, 1, 1, "fp32")
     if world == 2:
         cases: list[Case] = [
@@ -94,14 +97,14 @@ def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
         assert farthest(case, ran[0], replace(twin, biased=case.biased, rope=case.rope)) < 1e-5, case.layout
 
 
-def test_rates_are_transformers() -> None:
+def test_rates_equal_transformers() -> None:
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="pip install moe-parallel[hf]")
     transformers = pytest.importorskip("transformers")
     names = {"base": "rope_theta", "factor": "factor", "trained_length": "original_max_position_embeddings"}
     lows = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for kind, values in ROPES.items():
         if kind in ("ntk", "dynamic"):
-            continue  # the next test has it
+            continue  # tested in the next test
         rope = Rope(**values)
         theirs = {"rope_theta": rope.base, "rope_type": "default" if kind == "none" else kind}
         theirs |= {names[key]: value for key, value in values.items() if key in names}
@@ -112,11 +115,11 @@ def test_rates_are_transformers() -> None:
         else:
             want, size = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
         torch.testing.assert_close(rates(rope, 24), want, rtol=1e-6, atol=0)
-        assert size == pytest.approx(1.1386294 if kind == "yarn" else 1.0)  # 0.1 ln 4 + 1
+        assert size == pytest.approx(1.1386294 if kind == "yarn" else 1.0)  # yarn: 0.1 ln(factor) + 1
 
 
-def test_dynamic_turns_as_transformers_module() -> None:
-    """For lengths below, at and above the trained one. At one length, dynamic scaling equals fixed ntk scaling and a larger base."""
+def test_dynamic_scaling_equals_transformers() -> None:
+    """rotate equals transformers for lengths below, at and above trained_length. For one length, dynamic equals ntk with a fixed factor."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama", reason="pip install moe-parallel[hf]")
     theirs = {"rope_theta": 300.0, "rope_type": "dynamic", "factor": 2.5}
     config = modeling.LlamaConfig(hidden_size=72, num_attention_heads=3, head_dim=24, max_position_embeddings=16, rope_parameters=theirs)
@@ -134,13 +137,14 @@ def test_dynamic_turns_as_transformers_module() -> None:
     assert rates(Rope(scaling="ntk", factor=8.0), 24)[-1] == pytest.approx(rates(DEFAULT, 24)[-1].item() / 8)
 
 
-def test_the_channels_that_turn_are_transformers() -> None:
-    """GLM's heads rotate neighbouring channels, GPT-NeoX's two halves; the other channels stay bitwise equal."""
+def test_rotated_channels_are_those_of_transformers() -> None:
+    """GLM rotates pairs of neighbouring channels, GPT-NeoX pairs (i, i + C/2). Channels beyond the fraction stay bitwise equal."""
     transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
     x_BHLC = torch.randn(2, 3, 7, 24, generator=torch.Generator().manual_seed(2))
     place_L = torch.tensor([0, 1, 5, 6, 7, 30, 31])
     kinds = (("Glm", "glm", "neighbours"), ("GPTNeoX", "gpt_neox", "halves"))
-    for (kind, name, pairs), (fraction, count) in product(kinds, ((0.25, 6), (0.45, 10))):  # 10.8 channels are rounded down
+    # 0.45 of 24 channels: 10.8 are rounded down to 10
+    for (kind, name, pairs), (fraction, count) in product(kinds, ((0.25, 6), (0.45, 10))):
         check_run(build_run({"model": {"head_size": 24, "rope": {"fraction": fraction}}}), 1)
         module = getattr(transformers.models, name)
         module = getattr(module, f"modeling_{name}")
@@ -153,7 +157,7 @@ def test_the_channels_that_turn_are_transformers() -> None:
         assert torch.equal(got[..., count:], x_BHLC[..., count:]) and not torch.equal(got[..., count - 1], x_BHLC[..., count - 1])
 
 
-def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
+def test_a_cache_of_keys_gives_the_logits_of_recomputation() -> None:
     model = Transformer(Model(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, d_ff=20, max_length=9, qk_norm="heads", clip_qkv=0.5,
                               rope=Rope(**ROPES["yarn"], fraction=2 / 3), scales=Scales(**SCALES)), vocab_size=31).eval()  # fmt: skip
     tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""The Transformer alone: every choice of its parts runs and learns, sees no future, and starts from the same bits everywhere."""
+"""The Transformer without a mesh: its options run and learn, no token sees later ones, and first values do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def model_of(*, experts: dict[str, Any] | None = None, router: dict[str, Any] | None = None, **model: Any) -> Transformer:
-    """A model with sizes that differ from each other, and four experts in the second of three layers unless `experts` says otherwise."""
+    """Return a model of three layers, the second with four experts unless `model` or `experts` says otherwise. All sizes differ."""
     values = {"num_layers": 3, "d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "moe_every": 2} | model
     return Transformer(
         sections.Model(**values),
@@ -74,22 +74,19 @@ MODELS: dict[str, dict[str, Any]] = {
 EVERY = pytest.mark.parametrize("options", [pytest.param(o, id=name) for name, o in MODELS.items()])
 
 
-# --- it runs ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("moe_every", [0, 2])
 def test_the_default_model_runs_alone(moe_every: int) -> None:
     model = Transformer(sections.Model(moe_every=moe_every))
     output = model(tokens())
     assert isinstance(output, Output) and output.logits_BLV.shape == (B, L, 256) and output.logits_BLV.dtype == torch.float32
     assert [r.layer for r in output.layers] == ([1, 3] if moe_every else []) and not dist.is_initialized()
-    # untrained, it is as good as guessing
+    # the loss of an untrained model is about that of guessing
     assert F.cross_entropy(output.logits_BLV.flatten(0, 1), tokens().flatten()).item() == pytest.approx(math.log(256), abs=1.5)
 
 
 @EVERY
 def test_every_parameter_learns(options: dict[str, Any]) -> None:
-    """All gradients are there and finite, and ten steps on one batch lower its loss."""
+    """Each gradient is finite, each weight outside the experts has a nonzero one, and ten steps on one batch lower the loss."""
     model = model_of(**options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -124,7 +121,7 @@ def test_evaluation_is_deterministic(options: dict[str, Any]) -> None:
 
 @EVERY
 def test_a_batch_is_computed_the_same_in_micro_batches(options: dict[str, Any]) -> None:
-    """In training too: jitter, random seconds and dropout are keyed by a token's place in the step."""
+    """In training too: jitter, random second experts and dropout depend on a token's position in the step."""
     model = model_of(**options)
     whole = model(tokens(), Context.of(tokens(), seed=5)).logits_BLV
     parts = [model(tokens()[i : i + 1], Context.of(tokens()[i : i + 1], seed=5, first_sequence=i)).logits_BLV for i in range(B)]
@@ -142,9 +139,7 @@ def test_used_alone_noise_follows_torchs_seed() -> None:
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_low_precision_gives_fp32_logits_and_gradients(compute: torch.dtype) -> None:
-    """Weights stay fp32 and are cast for use; results are within rounding of fp32. Every token has all experts, because a rounding could
-    change a choice.
-    """
+    """Results are close to fp32's. Each token has all four experts, so rounding cannot change a choice."""
     full, low = (model_of(router={"preset": "mixtral", "num_choices": 4}) for _ in range(2))
     low.compute = compute
     logits = []
@@ -158,13 +153,10 @@ def test_low_precision_gives_fp32_logits_and_gradients(compute: torch.dtype) -> 
         assert (p.grad - q.grad).norm() < 0.1 * q.grad.norm() + 1e-6, name
 
 
-# --- no future ----------------------------------------------------------------------------------------------------------
-
-
 def earliest_change(model: Transformer, position: int) -> int:
-    """The first place in the first sequence whose logits change with the token at `position`; L if none does.
+    """Return the first position of sequence 0 whose logits change if the token at `position` changes; L if none does.
 
-    By more than rounding: among other rows, a row may be summed in another order.
+    Changes below 1e-5 do not count, because sums may be rounded in another order.
     """
     before, after = tokens(), tokens()
     after[0, position] = (after[0, position] + 5) % V
@@ -175,16 +167,16 @@ def earliest_change(model: Transformer, position: int) -> int:
 
 
 @EVERY
-def test_evaluation_sees_no_future(options: dict[str, Any]) -> None:
-    """For top-2 without drops: logits at t do not depend on a token after t, or on other sequences."""
+def test_no_token_sees_later_ones_in_evaluation(options: dict[str, Any]) -> None:
+    """In evaluation, logits do not change with later tokens or with other sequences."""
     model = model_of(**options).eval()
     for position in (1, 6, L - 1):
         assert earliest_change(model, position) == position
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "t5"}, {"router": {"jitter": 0.3}}, {"dropout": 0.1, "experts": {"dropout": 0.3}}])
-def test_top_1_with_drops_sees_no_future(options: dict[str, Any]) -> None:
-    """First come, first served: a later token cannot take a slot. In training, at a capacity that drops a third of the tokens."""
+def test_no_token_sees_later_ones_with_top_1_and_drops(options: dict[str, Any]) -> None:
+    """In training with drops, a later token cannot take an earlier token's slot, because slots go to tokens in order."""
     tight = {"capacity_factor": 0.6, "min_capacity": 1} | options.get("router", {})
     model = model_of(**options | {"router": tight, "moe_every": 1})
     assert sum(int(r.dropped) for r in model(tokens()).layers) > B * L
@@ -192,15 +184,15 @@ def test_top_1_with_drops_sees_no_future(options: dict[str, Any]) -> None:
         assert earliest_change(model, position) == position
 
 
-def test_top_2_without_drops_sees_no_future_in_training() -> None:
+def test_no_token_sees_later_ones_with_top_2_without_drops() -> None:
     model = model_of(moe_every=1, router={"preset": "gshard", "capacity_factor": None, "jitter": 0.2})
     for position in (1, 6, L - 1):
         assert earliest_change(model, position) == position
 
 
-def test_top_2_with_drops_sees_the_future_through_second_choices_only() -> None:
-    """GShard's queue has all first choices before any second one, so a later token can take the slot of an earlier token's second choice,
-    never of its first. This is why evaluation and generation are dropless by default.
+def test_later_tokens_can_take_slots_of_second_choices_only() -> None:
+    """In GShard's queue, all first choices come before any second one. So a later token can take the slot of an earlier token's second
+    choice, but not of its first.
     """
     router = {"preset": "glam", "capacity_factor": 0.5, "min_capacity": 1, "group": "sequence"}
     model = model_of(moe_layers=(2,), moe_every=0, router=router, init_scale=3.0)
@@ -226,13 +218,12 @@ def test_top_2_with_drops_sees_the_future_through_second_choices_only() -> None:
     assert early > 0
 
 
-# --- parts --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("positions", ["rotary", "t5"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_equals_plain_loops(positions: str, kv_heads: int) -> None:
-    """softmax over the past of q . k / sqrt(C) (+ T5's bias), head by head; query heads in runs share a key-value head."""
+    """The reference loops over heads and positions: softmax over earlier tokens of q . k / sqrt(C) (+ T5's bias). Consecutive query heads
+    share a key-value head.
+    """
     heads, c, d = 4, 6, 20
     attention = Attention(sections.Model(d_model=d, num_heads=heads, head_size=c, num_kv_heads=kv_heads, positions=positions))
     for i, p in enumerate(attention.parameters()):
@@ -283,8 +274,8 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
 
 
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])
-def test_rotarys_backward_is_its_derivative(pairs: str) -> None:
-    """First and second derivatives; backward is written by hand."""
+def test_rotation_passes_gradcheck(pairs: str) -> None:
+    """gradcheck of first and second derivatives, because the backward pass is written by hand."""
     x = random(2, 2, 5, 6, dtype=torch.float64).requires_grad_()
     angle = random(5, 3, seed=1, dtype=torch.float64)
 
@@ -310,7 +301,7 @@ def test_norms_have_fp32_statistics(dtype: torch.dtype) -> None:
         got, exact = norm(x), (value * gain.double()).to(dtype)
         assert got.dtype == dtype
         torch.testing.assert_close(got, exact, rtol=1e-5 if dtype == torch.float32 else 2.0**-7, atol=1e-5)
-        assert dtype == torch.float32 or (got == exact).float().mean() > 0.99  # rounded once, at the end
+        assert dtype == torch.float32 or (got == exact).float().mean() > 0.99  # the output is rounded once
 
 
 def test_dropout_scales_what_it_keeps() -> None:
@@ -320,8 +311,8 @@ def test_dropout_scales_what_it_keeps() -> None:
     assert abs(y.mean().item() - 1) < 5 * math.sqrt(1 / 3 / y.numel())
 
 
-def test_a_dropped_token_lives_on_through_the_residual() -> None:
-    """After the block, its value is bitwise equal to its value after attention."""
+def test_a_dropped_token_passes_through_the_residual_connection() -> None:
+    """A token that the experts drop leaves the block bitwise equal to its value after attention."""
     model = model_of(router={"capacity_factor": 0.6, "min_capacity": 1})
     block = model.layers[1]
     assert isinstance(block, Block)
@@ -337,9 +328,6 @@ def test_tied_logits_are_products_with_the_embedding() -> None:
     assert tied.head is None and untied.head is not None
     untied.load_state_dict(tied.state_dict() | {"head.weight": tied.embedding.detach()})
     assert torch.equal(tied(tokens()).logits_BLV, untied(tokens()).logits_BLV)
-
-
-# --- initialisation -----------------------------------------------------------------------------------------------------
 
 
 def recipe(**degrees: int) -> sections.Run:
@@ -362,7 +350,7 @@ def full(run: sections.Run) -> Transformer:
 
 @pytest.mark.parametrize(("dp", "ep"), [(4, 4), (4, 2), (8, 8), (1, 1)])
 def test_every_topology_starts_from_the_same_bits(dp: int, ep: int) -> None:
-    """Each rank's experts equal a slice of one process's experts; all other weights are equal on all ranks."""
+    """Each rank's experts equal a slice of one process's experts. All other weights are equal on all ranks."""
     run = recipe(dp=dp, ep=ep)
     whole = dict(full(run).named_parameters())
     for rank in range(dp):
@@ -376,7 +364,7 @@ def test_every_topology_starts_from_the_same_bits(dp: int, ep: int) -> None:
 
 
 def test_a_weight_depends_on_seed_and_name_alone() -> None:
-    """Not on other parts of the model: the first layers of a dense and of a sparse model are equal, and no two weights are."""
+    """A dense and a sparse model have equal first layers, another seed gives other weights, and no two weights have equal values."""
     run = recipe()
     a = dict(full(run).named_parameters())
     dense = dict(Transformer(run.model.model_copy(update={"moe_every": 0}), vocab_size=256, seed=11).named_parameters())
@@ -392,7 +380,7 @@ def test_a_weight_depends_on_seed_and_name_alone() -> None:
 
 @pytest.mark.parametrize("scale", [0.1, 1.0])
 def test_weights_are_truncated_normal_scaled_by_fan_in(scale: float) -> None:
-    """sigma = sqrt(scale / fan_in), nothing beyond 2 sigma; so cut, the standard deviation is 0.8796 sigma."""
+    """sigma = sqrt(scale / fan_in), and no value exceeds 2 sigma, so the standard deviation is 0.8796 sigma."""
     model = sections.Model(
         num_layers=2, d_model=64, num_heads=4, d_ff=96, ffn="swiglu", moe_every=2, init_scale=scale, tied_embeddings=False
     )
@@ -415,7 +403,7 @@ def test_a_tied_embedding_starts_as_a_head_does() -> None:
 
 
 def test_relative_bias_starts_with_t5s_sigma() -> None:
-    """d_model^-1/2, whatever the number of buckets or heads; each layer has a bias of its own."""
+    """T5's bias starts with sigma = d_model^-1/2, for any number of buckets or heads. Each layer has a bias of its own."""
     found = Transformer(sections.Model(num_layers=2, d_model=64, num_heads=16, d_ff=8, positions="t5", init_scale=1.0))
     weights = [m.weight for m in found.modules() if isinstance(m, RelativeBias)]
     assert len(weights) == 2 and not torch.equal(*weights)

@@ -1,8 +1,7 @@
-"""Sliding windows, attention sinks, and biases of all of attention's products, on one process and on ranks, with a cache.
+"""Sliding windows, attention sinks, and biases of attention's four products: on one process, on ranks, and with a key-value cache.
 
-What this file alone would notice: a window that begins one token off, runs of a window whose last one is not full, a layer that has
-another layer's window, a cache that looks further back than the window; a sink that is counted once for each slice of the keys, or whose
-gradient is that of other heads.
+Only these tests notice a window that starts one token off, a last chunk of queries that is not full, a layer with another layer's window, a
+cache that attends beyond the window, or a sink that is counted once for each shard of the keys.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from parallel.errors import BadInput
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 6, 7, 12, 13, None])
-def test_a_token_sees_itself_and_those_before_it_in_the_window(window: int | None, sinks: bool) -> None:
-    """Of 13 tokens, one query after another, with gradients; runs of 2, 3, 5 and 6 tokens do not divide 13."""
+def test_softmax_core_with_a_window_equals_a_loop_over_queries(window: int | None, sinks: bool) -> None:
+    """softmax_core with a window equals a loop over queries, with gradients. 13 tokens are no multiple of chunks of 2, 3, 5 or 6."""
     generator = torch.Generator().manual_seed(window or 0)
     leaves = [torch.randn(2, heads, 13, 6, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
     q, k, v = leaves
@@ -57,7 +56,7 @@ def test_a_token_sees_itself_and_those_before_it_in_the_window(window: int | Non
 
 @dataclass(frozen=True)
 class Windowed(Case):
-    """A case of `moe verify` with windows; its sequences are 10 tokens long, or `length`. `more`: sinks and biases too."""
+    """A case of `moe verify` with windows in the layers `only` (None: all). `more`: also sinks, and biases of q, k, v and out."""
 
     window: int = 3
     only: tuple[int, ...] | None = None
@@ -71,7 +70,7 @@ class Windowed(Case):
 
 
 def farthest(case: Windowed, ran: Any) -> float:
-    """The largest error. Parameters that begin at 0 are all update, and Adam amplifies roundings of gradients near 0."""
+    """Return the largest error. With sinks and biases, updates are left out: these start at 0, and Adam amplifies rounding errors."""
     assert not isinstance(ran, str), ran
     twin = Windowed(case.model, "ddp", 1, 1, 1, "fp32", window=case.window, only=case.only, length=case.length, more=case.more)
     return max(value for name, value in compare(ran, reference(twin)).items() if not (case.more and name == "update"))
@@ -87,14 +86,14 @@ def farthest(case: Windowed, ran: Any) -> float:
     Windowed("packed_t5", "ddp", 1, 1, 1, "fp32", window=4, more=True),
 ])  # fmt: skip
 def test_five_steps_of_one_process_are_the_plain_twins(case: Windowed) -> None:
-    """By runs, by a mask, with documents, and with T5's bias."""
+    """Windows computed in chunks of queries and by masks, with documents, and with T5's bias."""
     assert farthest(case, compute(case)) < 1e-5
 
 
 @pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize("world", [2, 4])
 def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
-    """Every engine, stages, experts and tensor parallelism that sees whole sequences, and every attention of slices."""
+    """On FSDP, ZeRO-3, ep, pp, tp in 1D and 2D, and with each kind of sequence parallelism."""
     if world == 2:
         plain = Windowed("dense", "ddp", 2, 1, 1, "fp32", only=(0,), more=True)
         cut = replace(plain, sp=2, length=24, window=5)
@@ -114,8 +113,8 @@ def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
         assert farthest(case, ran[0]) < 1e-5, case.layout
 
 
-def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
-    """Read in parts, one token and several at a time; the context is longer than the window, and than twice of it."""
+def test_a_cache_of_keys_gives_the_logits_of_recomputation() -> None:
+    """Tokens are read one by one and several at once. The context of 12 tokens is longer than twice the window."""
     model = Transformer(Model(num_layers=3, d_model=24, num_heads=4, num_kv_heads=2, d_ff=20, max_length=12, sliding_window=4,
                               sliding_layers=(0, 2), attention_sinks=True, out_bias=True), vocab_size=31).eval()  # fmt: skip
     tokens_BL = torch.randint(31, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -129,7 +128,7 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
 
 
 def changed_by(model: Transformer, place: int, of: int) -> Tensor:
-    """The tokens whose logits change if the token at `place` does."""
+    """Return a mask of the `of` tokens, True where logits change if token `place` changes."""
     tokens_BL = torch.arange(of).unsqueeze(0)
     other_BL = tokens_BL.clone()
     other_BL[0, place] = 30
@@ -137,8 +136,8 @@ def changed_by(model: Transformer, place: int, of: int) -> Tensor:
         return (model(tokens_BL).logits_BLV - model(other_BL).logits_BLV)[0].abs().amax(-1) > 0
 
 
-def test_what_a_token_says_goes_as_far_as_the_layers_windows() -> None:
-    """Two layers with windows of 3 tokens pass information on by 2 positions each; a layer without a window to all later tokens."""
+def test_information_reaches_as_far_as_the_windows_of_all_layers() -> None:
+    """Each layer with a window of 3 passes information on by 2 positions; a layer without a window, to all later positions."""
     sizes: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "max_length": 12, "sliding_window": 3}
     assert changed_by(Transformer(Model(**sizes), vocab_size=31), 2, 12).nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
     assert changed_by(Transformer(Model(**sizes, sliding_layers=(0,)), vocab_size=31), 2, 12).nonzero().flatten().tolist() == [

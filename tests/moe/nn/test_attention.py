@@ -1,4 +1,4 @@
-"""Laws of attention in parts: some heads' share of the output, some tokens' rows of it, and a core that can be replaced."""
+"""Attention of a rank that has some of the heads or some of the tokens, and attention with a replaced core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attention_of(positions: str, heads: int, kv_heads: int) -> Attention:
 
 
 def half_of(whole: Attention, positions: str, heads: int, kv_heads: int, half: int) -> Attention:
-    """The module of a rank that holds half the heads: initialised like the whole, then given its slices of the whole's weights."""
+    """Return the attention of a rank that holds half of the heads: its slices of the whole attention's weights."""
     part = attention_of(positions, heads, kv_heads)
     for name, dim in (("q", 0), ("k", 0), ("v", 0), ("out", 1), ("bias", 1)):
         if getattr(whole, name) is not None:
@@ -42,7 +42,9 @@ def half_of(whole: Attention, positions: str, heads: int, kv_heads: int, half: i
 
 @pytest.mark.parametrize(("positions", "heads", "kv_heads"), CASES)
 def test_two_halves_of_the_heads_add_up_to_the_whole(positions: str, heads: int, kv_heads: int) -> None:
-    """Output and the gradient of the input; the gradient of each half's weights is its slice of the whole's."""
+    """The outputs of two halves of the heads, and their gradients of the input, sum to the whole's. Each half's weights get their slice of
+    the whole's gradients.
+    """
     whole = attention_of(positions, heads, kv_heads)
     halves = [half_of(whole, positions, heads, kv_heads, half) for half in (0, 1)]
     grad, outputs, inputs = random(B, L, D, seed=9), [], []
@@ -61,7 +63,7 @@ def test_two_halves_of_the_heads_add_up_to_the_whole(positions: str, heads: int,
 
 
 class Whole:
-    """A core that has the keys and values of all tokens, whichever tokens the queries are: plain softmax, one token at a time."""
+    """A core that has keys and values of all tokens. Queries may be of any tokens, whose positions the context gives."""
 
     def __init__(self, k_BKLC: Tensor, v_BKLC: Tensor) -> None:
         self.k_BKLC, self.v_BKLC = k_BKLC, v_BKLC
@@ -81,8 +83,8 @@ class Whole:
 
 
 @pytest.mark.parametrize(("positions", "heads", "kv_heads"), CASES)
-def test_some_tokens_of_each_sequence_give_their_rows_of_the_whole(positions: str, heads: int, kv_heads: int) -> None:
-    """Positions come from the context. The core gets key-value heads before they are repeated, and positions and bias."""
+def test_attention_of_some_tokens_equals_their_rows_of_the_whole(positions: str, heads: int, kv_heads: int) -> None:
+    """Attention of some tokens, with a core that has all keys, equals those rows of the whole output."""
     attention, x_BLD, seen = attention_of(positions, heads, kv_heads), random(B, L, D, seed=8), []
 
     def watching(

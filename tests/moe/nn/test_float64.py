@@ -1,4 +1,4 @@
-"""What is computed in fp32 for narrower inputs stays in float64 for float64, so that gradients can be checked by differences."""
+"""Operations that compute narrower inputs in fp32 keep float64 inputs in float64, so that gradcheck can test their gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_differences(case: str) -> None:
+def test_gradients_pass_gradcheck(case: str) -> None:
     function, shape = CASES[case]
     draw = torch.Generator().manual_seed(3)
     x_BLD, weight = (torch.randn(size, generator=draw, dtype=torch.float64, requires_grad=True) for size in ((B, L, D), shape))

@@ -1,6 +1,7 @@
-"""A pass that takes its experts from a record: its own gives the same bits, another's the record's experts with gates of its own logits.
+"""Routing records (replay of recorded experts): a model's own record gives the same bits; another model's record gives its experts, with
+gates of the current logits.
 
-The twin is written out here: experts and loads by the record's rows, gates by the formulas of docs/moe/routing.md from current logits.
+The reference is in this file: experts and loads from the record, gates by the formulas of docs/moe/routing.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.routed import B, D, L, by_hand, context, ids, layer_of, random, route, router_of
 from tests.support.tiny import start
 
-SMALL: dict[str, Any] = {"num_choices": 2, "expert_groups": 2, "top_groups": 1}  # of a published router, so that 4 experts do
+SMALL: dict[str, Any] = {"num_choices": 2, "expert_groups": 2, "top_groups": 1}  # smaller than in published routers, to fit 4 experts
 
 
 def options_of(preset: str) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def model_of(options: dict[str, Any], *, seed: int = 3, recompute: str = "none")
 
 
 def passed(model: Transformer, **records: RoutingRecord | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """(logits, loads of each layer, all gradients) of one forward and backward pass."""
+    """Run one forward and backward pass. Return (logits, load of each layer, all gradients)."""
     found = model(ids(), Context.of(ids(), seed=5, step=2, auxiliary_scale=0.5, **records))
     (found.logits_BLV * torch.linspace(-1, 1, 11)).sin().sum().backward()
     return found.logits_BLV, [r.load_E for r in found.layers], [p.grad for p in model.parameters() if p.grad is not None]
@@ -63,7 +64,7 @@ def passed(model: Transformer, **records: RoutingRecord | None) -> tuple[Tensor,
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_passs_own_record_gives_the_same_bits(name: str, recompute: str) -> None:
+def test_replaying_a_models_own_record_gives_the_same_bits(name: str, recompute: str) -> None:
     want = passed(model_of(ROUTERS[name]))
     record = RoutingRecord(B, L)
     passed(model_of(ROUTERS[name], recompute=recompute), record_routing=record)
@@ -76,7 +77,7 @@ def test_a_passs_own_record_gives_the_same_bits(name: str, recompute: str) -> No
 
 @pytest.mark.parametrize("name", [name for name in ROUTERS if name != "hash"])
 def test_other_weights_take_the_records_experts(name: str) -> None:
-    """In training and in evaluation, of every token of every layer; without the record they would choose others."""
+    """In training and in evaluation, each layer takes every token's experts from the record. Without it, some experts would differ."""
     record, other = RoutingRecord(B, L), RoutingRecord(B, L)
     passed(model_of(ROUTERS[name]), record_routing=record)
     passed(model_of(ROUTERS[name], seed=4), record_routing=other)
@@ -88,7 +89,7 @@ def test_other_weights_take_the_records_experts(name: str) -> None:
 
 
 def chosen_of(k: int) -> Tensor:
-    """[B, L, K]: experts that no router prefers."""
+    """Return random experts, different for each token: [B, L, k]."""
     return torch.rand(B, L, 4, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :k]
 
 
@@ -103,8 +104,8 @@ GATES: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_gates_are_those_of_current_logits(name: str) -> None:
-    """Output, balance loss and gradients of the layer against the formulas, with experts that it would not choose."""
+def test_gates_are_computed_from_current_logits(name: str) -> None:
+    """Output, balance loss and gradients equal the formulas, with recorded experts that the router would not choose."""
     options, gates = GATES[name]
     layer = layer_of(num_experts=4, **options)
     chosen_BLK = chosen_of(layer.router.spec.num_choices)
@@ -131,15 +132,15 @@ def test_gates_are_those_of_current_logits(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
 
 
-def test_who_has_no_slot_is_the_routers_to_say() -> None:
-    """If all choices name one expert, the first ones are kept in each sequence, as many as it has slots."""
+def test_a_replayed_choice_can_be_dropped() -> None:
+    """A record does not say which choices are dropped. If all choices name one expert, it keeps the first 3 tokens of each sequence."""
     router = router_of(num_experts=4, preset="switch", capacity_factor=0.8, min_capacity=1)
     routing = route(router, random(B * L, D), replay_routing=RoutingRecord.of({1: np.full((B, L, 1), 3)}))
     assert routing.capacity == 3 and torch.equal(routing.kept_TK.view(B, L), (torch.arange(L) < 3).expand(B, L))
 
 
-def test_a_row_of_minus_one_is_the_routers_to_choose() -> None:
-    """Inference engines leave -1 for the last token, which they have not read."""
+def test_the_router_chooses_for_tokens_with_minus_one() -> None:
+    """A token with -1 in the record gets the router's own experts. Inference engines leave -1 for the last token."""
     for options in (ROUTERS["mixtral"], ROUTERS["sparsemixer"]):
         router, x_TD = router_of(num_experts=4, **options).eval(), random(B * L, D)
         own_BLK = route(router, x_TD).expert_TK.view(B, L, -1)
@@ -149,7 +150,7 @@ def test_a_row_of_minus_one_is_the_routers_to_choose() -> None:
         assert torch.equal(got_BLK[:, :-1], given_BLK[:, :-1]) and torch.equal(got_BLK[:, -1], own_BLK[:, -1])
 
 
-def test_slices_of_sequences_find_their_rows() -> None:
+def test_shards_of_sequences_record_and_replay_their_rows() -> None:
     router, x_BLD, record = router_of(num_experts=4, preset="mixtral").eval(), random(B, L, D), RoutingRecord(B, L)
     route(router, x_BLD.flatten(0, 1), record_routing=record)
     parts = []
@@ -165,7 +166,7 @@ def test_slices_of_sequences_find_their_rows() -> None:
 
 
 def test_every_layout_takes_the_same_experts() -> None:
-    """On ep 2 and in micro-batches, with a user's loss: the loss and every gradient equal one process."""
+    """On ep 2 and in micro-batches, with a user's loss, the loss and every gradient equal one process."""
     drawn = torch.rand(BATCH, LENGTH, 4, generator=torch.Generator().manual_seed(6)).argsort(-1)[..., :2]
 
     def computed(world: int, microbatches: int) -> tuple[float, dict[str, Tensor], list[dict[int, Any]]]:

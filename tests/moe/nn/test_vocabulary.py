@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: the loss and gradients of torch's own, while the logits of all tokens never exist at once."""
+"""Cross-entropy in chunks of tokens and tiles of the vocabulary: torch's loss and gradients, without the logits of all tokens in memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def matrix_of(tiles: int, whole_VD: Tensor) -> Rows | Tiled:
 
 
 def drawn(seed: int, dtype: torch.dtype = torch.float64, *, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """x, targets with some padding, and the matrix."""
+    """Return (x [B, L, D], targets with some padding, matrix [V, D] times `scale`)."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(B, L, D, generator=draw, dtype=torch.float64).to(dtype)
     targets = torch.randint(V, (B, L), generator=draw)
@@ -61,9 +61,9 @@ def plain(x_BLD: Tensor, targets_BL: Tensor, weight_VD: Tensor, cap: float | Non
 def test_any_chunks_and_tiles_give_the_loss_and_gradients_of_cross_entropy(
     chunks: int, tiles: int, scale: float, cap: float | None
 ) -> None:
-    """In float64 to its rounding: also for logits of hundreds, uneven runs, more chunks than tokens, and bounded logits."""
+    """In float64, for logits of hundreds, chunks of unequal size, more chunks than tokens, and capped logits."""
     if chunks == tiles == 1:
-        return  # torch's own, in fp32: below
+        return  # compared in test_one_chunk_is_bitwise_cross_entropy
     x, targets, whole = drawn(chunks * 100 + tiles, scale=scale)
     matrix = matrix_of(tiles, whole)
     loss = summed_loss(x, targets, matrix, chunks=chunks, cap=cap)
@@ -82,13 +82,13 @@ def test_any_chunks_and_tiles_give_the_loss_and_gradients_of_cross_entropy(
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-9)])
 @pytest.mark.parametrize(("chunks", "tiles"), [(4, 1), (1, 3), (2, 2)])
 def test_chunks_are_within_rounding_of_the_whole(chunks: int, tiles: int, dtype: torch.dtype, rounding: float) -> None:
-    """Against the twin, in float64 for fp32 and in the same precision for 16 bits, where both have the same logits.
+    """fp32 is compared with float64, and bf16 with torch's loss in bf16, whose logits are equal.
 
-    A gradient is a sum, each of whose terms may be off by four roundings; in fp32 the exponent's counts as well, twice the logit's size.
+    A gradient is a sum. Each term may be off by four roundings and, in fp32, by twice the logits' size in roundings (the exponential).
     """
     x, targets, whole = drawn(5, dtype)
     whole = whole.float()
-    exact = torch.float64 if dtype == torch.float32 else None  # the twin's own rounding is no part of the bound
+    exact = torch.float64 if dtype == torch.float32 else None  # so that only summed_loss rounds
     y, weight = (t.detach().to(exact or t.dtype, copy=True).requires_grad_() for t in (x, whole))
     matrix = matrix_of(tiles, whole)
     loss, want = summed_loss(x, targets, matrix, chunks=chunks), plain(y, targets, weight)
@@ -107,7 +107,7 @@ def test_chunks_are_within_rounding_of_the_whole(chunks: int, tiles: int, dtype:
     assert bool(((x.grad - y.grad).flatten(0, 1).abs() <= bound * (g_NV @ whole.double().abs())).all())
 
 
-def test_one_chunk_is_torchs_own_to_the_bit() -> None:
+def test_one_chunk_is_bitwise_cross_entropy() -> None:
     x, targets, whole = drawn(6, torch.float32)
     weight = whole.clone().requires_grad_()
     loss = summed_loss(x, targets, weight, chunks=1)
@@ -120,7 +120,7 @@ def test_one_chunk_is_torchs_own_to_the_bit() -> None:
 
 @pytest.mark.parametrize("tiles", [1, 2, 5])
 def test_tiles_look_up_and_project_as_the_whole(tiles: int) -> None:
-    """Every row is in one tile; a table's gradient is that of its tokens."""
+    """Look-up, its gradient and the projection to logits are equal for any number of tiles."""
     _, tokens, whole = drawn(7)
     tokens = tokens.clamp(min=0)
     matrix, weight = matrix_of(tiles, whole), whole.clone().requires_grad_()
@@ -133,8 +133,6 @@ def test_tiles_look_up_and_project_as_the_whole(tiles: int) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest number of elements of any tensor made within the mode."""
-
     elements = 0
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -144,12 +142,13 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("chunks", "tiles"), [(1, 1), (3, 1), (1, 2), (3, 2)])
-def test_logits_exist_for_one_run_of_tokens_and_one_tile_at_a_time(chunks: int, tiles: int) -> None:
-    """Forward and backward, the largest tensor has tokens / chunks x V / tiles elements; other tensors are made smaller."""
+def test_logits_exist_for_one_chunk_and_one_tile_at_a_time(chunks: int, tiles: int) -> None:
+    """In forward and backward pass, the largest tensor has tokens / chunks * V / tiles elements. All other tensors are smaller by choice of
+    sizes.
+    """
     vocabulary, length = 120, 60
     model = Transformer(
-        sections.Model(num_layers=1, d_model=4, num_heads=2, d_ff=6, max_length=length, tied_embeddings=False),
-        vocab_size=vocabulary,
+        sections.Model(num_layers=1, d_model=4, num_heads=2, d_ff=6, max_length=length, tied_embeddings=False), vocab_size=vocabulary
     )
     save_memory(model, recompute=sections.Recompute(loss_chunks=chunks), tiling=sections.Tiling(head=tiles))
     tokens = torch.randint(vocabulary, (B, length + 1), generator=torch.Generator().manual_seed(0))
@@ -171,7 +170,7 @@ def test_the_model_gives_a_loss_or_logits() -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1"])
 def test_a_step_on_two_ranks_is_the_same_in_chunks(kind: str) -> None:
-    """Losses, norms and weights of two steps, with micro-batches and a tied table."""
+    """Losses, norms and weights of two steps do not depend on the number of chunks, with micro-batches and a tied embedding."""
     if kind == "zero1":
         from parallel.data.deepspeed import load_deepspeed
 

@@ -1,4 +1,6 @@
-"""A recipe's graph by DTensor on four ranks, cut as no kind of the project cuts it: loss, gradients and a step are the model's own."""
+"""A dense recipe's graph, computed by DTensor on four ranks, has the model's loss, gradients and updated weights, also for shardings that
+no `tensor.kind` has.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor  # noqa: F401 (before ranks are forked: it takes a second)
+from torch.distributed.tensor import DTensor  # noqa: F401 (imported before ranks are forked, because it takes a second)
 
 from moe.model.transformer import Transformer
 from moe.parallelize.annotated import compute_of, values_of
@@ -88,7 +90,7 @@ def _ranks(rank: int) -> dict[str, dict[str, Any]]:
 
 
 def alone(run: Run) -> dict[str, Tensor]:
-    """Loss and gradients by the model, its modules and its loss."""
+    """Return the model's loss, gradients and weights after one step of AdamW, on one process, by their names in the graph."""
     model, graph = model_of(run), graph_of(run, sequences=B)
     tokens, targets = batch()
     loss = model(tokens, None, targets).loss
@@ -101,7 +103,7 @@ def alone(run: Run) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | found | {f"stepped {name}": value for name, value in values_of(model, graph).items()}
 
 
-def test_a_recipe_that_is_cut_freely_trains_as_its_model() -> None:
+def test_an_annotated_graph_trains_like_its_model() -> None:
     on_ranks = run_on_ranks(_ranks, 4)
     for case, changes in CASES.items():
         want = alone(run_of(**changes))
@@ -115,6 +117,6 @@ def test_a_recipe_that_is_cut_freely_trains_as_its_model() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"moe_every": 2}, {"positions": "t5"}, {"dropout": 0.1}, {"document_mask": True}])
-def test_what_a_graph_does_not_tell_is_refused(changes: dict[str, Any]) -> None:
+def test_models_that_a_graph_does_not_describe_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="a model that its graph describes fully"):
         compute_of(run_of(**changes))

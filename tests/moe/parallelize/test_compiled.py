@@ -1,4 +1,4 @@
-"""`train.compile`: kernels from torch's compiler give what the plain functions give."""
+"""`train.compile`: a compiled model has the losses and gradients of the plain one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def _tokens() -> tuple[Tensor, Tensor]:
 
 
 def _trained(model: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and every parameter's gradient."""
     tokens_BL, targets_BL = _tokens()
     model.train()
     loss = model(tokens_BL, Context.of(tokens_BL), targets_BL).loss
@@ -49,10 +48,10 @@ def _trained(model: Transformer) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.packages
 @pytest.mark.skipif(not HEADERS, reason="torch's compiler needs Python's headers (Debian, Ubuntu: apt install python3-dev)")
 def test_a_compiled_model_gives_the_losses_and_gradients_of_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three kernels. A fourth size would take a second more for each."""
+    """Norm, activation and loss are compiled for one size only, because each further size takes a second more."""
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "vec_isa_ok", True)  # to try each of the processor's instruction sets takes as long as the rest
+    monkeypatch.setattr(config.cpp, "vec_isa_ok", True)  # otherwise it tests all instruction sets, which takes as long as the rest
     plain, compiled = _model(), _model()
     compile_between_products(compiled)
     loss, gradients = _trained(plain)
@@ -67,7 +66,7 @@ def test_a_compiled_model_gives_the_losses_and_gradients_of_the_plain_one(monkey
 
 
 def test_without_gradients_nothing_is_compiled() -> None:
-    """Lengths change in evaluation and generation, and each length would be compiled again."""
+    """In evaluation and generation, lengths change, and each new length would be compiled."""
     plain, compiled = _model(), _model()
     compile_between_products(compiled)
     compiled.cross_entropy = Compiled(lambda *_: pytest.fail("the compiler was asked"))

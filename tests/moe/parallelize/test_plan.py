@@ -1,4 +1,6 @@
-"""The project's plan, held against tables made by hand: what lies where, what is gathered together, what is read in fp32."""
+"""The layouts of all parameters, compared with a table made by hand; the units that engines gather; and the parameters that are read in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import torch
 from moe.experts.dispatch.steps import Steps
 from moe.model.transformer import Transformer, embedding_as_module
 from moe.parallelize.build import build, save_memory
+from moe.parallelize.engines import read_in_fp32, units_of
 from moe.parallelize.plan import FAMILIES, lay_out, plan_of
-from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
@@ -32,7 +34,7 @@ SPLIT_1, SPLIT_2 = {0: "ep", 2: "etp"}, {0: "ep", 1: "etp"}
 
 
 def layer(number: int) -> dict[str, tuple[Any, ...]]:
-    """Name -> (shape, split, family) of the parameters that every layer has."""
+    """Return name -> (shape, split, family) for the parameters that every layer has."""
     attention = {"q": (24, 24), "k": (12, 24), "v": (12, 24), "out": (24, 24), "bias": (32, 4)}
     found = {f"layers.{number}.attention.{name}.weight": (shape, {}, "dense") for name, shape in attention.items()}
     return found | {f"layers.{number}.{name}.weight": ((24,), {}, "dense") for name in ("attention_norm", "ffn_norm")}
@@ -64,18 +66,20 @@ def on_meta(values: Mapping[str, Any], **more: Any) -> tuple[Run, Transformer]:
     return run, save_memory(model, tiling=run.tiling)
 
 
-def test_layouts_are_those_of_the_table() -> None:
+def test_layouts_equal_the_table() -> None:
     layouts = lay_out(on_meta(VALUES)[1])
     assert {name: (layout.shape, dict(layout.split), layout.family) for name, layout in layouts.items()} == TABLE
     for name, layout in layouts.items():
         expert = ".experts." in name
-        assert expert or layout.alike == (() if ".moe." in name else ("tp",))  # there every token is on one rank of tp alone
+        assert expert or layout.alike == (() if ".moe." in name else ("tp",))  # in a MoE layer, each token is on one rank of tp
         assert layout.view == (EXPERT if expert else DENSE) and layout.family in FAMILIES and layout.tile is None
         assert layout.unstack == (name.replace(".moe.", ".").replace("experts.", "experts.{}.") if expert else None)
 
 
-def test_a_tile_is_laid_out_as_a_part_of_what_the_table_says() -> None:
-    """Tiles split hidden units of networks and experts, and rows of embedding and head."""
+def test_a_tile_has_the_layout_of_the_whole_matrix() -> None:
+    """Tiles split the hidden units of networks and experts, and the rows of embedding and head. Otherwise a tile has the layout of the
+    whole.
+    """
     tiled = lay_out(on_meta(VALUES, tiling={"ffn": 2, "head": 3})[1])
     found = {name: (layout.tile, layout.shape, dict(layout.split)) for name, layout in tiled.items() if layout.tile is not None}
     want: dict[str, tuple[Any, ...]] = {}
@@ -92,8 +96,8 @@ def test_a_tile_is_laid_out_as_a_part_of_what_the_table_says() -> None:
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_a_rank_has_its_experts_their_units_and_a_dispatcher(tiles: int) -> None:
-    """Rank 6 of dp 8, ep 2, etp 2 has index 1 on ep and index 0 on etp."""
+def test_a_rank_holds_shards_of_some_experts(tiles: int) -> None:
+    """Rank 6 of dp 8, ep 2, etp 2 has index 1 on ep and 0 on etp, so it holds experts 4 to 7 and hidden units 0 to 15."""
     run = build_run(VALUES | {"degrees": {"dp": 8, "ep": 2, "etp": 2}, "tiling": {"ffn": tiles}})
     model, layouts = build(run, Mesh.of(Degrees(dp=8, ep=2, etp=2), 6), device=torch.device("cpu"))
     moe = model.layers[1].moe
@@ -104,7 +108,7 @@ def test_a_rank_has_its_experts_their_units_and_a_dispatcher(tiles: int) -> None
 
 
 def test_units_are_gathered_in_the_order_in_which_they_run() -> None:
-    """Each parameter is in one unit, except small ones that are read in fp32. A tile is its own unit and is never prefetched."""
+    """Each parameter is in one unit, except those that are read in fp32. A tile is a unit of its own, and is never prefetched."""
     for tiling, paths in (
         ({}, ["embedding", "layers.0", "layers.1", "layers.1.moe", "layers.1.moe.shared", "head"]),
         (
@@ -127,7 +131,6 @@ def test_units_are_gathered_in_the_order_in_which_they_run() -> None:
 
 
 def test_sinks_are_read_in_fp32() -> None:
-    """Of layers and of blocks ahead, with latents and without."""
     for latent in ({}, {"key_rank": 8}):
         model = {"num_layers": 1, "d_model": 24, "num_heads": 4, "attention_sinks": True, "ahead": 1, "latent": latent}
         sinks = {f"{block}.attention.sinks.weight" for block in ("layers.0", "ahead.0.block")}

@@ -1,4 +1,4 @@
-"""Runs whose ranks hold slices of sequences, beside what `moe verify --kinds sequence` compares: checkpoints, samples, evaluation."""
+"""Sequence parallelism in parts of a run that `moe verify --kinds sequence` does not compare: checkpoints, text generation, validation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, hand_over, start
 
 STEPS = 2
-SLICES = {"ring": ("zigzag", "zero1", 1), "lightseq": ("lightseq", "fsdp", 2)}  # attention, engine, ep; on two ranks
+SLICES = {"ring": ("zigzag", "zero1", 1), "lightseq": ("lightseq", "fsdp", 2)}  # name -> (attention, engine, ep), on two ranks
 
 
 def sliced(name: str, **more: Any) -> Case:
@@ -34,8 +34,10 @@ def losses(tiny: Tiny, first: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_a_checkpoint_goes_on_with_other_slices_and_with_whole_sequences(tmp_path: Path, name: str) -> None:
-    """Slices, then data parallelism, then slices again: losses equal one process that never stopped."""
+def test_a_checkpoint_can_be_resumed_without_sequence_parallelism_and_back(tmp_path: Path, name: str) -> None:
+    """A run changes from sequence parallelism to data parallelism and back, with checkpoints. Its losses equal those of one uninterrupted
+    process.
+    """
     load_deepspeed()
     whole = Case("gshard", "ddp", 2, 1, 1, "fp32", length=SLICED)
 
@@ -54,7 +56,7 @@ def test_a_checkpoint_goes_on_with_other_slices_and_with_whole_sequences(tmp_pat
 
 
 def test_logits_and_validation_are_those_of_one_process() -> None:
-    """Logits for generation on every rank, and the validation mean over tokens that are on different ranks."""
+    """Every rank has the logits of whole sequences, and the validation loss is the mean over the tokens of both ranks."""
 
     def seen(rank: int, case: Case) -> tuple[torch.Tensor, float]:
         tiny = start(case, rank)

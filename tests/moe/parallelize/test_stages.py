@@ -1,4 +1,6 @@
-"""Stages of a model: every layer is somewhere, every element has one owner, and what cannot be cut is refused with what can."""
+"""Pipeline stages of a model: each layer is in a stage, each element has one owner, and a cut that cannot work is refused with a fix that
+works.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,6 @@ def recipe(**sections: dict[str, Any]) -> Run:
 
 
 def staged(name: str, *, pp: int, dp: int = 1, tied: bool = True, **pipeline: Any) -> Run:
-    """A run with this schedule and a number of micro-batches that it accepts."""
     delayed = SCHEDULES[name].continuous
     return recipe(
         model={"tied_embeddings": tied and not delayed},
@@ -46,7 +47,7 @@ def staged(name: str, *, pp: int, dp: int = 1, tied: bool = True, **pipeline: An
 
 
 def held(run: Run) -> list[dict[str, Any]]:
-    """For each rank, the layouts of the tensors that it holds, and whether it is their owner."""
+    """Return for each rank: parameter -> (whether the rank is its owner, the region of the whole that it holds)."""
     found = []
     for rank in range(run.degrees.pp * int(run.degrees.dp)):
         with torch.device("meta"):
@@ -62,20 +63,20 @@ def held(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_element_has_one_owner(name: str, pp: int, dp: int, tied: bool) -> None:
-    """Also if stages have replicas, two stages hold the embedding, and experts are spread within a stage."""
+    """Exactly one rank owns each region of each parameter, with replicas of stages, an embedding on two stages, and ep within a stage."""
     check_owners(staged(name, pp=pp, dp=dp, tied=tied))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("name", "layers"), [("1f1b", (0, 3, 5, 0)), ("chimera", (3, 3, 2, 0)), ("zb_v", (0, 2, 0, 2, 1, 1, 2, 0))])
 def test_stages_without_layers_hold_the_ends_of_the_model(name: str, layers: tuple[int, ...], tied: bool) -> None:
-    """The first and last stage hold the embedding and the head; a stage without layers in the middle adds nothing to its rank."""
+    """A first or last stage without layers holds the embedding or the head; any other stage without layers holds nothing."""
     run = staged(name, pp=4, dp=2, tied=tied, layers=layers)
     check_pipeline(run)
     check_owners(run)
     last = set(held(run)[-1 if name == "1f1b" else 0])
     ends = {"norm.weight", "embedding" if tied else "head.weight"} | ({"embedding"} if name == "zb_v" else set())
-    assert (last == ends) == (name != "chimera")  # where the last stage's ranks have the first one, with layers, too
+    assert (last == ends) == (name != "chimera")  # in chimera, the last stage's ranks also hold the first stage, which has layers
 
 
 def check_owners(run: Run) -> None:
@@ -88,7 +89,7 @@ def check_owners(run: Run) -> None:
 
 @given(pp=st.integers(1, 6), name=st.sampled_from(["1f1b", "interleaved", "zb_v", "chimera", "dualpipe"]), layers=st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
-def test_stages_are_runs_of_all_layers_or_refused_with_what_fits(pp: int, name: str, layers: int) -> None:
+def test_stages_are_consecutive_layers_or_refused_with_a_fix_that_works(pp: int, name: str, layers: int) -> None:
     pp += pp % 2 if name in ("chimera", "dualpipe") else 0
     run = recipe(model={"num_layers": layers, "moe_every": 0}, degrees={"pp": pp}, pipeline={"schedule": name, "microbatches": 60})
     schedule = schedule_of(run)
@@ -102,8 +103,8 @@ def test_stages_are_runs_of_all_layers_or_refused_with_what_fits(pp: int, name: 
     assert [layer for part in cut for layer in part] == list(range(layers)) and len(cut) == schedule.num_stages and all(cut)
 
 
-def test_the_head_counts_where_layers_are_cut() -> None:
-    """Its product costs as much as several of these small layers."""
+def test_the_cut_by_flops_counts_the_head() -> None:
+    """The head costs as much as several of these small layers, so the last stage gets fewer layers."""
     run = recipe(model={"vocab_size": 4096, "tied_embeddings": False}, degrees={"pp": 2})
     first, last = (len(part) for part in layers_of(run, schedule_of(run)))
     assert first > last and described(run).startswith(f"1f1b: stages of {first}, {last} layers, 1 micro-batch, ranks idle")
@@ -175,8 +176,8 @@ def test_what_a_pipeline_cannot_do_is_one_line(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
-def test_advice_on_a_list_of_layers_is_accepted(name: str) -> None:
-    """Also if a rank has two stages, and there are fewer layers than stages."""
+def test_fixes_of_a_list_of_layers_are_accepted(name: str) -> None:
+    """Each fix of a refused pipeline.layers passes the check, also with two stages per rank and with fewer layers than stages."""
     for layers, pp, listed in itertools.product(range(1, 6), range(2, 7), ("short", "one behind")):
         stages = pp * (1 if name == "1f1b" else 2)
         numbers = [layers] if listed == "short" else [0] * (stages - 1) + [layers]
@@ -189,7 +190,7 @@ def test_advice_on_a_list_of_layers_is_accepted(name: str) -> None:
                 check_pipeline(build_run(applied(way, values)))
 
 
-def test_without_stages_nothing_of_a_pipeline_is_asked() -> None:
+def test_without_stages_the_pipeline_settings_are_not_checked() -> None:
     check_pipeline(recipe(pipeline={"schedule": "chimera", "microbatches": 3}, sharding={"kind": "fsdp"}))
 
 

@@ -1,4 +1,6 @@
-"""1D tensor parallelism of the whole model: what travels is the formula, to the byte; logits are whole; the plan that is shown is held."""
+"""1D tensor parallelism of the whole model: its all-reduces equal the formula to the byte, each rank has whole logits, and `moe show
+--plan` shows the shards that a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def run_of(tp: int, *, precision: str = "fp32", recompute: str = "none") -> Run:
     return check_run(case.run(), tp)
 
 
-def sums_over_tp(case: Case) -> tuple[int, int]:
-    """(calls, bytes) over tp in the forward and backward pass of one step."""
+def all_reduces_over_tp(case: Case) -> tuple[int, int]:
+    """Return (calls, bytes) of all-reduces over tp in the forward and backward pass of one step."""
 
     def work(rank: int) -> tuple[int, int]:
         tiny = start(case, rank)
@@ -43,19 +45,18 @@ def sums_over_tp(case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("precision", "recompute", "microbatches"), [("fp32", "none", 3), ("bf16", "none", 1), ("fp32", "full", 1)])
-def test_sums_are_four_a_layer_and_microbatch(precision: str, recompute: str, microbatches: int) -> None:
-    """Each has b s h elements. The embedding adds one, the head one, and the loss three numbers per token. A recomputed layer repeats the
-    sums of its two outputs.
+def test_all_reduces_are_four_for_each_layer_and_microbatch(precision: str, recompute: str, microbatches: int) -> None:
+    """Each all-reduce has tokens * d_model elements. Embedding and head add one each, and the loss three numbers per token. A recomputed
+    layer repeats the two all-reduces of its forward pass.
     """
     case = Case("dense", "ddp", 2, 1, microbatches, precision, recompute, layers=LAYERS, tp=2, tensor="1d")
     tokens, width = BATCH // microbatches * LENGTH, WIDTH * (4 if precision == "fp32" else 2)
     layers = LAYERS * (4 + 2 * (recompute == "full"))
-    calls, sent = sums_over_tp(case)
+    calls, sent = all_reduces_over_tp(case)
     assert (calls, sent) == (microbatches * (layers + 2 + 2), microbatches * tokens * ((layers + 2) * width + 3 * 4))
 
 
-def test_logits_are_whole_on_every_rank() -> None:
-    """They equal one process; generation samples from them."""
+def test_every_rank_has_the_logits_of_one_process() -> None:
     tokens = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     alone, _ = build(run_of(1), Mesh.of(run_of(1).mesh_degrees()), device=torch.device("cpu"))
     with torch.no_grad():
@@ -71,8 +72,6 @@ def test_logits_are_whole_on_every_rank() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-# --- the plan as it is shown ------------------------------------------------------------------------------------------------
-
 VALUES: dict[str, Any] = {
     "model": {"num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "moe_every": 2, "tied_embeddings": False},
     "experts": {"num_experts": 8, "shared": 1},
@@ -82,7 +81,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_shown_plan_is_what_the_rank_holds(rank: int) -> None:
+def test_the_shown_plan_equals_the_shards_that_a_rank_holds(rank: int) -> None:
     run = check_run(build_run(VALUES), 4)
     rows = plan_rows(run, rank=rank)
     model, layouts = build(run, Mesh.of(run.mesh_degrees(), rank), device=torch.device("cpu"))

@@ -88,9 +88,9 @@ def test_parts_by_name_train_as_those_built_in(home: Path, tmp_path: Path) -> No
         ),
         ({"router": {"score": "twins:negative"}}, "needed scores [7, 4] in float32, each 0 or more"),
         ({"router": {"score": "twins:flat"}}, "got scores without a gradient"),
-        ({"router": {"score": "twins:over_tokens"}}, "whose result for a token depends on the others"),
+        ({"router": {"score": "twins:over_tokens"}}, "whose result for a token depends on other tokens"),
         ({"router": {"select": "twins:twice", "preset": "gshard"}}, "needed different experts from 0 to 3 for each token"),
-        ({"router": {"select": "twins:queue"}}, "whose result for a token depends on the others"),
+        ({"router": {"select": "twins:queue"}}, "whose result for a token depends on other tokens"),
         ({"data": {"source": "twins:samples", "path": None, "tokenizer": "bpe"}}, "got bpe with data.source=twins:samples"),
     ],
 )

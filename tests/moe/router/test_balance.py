@@ -1,4 +1,4 @@
-"""Balance and z losses: their values at known routings, where gradients flow, and how they join the backward pass."""
+"""Balance, importance and z losses: values for known routings, gradients, padding, and how a loss joins the backward pass."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.routed import D, L, random, route, router_of
 
 
 def routing(groups: int, each: int, num_experts: int, k: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Probabilities [T, E] with gradient, and the k experts of the largest."""
+    """Return (router probabilities [T, E] with gradient, each token's k most probable experts)."""
     logits = torch.randn(groups * each, num_experts, generator=torch.Generator().manual_seed(seed)) * 2
     probs = logits.softmax(-1).requires_grad_()
     return probs, probs.detach().topk(k).indices
 
 
 def plain(probs_TE: Tensor, expert_TK: Tensor, groups: int) -> Tensor:
-    """Switch eq. 4 to 6 as a loop: f over pre-drop choices divided by k, a mean over groups."""
+    """Return the balance loss by Switch's eq. 4 to 6, in loops: a mean over groups."""
     tokens, num_experts = probs_TE.shape
     each, values = tokens // groups, []
     for g in range(groups):
@@ -57,8 +57,8 @@ def test_balance_is_one_when_all_is_even_whatever_k(num_experts: int, k: int) ->
     assert balance_loss(probs_TE, expert_TK, num_groups=5).item() == pytest.approx(1, abs=1e-6)
 
 
-def test_the_collapse_of_a_layer_is_seen_whatever_other_layers_do() -> None:
-    """Two layers, collapsed on opposite experts: the sum is 2 E. (Pooled over layers before the product it would look even.)"""
+def test_losses_of_layers_are_added_not_pooled() -> None:
+    """Two layers send all tokens to one expert each: the losses sum to 2 E. Counts pooled over layers would look more even."""
     num_experts, tokens = 6, 35
     losses = []
     for layer in range(2):
@@ -68,8 +68,8 @@ def test_the_collapse_of_a_layer_is_seen_whatever_other_layers_do() -> None:
     assert torch.stack(losses).sum().item() == pytest.approx(2 * num_experts)
 
 
-def test_the_collapse_of_a_group_is_seen_whatever_other_groups_do() -> None:
-    """Each sequence on one expert of its own is collapse, though the batch as a whole looks even."""
+def test_losses_of_groups_are_averaged_not_pooled() -> None:
+    """Each of four sequences has an expert of its own: the loss over groups is 4, the loss over the batch is 1."""
     expert_TK = torch.arange(4).repeat_interleave(7).unsqueeze(1)
     probs_TE = torch.nn.functional.one_hot(expert_TK[:, 0], 4).float()
     assert balance_loss(probs_TE, expert_TK, num_groups=4).item() == pytest.approx(4)
@@ -77,7 +77,7 @@ def test_the_collapse_of_a_group_is_seen_whatever_other_groups_do() -> None:
 
 
 def test_the_counts_have_no_gradient() -> None:
-    """d balance / d p[t, e] is E f_e / T, as if f were a constant."""
+    """The gradient of the balance loss by p[t, e] is E f_e / T, as if the shares f were constants."""
     groups, each, num_experts = 3, 7, 5
     probs, expert = routing(groups, each, num_experts, 2)
     balance_loss(probs, expert, num_groups=groups).backward()
@@ -88,7 +88,7 @@ def test_the_counts_have_no_gradient() -> None:
 
 
 def test_choices_are_counted_before_dropping() -> None:
-    """A router with one slot per expert has the loss and the gradient of one that drops nothing: overload is not clipped away."""
+    """A router with one slot per expert has the same balance loss and gradient as a dropless one."""
     x_TD = torch.randn(2 * 24, 8, generator=torch.Generator().manual_seed(1))
     weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
     found = []
@@ -105,7 +105,7 @@ def test_choices_are_counted_before_dropping() -> None:
 
 
 def test_the_value_does_not_depend_on_micro_batches() -> None:
-    """Groups are whole sequences: the mean over micro-batches is the value of the batch, and so is the gradient."""
+    """With groups of whole sequences, the mean over micro-batches equals the whole batch, in value and gradient."""
     probs, expert = routing(6, 9, 5, 2)
     whole = balance_loss(probs, expert, num_groups=6)
     for m in (2, 3, 6):
@@ -120,9 +120,6 @@ def test_counts_add_up_to_the_choices() -> None:
     counts_GE = count_choices(expert, num_groups=4, num_experts=3)
     assert counts_GE.shape == (4, 3) and counts_GE.sum(1).tolist() == [10] * 4
     assert torch.equal(counts_GE.sum(0), count_choices(expert, num_groups=1, num_experts=3)[0])
-
-
-# --- z loss -------------------------------------------------------------------------------------------------------------
 
 
 def test_z_is_the_mean_squared_log_of_the_partition_function() -> None:
@@ -141,13 +138,10 @@ def test_losses_are_fp32_whatever_comes_in(dtype: torch.dtype) -> None:
     assert torch.equal(balance, balance_loss(low.float(), expert, num_groups=2)) and torch.equal(z, z_loss(low.float()))
 
 
-# --- join ---------------------------------------------------------------------------------------------------------------
-
-
 @given(st.floats(0, 1e4), st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
 def test_joining_a_loss_is_adding_it(scale: float, seed: int) -> None:
-    """Values pass unchanged, and every gradient is that of final + scale * loss."""
+    """`join` does not change x, and every gradient equals that of final loss + scale * joined loss."""
     generator = torch.Generator().manual_seed(seed)
     x, w = torch.randn(5, 3, generator=generator, requires_grad=True), torch.randn(3, 4, generator=generator, requires_grad=True)
 
@@ -176,7 +170,7 @@ def test_joins_of_several_layers_add_up() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 1024.0])
 def test_a_layer_adds_its_weighted_losses_to_the_backward_pass(scale: float) -> None:
-    """The layer's own gradients equal those of output + scale (weights . losses); in evaluation nothing is added."""
+    """A layer's gradients are those of its output plus scale * weighted losses. In evaluation, no loss is added."""
     x_BLD = torch.randn(2, 10, 6, generator=torch.Generator().manual_seed(5))
     context = Context.of(x_BLD[..., 0], auxiliary_scale=scale)
     grads = {}
@@ -209,13 +203,11 @@ def test_a_layer_adds_its_weighted_losses_to_the_backward_pass(scale: float) -> 
     assert torch.equal(quiet, same)
 
 
-# --- padding ------------------------------------------------------------------------------------------------------------
-
-PADDED = [(3, [4, 0, 7]), (1, [5]), (2, [7, 7])]  # groups of 7 tokens, and how many of each are valid
+PADDED = [(3, [4, 0, 7]), (1, [5]), (2, [7, 7])]  # (number of groups of 7 tokens, valid tokens of each group)
 
 
 def padded(lengths: list[int], k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits with gradient, experts, gates and which tokens are valid: groups of 7 with a tail of padding that means nothing."""
+    """Return (logits with gradient, experts, gates, bool validity) of groups of 7 tokens; `lengths`: valid tokens of each group."""
     logits = (torch.randn(7 * len(lengths), 5, generator=torch.Generator().manual_seed(8)) * 2).requires_grad_()
     probs = logits.softmax(-1)
     gate, expert = probs.topk(k)
@@ -229,8 +221,8 @@ def gathered(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize(("groups", "lengths"), PADDED)
-def test_padding_counts_in_no_loss(groups: int, lengths: list[int], k: int) -> None:
-    """Value and gradient are those of the valid tokens alone: each group's loss, weighted by its tokens; padding's gradient is 0."""
+def test_padding_does_not_count_in_losses(groups: int, lengths: list[int], k: int) -> None:
+    """Each loss is a mean over groups, weighted by valid tokens, each computed from valid tokens only. Padding gets gradient 0."""
     logits, expert, gate, valid = padded(lengths, k)
     probs, importance = logits.softmax(-1), spread_gates(gate, expert, num_experts=5)
     per_group = [valid & (torch.arange(7 * groups) // 7 == g) for g in range(groups)]
@@ -268,11 +260,8 @@ def test_all_padding_gives_zero_and_no_nan() -> None:
         assert value == 0 and torch.equal(grad, torch.zeros_like(grad))
 
 
-# --- importance and scopes ----------------------------------------------------------------------------------------------
-
-
 def test_importance_is_the_squared_coefficient_of_variation_of_the_summed_gates() -> None:
-    """Shazeer et al., eq. 6 and 7, written out; 0 when even, E - 1 when one expert has every gate."""
+    """Equals Shazeer et al., eq. 6 and 7. It is 0 for equal sums of gates, and E - 1 if one expert has all gates."""
     _, expert, gate, _ = padded([7, 7], 2)
     sums = [sum(float(gate.detach()[t, j]) for t in range(14) for j in range(2) if expert[t, j] == e) for e in range(5)]
     mean = sum(sums) / 5
@@ -284,8 +273,8 @@ def test_importance_is_the_squared_coefficient_of_variation_of_the_summed_gates(
 
 @pytest.mark.parametrize("counted", [1, 2])
 @pytest.mark.parametrize("cut", [[0, 14], [0, 3, 14], [0, 5, 6, 14]])
-def test_parts_that_know_the_whole_steps_sums_add_up_to_the_whole(cut: list[int], counted: int) -> None:
-    """Value and gradient over the global batch, whatever parts it is cut into, of any size and with padding."""
+def test_losses_of_micro_batches_add_up_to_the_global_batchs(cut: list[int], counted: int) -> None:
+    """Losses of micro-batches that know the step's sums, weighted by valid tokens, add up to the global batch's loss and gradient."""
     logits, expert, gate, valid = padded([6, 2], 2)
     probs, importance = logits.softmax(-1), spread_gates(gate, expert, num_experts=5)
     parts = [slice(a, b) for a, b in zip(cut, cut[1:], strict=False)]
@@ -307,8 +296,8 @@ def test_parts_that_know_the_whole_steps_sums_add_up_to_the_whole(cut: list[int]
     torch.testing.assert_close(gathered(got, logits), gathered(want, logits))
 
 
-def test_the_scope_decides_which_collapse_is_seen() -> None:
-    """Every sequence on an expert of its own: uneven within a sequence, even over the batch."""
+def test_balance_scope_decides_whether_uneven_sequences_count() -> None:
+    """Each sequence has an expert of its own: uneven in the scope `sequence`, even in the scopes of a batch."""
     x_BLD = torch.eye(4).unsqueeze(1).repeat(1, 6, 1)
     found = {}
     for scope in ("sequence", "micro_batch", "global_batch"):
@@ -321,8 +310,10 @@ def test_the_scope_decides_which_collapse_is_seen() -> None:
     assert found == pytest.approx({"sequence": 4, "micro_batch": 1, "global_batch": 1}, rel=1e-4)
 
 
-def test_deepseeks_load_is_the_top_k_of_scores_without_bias_and_without_groups() -> None:
-    """DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), as loops; the choices themselves are of biased scores and of two groups of eight."""
+def test_balance_counts_unbiased_is_deepseeks_loss() -> None:
+    """The balance loss counts the top k of unbiased scores over all experts (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20), although the
+    router chooses by biased scores within 2 of 8 groups.
+    """
     experts, k = 16, 4
     options = {"preset": "deepseek_v3", "num_choices": k, "expert_groups": 8, "top_groups": 2}
     router = router_of(num_experts=experts, **options)

@@ -1,4 +1,4 @@
-"""The selection bias: the paper's rule, once a finished step from the global batch's load, on every layout and after a resume."""
+"""The selection bias: DeepSeek's rule, applied once a finished step to the load of the global batch, on every layout and after a resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPE = {"train": {"global_batch": 12, "seed": 7}, "model": {"max_length": 10}}
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    load_deepspeed()  # once, not in every forked rank
+    load_deepspeed()  # before ranks are forked, because it takes seconds
 
 
 def tiny_of(
@@ -48,21 +48,18 @@ def bias_of(tiny: Tiny) -> Tensor:
     return extra_state(tiny.model)[BIAS].clone()
 
 
-# --- the rule -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_overloaded_lose_and_the_others_gain_one_rate() -> None:
-    """Sign of mean - load, as the paper has it: not centred, and an expert exactly at the mean stays."""
+def test_updated_bias_moves_against_the_load() -> None:
+    """The bias moves by rate * sign(mean load - load), is not centred, and stays for an expert at the mean."""
     before = torch.tensor([0.5, 0.0, -0.25, 0.0])
     after = updated_bias(before, torch.tensor([10, 3, 7, 8]), 0.125)
     assert after.tolist() == [0.375, 0.125, -0.25, -0.125]
     assert torch.equal(updated_bias(before, torch.tensor([9, 9, 9, 9]), 0.125), before)
-    third = torch.tensor([10**9 // 3 + 1, 10**9 // 3 + 1, 10**9 // 3 + 1])  # a mean that no float has
+    third = torch.tensor([10**9 // 3 + 1, 10**9 // 3 + 1, 10**9 // 3 + 1])  # their mean is no fp32 number
     assert torch.equal(updated_bias(torch.zeros(3), third, 0.1), torch.zeros(3))
 
 
-def test_the_rule_evens_out_what_scores_alone_would_not() -> None:
-    """Tokens whose scores favour two of six experts: after some hundred steps every expert has its share of the choices."""
+def test_the_bias_evens_the_load_of_skewed_scores() -> None:
+    """Scores favour two of six experts. After 300 steps, the bias has evened the load to within 15 %."""
     generator = torch.Generator().manual_seed(2)
     lean, bias = torch.tensor([0.4, 0.3, 0.0, 0.0, 0.0, -0.2]), torch.zeros(6)
     largest = []
@@ -74,11 +71,8 @@ def test_the_rule_evens_out_what_scores_alone_would_not() -> None:
     assert largest[0] > 1.9 and sum(largest[-50:]) / 50 < 1.15
 
 
-# --- once a step --------------------------------------------------------------------------------------------------------
-
-
 def test_the_bias_is_the_same_on_every_layout() -> None:
-    """Five steps with drops and jitter: one process says what every other layout must have, to the bit."""
+    """After five steps with drops and jitter, each layout's bias is bitwise that of one process."""
 
     def work(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[list[int]]]:
         tiny = tiny_of(rank, **options)
@@ -91,7 +85,7 @@ def test_the_bias_is_the_same_on_every_layout() -> None:
 
     ((want, choices),) = run_on_ranks(work, 1, {}, timeout_s=60)
     expected = torch.zeros(4)
-    for counts in choices:  # before dropping: the sum is every choice
+    for counts in choices:  # counted before dropping, so they sum to all choices
         assert sum(counts) == 12 * 10
         expected = updated_bias(expected, torch.tensor(counts), RATE)
     assert torch.equal(want, expected) and want.any()
@@ -152,9 +146,6 @@ def test_a_bias_is_fp32_whatever_the_weights_are() -> None:
     assert [(t.dtype, t.device.type, t.tolist()) for t in extra_state(model).values()] == [(torch.float32, "cpu", [0.0] * 4)]
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------------
-
-
 def commit(tiny: Tiny, folder: Path, steps: int) -> Path:
     counters = Counters(step=steps, updates=steps)
     return state.save(folder, tiny.engine, tiny.mesh, counters=counters, scale=LossScale(), recipe=RECIPE, tokenizer={}, data="", keep=2)
@@ -175,10 +166,10 @@ def reopen(tiny: Tiny, folder: Path) -> list[str]:
     return told
 
 
-def test_a_bias_that_is_not_finite_is_passed_over(
+def test_a_checkpoint_with_a_bias_of_nan_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Hashes agree: another program wrote it so. Without an older checkpoint nothing is resumed."""
+    """A checkpoint with NaN in the bias is refused, although its hashes are right. Without an older checkpoint, the run is refused."""
     monkeypatch.setattr(checkpoint, "finite", lambda tensor: True)
     tiny = tiny_of(0)
     extra_state(tiny.model)[BIAS].fill_(float("nan"))
@@ -189,7 +180,9 @@ def test_a_bias_that_is_not_finite_is_passed_over(
 
 
 def test_a_bias_goes_through_a_checkpoint_to_any_layout(tmp_path: Path) -> None:
-    """Saved once, by its global name; read by all. On the layout that wrote it the next steps are bitwise the same."""
+    """The bias is saved once, by its global name, and restored on every layout. On the layout that saved it, the next steps are bitwise
+    equal.
+    """
 
     def before(rank: int) -> tuple[Tensor, list[float]]:
         tiny = tiny_of(rank, world=2, ep=2)

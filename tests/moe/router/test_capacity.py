@@ -1,4 +1,6 @@
-"""Capacity: the formula, and who is kept: first come, first served, per group, second choices after all first ones."""
+"""Capacity: the number of slots equals its formula, and slots are given per group, to first choices before second ones, in the order of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ KERNELS = pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "refe
 
 
 def choices(tokens: int, k: int, num_experts: int, *, seed: int, skew: float = 1.0) -> Tensor:
-    """Different experts for each token, int64 [tokens, k]; a larger skew prefers the first experts."""
+    """Return k different experts for each token, int64 [tokens, k]. A larger `skew` makes the first experts more likely."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(tokens, num_experts, generator=generator) - skew * torch.arange(num_experts) / num_experts
     return scores.topk(k).indices
@@ -31,9 +33,6 @@ def choices(tokens: int, k: int, num_experts: int, *, seed: int, skew: float = 1
 def capacity(tokens: int, *, num_experts: int, num_choices: int, factor: float | None, minimum: int, **rounding: Any) -> int | None:
     spec = RouterSpec(num_choices=num_choices, capacity_factor=factor, min_capacity=minimum, **rounding)
     return slots_of(spec, tokens, num_experts=num_experts, training=True)
-
-
-# --- how many -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("k", "factor", "slots"), [(1, 1.0, 13), (1, 1.25, 16), (2, 1.0, 25), (2, 1.25, 32), (2, 2.0, 50)])
@@ -45,13 +44,13 @@ def test_capacity_of_100_tokens_on_8_experts_is_deepspeeds(k: int, factor: float
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 2), st.integers(1, 400), st.integers(0, 9))
 @settings(max_examples=300, deadline=None)
 def test_capacity_is_the_formula_in_exact_decimals(tokens: int, num_experts: int, k: int, hundredths: int, minimum: int) -> None:
-    """max(minimum, ceil(tokens k cf / E)), where cf is the decimal that was written: 100 * 1.1 / 10 is 11, not 11.000000000000002."""
+    """slots = max(minimum, ceil(tokens k factor / E)) with the factor as a decimal: 100 * 1.1 / 10 is 11, not 11.000000000000002."""
     exact = math.ceil(Fraction(tokens * k * hundredths, 100 * num_experts))
     got = capacity(tokens, num_experts=num_experts, num_choices=k, factor=hundredths / 100, minimum=minimum)
     assert got == min(tokens, max(minimum, exact))
 
 
-def test_k_counts_so_factor_2_with_one_choice_is_factor_1_with_two() -> None:
+def test_factor_2_with_one_choice_equals_factor_1_with_two() -> None:
     one, two = (capacity(1000, num_experts=7, num_choices=k, factor=2 / k, minimum=0) for k in (1, 2))
     assert one == two == 286
 
@@ -64,12 +63,9 @@ def test_without_a_factor_there_is_no_capacity() -> None:
     assert torch.equal(kept_TK, active_TK)
 
 
-# --- who ----------------------------------------------------------------------------------------------------------------
-
-
 @KERNELS
-def test_dropping_is_by_position_first_come_first_served(kernels: ModuleType) -> None:
-    """64 tokens to one expert with 16 slots: exactly tokens 0 to 15 stay. (torch.topk on the 0/1 mask keeps others.)"""
+def test_slots_go_to_the_first_tokens(kernels: ModuleType) -> None:
+    """64 tokens choose one expert with 16 slots: tokens 0 to 15 are kept."""
     expert_TK = torch.full((64, 1), 2)
     kept_TK = kept_choices(expert_TK, expert_TK == 2, num_groups=1, num_experts=3, slots_each=16, kernels=kernels)
     assert kept_TK[:, 0].nonzero().flatten().tolist() == list(range(16))
@@ -77,7 +73,7 @@ def test_dropping_is_by_position_first_come_first_served(kernels: ModuleType) ->
 
 @KERNELS
 def test_second_choices_queue_behind_every_first_one(kernels: ModuleType) -> None:
-    """Token 0 wants expert 1 second, and still comes after token 3, which wants it first."""
+    """Expert 1 is the second choice of token 0 and the first choice of token 3: token 3 gets its slot first."""
     expert_TK = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 0], [1, 0]])
     active_TK = torch.ones(5, 2, dtype=torch.bool)
     kept_TK = kept_choices(expert_TK, active_TK, num_groups=1, num_experts=2, slots_each=3, kernels=kernels)
@@ -95,10 +91,10 @@ def test_a_declined_choice_takes_no_slot(kernels: ModuleType) -> None:
 @KERNELS
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 13), st.integers(1, 2), st.integers(0, 6), st.floats(0, 3))
 @settings(max_examples=40, deadline=None)
-def test_each_experts_queue_keeps_its_first_slots(
+def test_an_expert_keeps_the_first_choices_of_its_queue(
     kernels: ModuleType, seed: int, groups: int, each: int, k: int, slots: int, skew: float
 ) -> None:
-    """In each group an expert keeps the first of those who asked, in the order (choice, token), and no more or fewer than fit."""
+    """In each group, an expert keeps the first `slots` of the choices that name it, in the order (choice, token)."""
     expert_TK = choices(groups * each, k, 5, seed=seed, skew=skew)
     active_TK = torch.rand(expert_TK.shape, generator=torch.Generator().manual_seed(seed + 1)) < 0.8
     kept_TK = kept_choices(expert_TK, active_TK, num_groups=groups, num_experts=5, slots_each=slots, kernels=kernels)
@@ -113,8 +109,8 @@ def test_each_experts_queue_keeps_its_first_slots(
 
 
 @KERNELS
-def test_the_same_tokens_are_dropped_wherever_the_groups_are_cut(kernels: ModuleType) -> None:
-    """6 groups on one rank, on 2, on 3 and on 6 (or as many micro-batches)."""
+def test_drops_do_not_depend_on_how_groups_are_spread(kernels: ModuleType) -> None:
+    """6 groups routed together, or 3, 2 or 1 at a time, drop the same choices."""
     expert_TK = choices(6 * 11, 2, 4, seed=3)
     active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
     whole = kept_choices(expert_TK, active_TK, num_groups=6, num_experts=4, slots_each=4, kernels=kernels)
@@ -144,8 +140,6 @@ def test_groups_that_do_not_divide_the_tokens_are_refused() -> None:
         kept_choices(expert_TK, expert_TK == 0, num_groups=3, num_experts=2, slots_each=4, kernels=cpu)
 
 
-# --- other orders in which tokens fill a capacity -----------------------------------------------------------------------------------------
-
 QUEUES = pytest.mark.parametrize("queue", ["choices_first", "tokens_first"])
 
 
@@ -154,10 +148,10 @@ QUEUES = pytest.mark.parametrize("queue", ["choices_first", "tokens_first"])
 @pytest.mark.parametrize("by", ["position", "token", "choice"])
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 8), st.integers(1, 3), st.integers(0, 5))
 @settings(max_examples=25, deadline=None)
-def test_an_expert_serves_in_the_order_of_the_queue(
+def test_slots_are_given_in_the_order_of_queue_and_priority(
     kernels: ModuleType, queue: str, by: str, seed: int, groups: int, each: int, k: int, slots: int
 ) -> None:
-    """Highest priority first, then the queue: (choice, token) or (token, choice); with choices first, no second choice before a first."""
+    """The order is (choice, priority, token) with choices_first, and (priority, token, choice) with tokens_first."""
     expert_TK = choices(groups * each, k, 4, seed=seed, skew=1.5)
     generator = torch.Generator().manual_seed(seed + 1)
     active_TK = torch.rand(expert_TK.shape, generator=generator) < 0.8
@@ -185,15 +179,12 @@ def test_an_expert_serves_in_the_order_of_the_queue(
 
 
 @KERNELS
-def test_in_token_order_a_later_token_takes_nothing(kernels: ModuleType) -> None:
-    """Both choices of token 0 come before the first choice of token 3: Megatron's queue, where GShard's drops them."""
+def test_tokens_first_serves_both_choices_of_earlier_tokens(kernels: ModuleType) -> None:
+    """With tokens_first (Megatron-LM), both choices of token 0 get slots before the first choice of token 3."""
     expert_TK = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 0], [1, 0]])
     active_TK = torch.ones(5, 2, dtype=torch.bool)
     kept_TK = kept_choices(expert_TK, active_TK, num_groups=1, num_experts=2, slots_each=3, kernels=kernels, queue="tokens_first")
     assert kept_TK.tolist() == [[True, True]] * 3 + [[False, False]] * 2
-
-
-# --- other roundings ----------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 400))

@@ -1,7 +1,7 @@
-"""Which fields of a router each kind of selection reads: the table, what a layer computes, and what a recipe is refused, agree.
+"""Which keys of `router` have an effect with each method of selection: the table READ, a layer's results and the recipe checks agree.
 
-A layer is computed twice, with a field's plain value and with another one. Either something changes (it is read), or nothing does
-(then a recipe that sets it is refused, and a preset that has it is not), or the router is refused whoever sets it.
+A layer is computed with a key's plain value and with another value. If results differ, the key is read. If they are equal, a recipe that
+sets it is refused, but a preset that sets it is not. Some combinations are always refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe.router.checks import check_read, check_spec, unread
 from parallel.errors import BadInput
 from tests.support.routed import B, D, E, L, context, layer_of, random
 
-# another value of each field than PLAIN has
+# key -> a value other than PLAIN's
 OTHER: dict[str, Any] = {
     "num_choices": 3,
     "input_norm": "rmsnorm",
@@ -63,9 +63,9 @@ GROUPS = {"expert_groups", "top_groups", "group_score"}
 NOT_MIXED = {"score", "softmax_over", "noise", "second", "bias_rate", "gates"}
 CAPACITY = {"min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"}
 LOSSES = {"balance_weight", "importance_weight"}
-EVEN: dict[str, Any] = {"balance_weight": 0.0}  # no loss may pull at these
+EVEN: dict[str, Any] = {"balance_weight": 0.0}  # required by methods that reject a balance loss
 
-# selection: (what else it is set to, fields that nothing reads, fields that are refused whoever sets them)
+# method of selection -> (other keys to set, keys without effect, keys that are always refused)
 READ: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
     "top_k": ({}, GROUPS, set()),
     "group_limited": ({"expert_groups": 3, "top_groups": 2}, set(), set()),
@@ -87,11 +87,12 @@ READ = {
     name: (options, idle if name.startswith("sparsemixer") else idle | {"mixer_margin"}, refused)
     for name, (options, idle, refused) in READ.items()
 }
-READ = {name: (options, idle, refused | {"load_weight"}) for name, (options, idle, refused) in READ.items()}  # it asks for noisy_top_k
+# load_weight needs noise noisy_top_k
+READ = {name: (options, idle, refused | {"load_weight"}) for name, (options, idle, refused) in READ.items()}
 
 
 def computed(options: dict[str, Any]) -> list[Tensor]:
-    """All that a layer gives: outputs, gradients and reported losses in training, outputs in evaluation."""
+    """Return outputs, gradients and reports of a layer in training, then outputs and reports in evaluation."""
     layer = layer_of(**options)
     if layer.router.bias_E is not None:
         layer.router.bias_E.copy_(random(E, seed=8))
@@ -110,14 +111,15 @@ def cases() -> list[tuple[str, str]]:
 
 
 def test_the_table_has_every_field() -> None:
-    assert set(OTHER) == set(RouterSpec.model_fields) - {"select", "hash_table"}  # a file: tests/moe/recipe/test_hash_table.py
+    # hash_table needs a file: tests/moe/recipe/test_hash_table.py
+    assert set(OTHER) == set(RouterSpec.model_fields) - {"select", "hash_table"}
     select: Any = Router.model_fields["select"].annotation
     names = next(get_args(choice) for choice in get_args(select) if get_origin(choice) is Literal and "top_k" in get_args(choice))
     assert {name.split(",")[0] for name in READ} == set(names) - {"preset"}
 
 
 @pytest.mark.parametrize(("name", "field"), cases())
-def test_a_value_that_nothing_reads_is_refused_where_a_recipe_sets_it(name: str, field: str) -> None:
+def test_a_recipes_key_without_effect_is_refused(name: str, field: str) -> None:
     options, idle, refused = READ[name]
     plain = PLAIN | {"select": name.split(",")[0]} | options
     other = plain | {field: OTHER[field]}
@@ -130,7 +132,7 @@ def test_a_value_that_nothing_reads_is_refused_where_a_recipe_sets_it(name: str,
     check_spec(spec, E)
     same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(computed(plain), computed(other), strict=True))
     assert same == (field in idle) == (field in unread(spec)), f"{field} of {name} changes {'nothing' if same else 'something'}"
-    check_read(spec, own={})  # a preset's value stays silent
+    check_read(spec, own={})  # not refused if only a preset sets it
     if field in idle:
         with pytest.raises(BadInput, match=f"router.{field}: got {OTHER[field]} with "):
             check_read(spec, own={field: OTHER[field]})
@@ -146,15 +148,15 @@ def test_a_group_of_all_experts_limits_nothing() -> None:
         check_read(Router(**limited), own={"select": "group_limited"})
 
 
-def test_a_lot_that_only_evaluation_would_draw_is_refused() -> None:
+def test_random_drops_in_evaluation_alone_are_refused() -> None:
     spec = Router(**PLAIN | {"capacity_factor": None, "drop": "random"})
     with pytest.raises(BadInput, match="router.drop: got random with capacity_factor null, needed position: evaluation drops by position"):
         check_read(spec, own={"drop": "random"})
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_and_what_asks_for_nothing_are_silent(preset: str) -> None:
-    """One choice of a preset can be replaced, and a plain value may be written down."""
+def test_presets_and_default_values_are_not_refused(preset: str) -> None:
+    """No preset is refused, nor a recipe that sets keys to their defaults, nor one that replaces choices of a preset."""
     check_read(PRESETS[preset], own={})
     given = {key: RouterSpec.model_fields[key].default for key in GROUPS | CAPACITY | {"second", "group"}}
     check_read(Router(preset=preset, **given), own=given)

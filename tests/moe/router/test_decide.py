@@ -1,4 +1,4 @@
-"""Laws of a decision for any router: it is whole, keeps to its capacity, names no expert twice, and can be replayed."""
+"""A router's decision, for every kind of router: valid experts, capacity, equality of kernels, and replay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EVERY = pytest.mark.parametrize("options", [pytest.param(o, id=name) for name, o
     scale=st.sampled_from([0.0, 1.0, 1e4]),
 )
 @settings(max_examples=25, deadline=None)
-def test_a_decision_is_whole(
+def test_a_decision_is_valid(
     options: dict[str, Any],
     seed: int,
     batch: int,
@@ -60,7 +60,7 @@ def test_a_decision_is_whole(
     training: bool,
     scale: float,
 ) -> None:
-    """No NaN; distinct experts; kept + dropped = choices; no expert above its capacity in any group; padding never kept."""
+    """No NaN, different experts for each token, no expert above its capacity in a group, and padding is never kept."""
     if options.get("preset") == "expert_choice" and factor is None:
         factor = 1.0
     router = router_of(num_experts=4, **options | {"capacity_factor": factor, "eval_capacity_factor": factor, "min_capacity": minimum})
@@ -92,8 +92,8 @@ def test_a_decision_is_whole(
 
 
 @EVERY
-def test_the_layer_is_the_sum_that_the_decision_says(options: dict[str, Any]) -> None:
-    """Every router through the fast layer, against token by token, output and all gradients; kept and dropped are all choices."""
+def test_a_layer_is_the_sum_over_kept_choices(options: dict[str, Any]) -> None:
+    """The layer's output and gradients equal a sum over each token's kept choices. Kept and dropped choices add up to all choices."""
     layer = layer_of(num_experts=4, **{"capacity_factor": 0.8, "min_capacity": 1} | options)
     x_BLD = random(B, L, D).requires_grad_()
     routing = route(layer.router, x_BLD.flatten(0, 1))
@@ -112,8 +112,8 @@ def test_the_layer_is_the_sum_that_the_decision_says(options: dict[str, Any]) ->
 
 
 @EVERY
-def test_a_replayed_decision_is_taken_over(options: dict[str, Any]) -> None:
-    """A second pass over other numbers has the first one's experts and slots, its own gates, and a gradient."""
+def test_a_replayed_decision_is_reused(options: dict[str, Any]) -> None:
+    """A second pass with another input reuses the experts and slots of the first, but computes its own gates, with gradient."""
     router = router_of(num_experts=4, **{"capacity_factor": 0.8, "min_capacity": 1} | options)
     there = replace(context(), replay=Replay())
     first = router(random(B * L, D), sequence_tokens=L, context=there)

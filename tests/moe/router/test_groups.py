@@ -1,4 +1,4 @@
-"""Groups of tokens that a router decides about together, where ranks hold slices of them; moe verify --kinds sequence trains so."""
+"""Routers whose groups of tokens are on several ranks (sequence parallelism). `moe verify --kinds sequence` compares their training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ B, L, D, E = 4, 12, 10, 6
 
 
 @pytest.mark.parametrize("what", TOGETHER)
-def test_groups_of_what_one_rank_holds_are_refused_where_that_is_a_slice(what: str) -> None:
+def test_group_rank_is_refused_with_shards_of_sequences(what: str) -> None:
     assert needs_group(TOGETHER[what]) in what and needs_group(ALONE) is None
     by_rank = TOGETHER[what].model_copy(update={"group": "rank"})
     with pytest.raises(BadInput, match=r"router.group: got rank with degrees.sp=4 .*; fix: set router.group to sequence") as refused:
@@ -51,7 +51,7 @@ def router_of(what: str) -> Router:
     return router
 
 
-def test_each_loss_over_a_group_needs_it_whole() -> None:
+def test_each_loss_over_sequences_needs_whole_groups() -> None:
     none = TOGETHER["router.balance_scope=sequence"].model_copy(update={"balance_weight": 0.0})
     assert needs_group(none) is None
     for weight in ("balance_weight", "importance_weight", "load_weight"):
@@ -59,8 +59,8 @@ def test_each_loss_over_a_group_needs_it_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "striped"])
-def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> None:
-    """Three ranks, every kind of group, with padding: choices, drops and gradients are those of one rank."""
+def test_shards_of_sequences_are_routed_like_whole_sequences(kind: str) -> None:
+    """Three ranks with shards of sequences and padding have the choices, drops and gradients of one rank."""
     x_BLD = torch.randn(B, L, D, generator=torch.Generator().manual_seed(0))
     valid_BL = torch.arange(L) < torch.tensor([[12], [7], [12], [3]])
     weight_BLE = torch.randn(B, L, E, generator=torch.Generator().manual_seed(2))
@@ -68,7 +68,7 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
     def routed(router: Router, places: list[int]) -> tuple[Routing, torch.Tensor]:
         context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], positions=places, length=L)
         routing = router(x_BLD[:, places].reshape(-1, D), sequence_tokens=len(places), context=context)
-        whole = routing if router.slices is None else router.slices.each_whole(routing)
+        whole = routing if router.slices is None else router.slices.mapped(routing, router.slices.whole)
         router.zero_grad()
         (whole.probs_TE * weight_BLE.reshape(-1, E)).sum().backward()
         assert router.weight.grad is not None
@@ -90,7 +90,6 @@ def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> No
             places = list(Order(kind, 3, L).positions(rank))
             for got, want in zip(ranks[rank][number], (routing.expert_TK, routing.kept_TK), strict=False):
                 assert torch.equal(got.view(B, len(places), -1), want.view(B, L, -1)[:, places]), what
-        torch.testing.assert_close(
-            sum(rank[number][2] for rank in ranks) / 3, grad, rtol=1e-5, atol=1e-6
-        )  # each rank took the whole's loss
+        # each rank has the gradient of the whole loss, so the ranks' sum is divided by 3
+        torch.testing.assert_close(sum(rank[number][2] for rank in ranks) / 3, grad, rtol=1e-5, atol=1e-6)
         assert what != "a capacity" or not (routing.kept_TK | ~routing.valid_T.unsqueeze(1)).all(), "nothing was dropped"

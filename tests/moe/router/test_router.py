@@ -1,4 +1,4 @@
-"""Routing: who is chosen with which gate, what noise touches, and that nothing depends on how a batch is cut."""
+"""The router: experts, gates, jitter, random second experts, capacity, and equal results for any division into micro-batches."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ def route(router: Router, x_TD: Tensor, *, length: int = L, **options: Any) -> R
     return router(x_TD, sequence_tokens=length, context=context(len(x_TD) // length, length, **options))  # type: ignore[no-any-return]
 
 
-# --- gates --------------------------------------------------------------------------------------------------------------
-
-
 def test_switchs_gate_is_the_probability_as_it_is() -> None:
     x_TD = random(B * L, D)
     got = route(router_of(preset="switch"), x_TD)
@@ -62,7 +59,7 @@ def test_switchs_gate_is_the_probability_as_it_is() -> None:
 
 @pytest.mark.parametrize("preset", ["switch", "gshard", "glam"])
 def test_the_router_learns_from_the_gate(preset: str) -> None:
-    """|dL/dW| is far from zero without any balance loss. A renormalised top-1 gate would be 1, and its gradient 0."""
+    """Without a balance loss, the router's gradient is not small. If a top-1 gate were normalised to sum to 1, its gradient would be 0."""
     layer = MoELayer(
         sections.Experts(num_experts=E), sections.Router(preset=preset, balance_weight=0), d_model=D, d_ff=8, ffn="relu", layer=1
     )
@@ -98,17 +95,14 @@ def test_ties_go_to_the_lowest_expert(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["switch", "gshard", "glam"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_routing_is_fp32_whatever_comes_in(preset: str, dtype: torch.dtype) -> None:
-    """The same bits as for the fp32 copy of the input: neither products, softmax nor jitter ran in the low precision."""
+def test_routing_is_fp32_for_16_bit_inputs(preset: str, dtype: torch.dtype) -> None:
+    """Results for a 16-bit input are bitwise those for its fp32 copy."""
     x_TD = random(B * L, D).to(dtype)
     router = router_of(preset=preset, jitter=0.1)
     low, full = route(router, x_TD), route(router, x_TD.float())
     assert low.gate_TK.dtype == low.probs_TE.dtype == low.logits_TE.dtype == torch.float32
     for name in ("expert_TK", "gate_TK", "kept_TK", "probs_TE", "logits_TE"):
         assert torch.equal(getattr(low, name), getattr(full, name))
-
-
-# --- jitter -------------------------------------------------------------------------------------------------------------
 
 
 def test_jitter_multiplies_the_routers_input_by_keyed_noise() -> None:
@@ -121,8 +115,8 @@ def test_jitter_multiplies_the_routers_input_by_keyed_noise() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_see_the_clean_input(dtype: torch.dtype) -> None:
-    """Jitter goes to a copy: the layer's input is untouched, and so is what the experts compute on."""
+def test_experts_get_the_input_without_jitter(dtype: torch.dtype) -> None:
+    """Jitter changes only the router's copy of the input: the layer's input and the experts' input have none."""
     router = sections.Router(preset="glam", capacity_factor=None, jitter=0.5)
     layer = MoELayer(sections.Experts(num_experts=E), router, d_model=D, d_ff=8, ffn="relu", layer=1)
     for i, p in enumerate(layer.parameters()):
@@ -148,8 +142,8 @@ def test_noise_differs_between_layers_steps_and_seeds() -> None:
 
 
 @pytest.mark.parametrize("preset", ["switch", "gshard", "glam"])
-def test_evaluation_draws_nothing(preset: str) -> None:
-    """Twice the same bits, whatever the seed and the step, with jitter and a random second expert in the recipe."""
+def test_evaluation_has_no_noise(preset: str) -> None:
+    """Results do not depend on seed and step, although the recipe has jitter and a random second expert."""
     x_TD = random(B * L, D)
     router = router_of(preset=preset, jitter=0.3, eval_capacity_factor=1.0).eval()
     first, second = route(router, x_TD, seed=1, step=1), route(router, x_TD, seed=2, step=2)
@@ -160,12 +154,9 @@ def test_evaluation_draws_nothing(preset: str) -> None:
     assert not torch.equal(route(router, x_TD, seed=1).logits_TE, route(router, x_TD, seed=2).logits_TE)
 
 
-# --- random second ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("second", [0.05, 0.2, 0.35, 0.5])
 def test_a_random_second_expert_is_used_with_probability_twice_its_gate(second: float) -> None:
-    """Share of used seconds over 6000 tokens with the same gates, within five standard errors; the first is always used."""
+    """Counted over 6000 tokens, within five standard errors. The first expert is always used."""
     tokens = 6000
     logits_TE = torch.tensor([math.log(1 - second), -30.0, math.log(second)]).repeat(tokens, 1)
     routed = route(from_logits(logits_TE, preset="gshard", capacity_factor=None), logits_TE, length=tokens)
@@ -185,8 +176,8 @@ def test_whether_the_second_is_random_is_the_presets_choice_or_the_recipes() -> 
     assert used == {("gshard", "preset"): False, ("gshard", "always"): True, ("glam", "preset"): True, ("glam", "random"): False}
 
 
-def test_a_declined_second_takes_no_slot() -> None:
-    """With capacity, an expert keeps the first of those that would be used without; who declined does not stand in the queue."""
+def test_an_unused_second_choice_takes_no_slot() -> None:
+    """Second experts that are not used take no slot: an expert keeps the first choices among those used."""
     x_TD = random(60, D)
     kept = {f: route(router_of(preset="gshard", capacity_factor=f, min_capacity=0), x_TD, length=60).kept_TK for f in (None, 0.6)}
     expert_TK = route(router_of(preset="gshard"), x_TD, length=60).expert_TK
@@ -200,10 +191,7 @@ def test_a_declined_second_takes_no_slot() -> None:
     assert full and not kept[None].all()
 
 
-# --- capacity and groups ------------------------------------------------------------------------------------------------
-
-
-def test_training_and_evaluation_have_factors_of_their_own() -> None:
+def test_training_and_evaluation_have_separate_capacity_factors() -> None:
     x_TD = random(B * L, D)
     router = router_of(capacity_factor=0.5, eval_capacity_factor=2.0, min_capacity=0)
     assert route(router, x_TD).capacity == math.ceil(L * 0.5 / E)
@@ -213,7 +201,7 @@ def test_training_and_evaluation_have_factors_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("group", "groups"), [("sequence", 6), (1, 6), (2, 3), (3, 2), (6, 1), ("rank", 1)])
-def test_a_group_is_a_sequence_or_some_or_what_a_rank_holds(group: str | int, groups: int) -> None:
+def test_a_group_is_some_sequences_or_all_tokens_of_a_rank(group: str | int, groups: int) -> None:
     routed = route(router_of(group=group, capacity_factor=1.0, min_capacity=0), random(B * L, D))
     assert routed.num_groups == groups and routed.capacity == math.ceil(B * L // groups / E)
 
@@ -233,7 +221,7 @@ def test_fewer_sequences_than_a_group_are_one_group_in_evaluation_and_refused_in
 )
 @settings(max_examples=25, deadline=None)
 def test_a_batch_is_routed_the_same_whole_or_in_micro_batches(preset: str, group: Any, seed: int, factor: float | None) -> None:
-    """Same experts, gates and drops, with jitter and random seconds: noise is keyed by a token's place in the step."""
+    """With jitter and random seconds, experts, gates, drops and losses are equal: noise depends on a token's position in the step."""
     x_BLD = random(B, L, D, seed=seed)
     router = router_of(preset=preset, group=group, jitter=0.4, capacity_factor=factor, min_capacity=1)
     whole = route(router, x_BLD.flatten(0, 1), seed=seed)

@@ -1,6 +1,6 @@
-"""Every kind of router decides and learns the same on one process and on two, with micro-batches, recompute, padding and each dispatcher.
+"""Every kind of router on two ranks equals one process, with micro-batches, recomputation, padding and three dispatchers.
 
-The model and step are those of `moe verify`; experts live on both ranks. Noise, drops, hashes and plans are per group and keyed by place.
+Model and step are those of `moe verify`, with experts on both ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LENGTHS = [10, 4, 11, 7, 11, 9, 2, 11, 6, 11, 10, 11]
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_is_the_same_on_every_layout(name: str) -> None:
-    """Loss, choices, drops, losses of the router and every gradient; twelve sequences, most of them padded."""
+    """Loss, choices, drops, router losses and every gradient are equal, for twelve sequences of which nine have padding."""
     padded = lengthened(LENGTHS)
     want = computed(PLAIN, tokens=padded, router=ROUTERS[name])
     assert sum(want[1][0].choices) == want[1][0].kept + want[1][0].dropped > 0

@@ -1,4 +1,4 @@
-"""Scores, gates and noise: each formula, its gradient, and noise that is drawn in training alone."""
+"""Scores, gates and noise of the router: formulas, gradients, and noise in training only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
 from moe.router.losses import balance_loss
-from moe.router.noise import gumbel, normal
-from moe.router.scores import chosen_gates, probabilities, scores_of
+from moe.router.scores import chosen_gates, gumbel, normal, probabilities, scores_of
 from parallel.numerics.random import key_of, uniform
 from tests.support.routed import B, D, E, L, context, from_logits, layer_of, random, route, router_of
 
@@ -24,7 +23,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_a_score_is_its_formula_and_its_share_a_distribution(score: str) -> None:
+def test_scores_and_probabilities_equal_their_formulas(score: str) -> None:
     logits = 3 * random(20, E)
     spec = RouterSpec(num_choices=2, score=score)  # type: ignore[arg-type]
     scores = scores_of(logits, spec)
@@ -35,7 +34,7 @@ def test_a_score_is_its_formula_and_its_share_a_distribution(score: str) -> None
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("gates", ["as_is", "before_drop"])
 def test_far_logits_have_finite_gates_and_gradients(score: str, gates: str) -> None:
-    """All scores underflow, or all are at their limit: no division by 0, no infinite slope."""
+    """Gates and gradients are finite for logits of -300 to 300, where scores underflow or reach their limit."""
     logits = torch.tensor([[-200.0] * E, [200.0] * E, [300.0, -300.0] * (E // 2)]).requires_grad_()
     spec = RouterSpec(num_choices=2, score=score, gates=gates)  # type: ignore[arg-type]
     scores = scores_of(logits, spec)
@@ -46,7 +45,7 @@ def test_far_logits_have_finite_gates_and_gradients(score: str, gates: str) -> N
 
 @pytest.mark.parametrize("score", SCORES)
 def test_gates_sum_to_one_however_small_the_scores(score: str) -> None:
-    """Scores of 1e-26 and less, whose sum fp32 cannot be divided by: the gates are those of float64, and so is their gradient."""
+    """Gates and gradients equal float64's for scores below 1e-26, whose sum cannot be used as a divisor in fp32."""
     logits = torch.tensor([[90.0, -1.0, -60.0, -61.0], [90.0, -2.0, -85.0, -85.5]])
     expert_TK, of_TK = torch.tensor([[0, 2, 3]] * 2), torch.tensor([[False, True, True]] * 2)
     spec = RouterSpec(num_choices=3, score=score, gates="after_drop")  # type: ignore[arg-type]
@@ -66,7 +65,7 @@ def test_gates_sum_to_one_however_small_the_scores(score: str) -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 def test_gates_are_the_scores_of_the_chosen(score: str) -> None:
-    """As they are, times a factor, made to sum to 1 before or after dropping; with drops."""
+    """Gates are the chosen experts' scores times gate_scale: unchanged, or normalised to sum to 1 before or after dropping."""
     logits = random(B * L, E) + torch.linspace(3, 0, E)
     scores = SCORES[score](logits)
     common = {"score": score, "num_choices": 3, "capacity_factor": 0.6, "min_capacity": 1, "gate_scale": 1.5}
@@ -83,7 +82,7 @@ def test_gates_are_the_scores_of_the_chosen(score: str) -> None:
 
 
 def test_softmax_over_the_chosen_equals_renormalised_softmax() -> None:
-    """Mixtral's order against GShard's: the same numbers and gradients."""
+    """Softmax over the chosen experts (Mixtral) gives the gates and gradients of a softmax over all experts, normalised (GShard)."""
     logits = random(B * L, E)
     weight = random(B * L, 2, seed=2)
     found = []
@@ -101,9 +100,6 @@ def test_softmax_over_the_chosen_equals_renormalised_softmax() -> None:
     torch.testing.assert_close(grad_a, grad_b)
 
 
-# --- noise --------------------------------------------------------------------------------------------------------------
-
-
 def test_keyed_noise_has_its_distribution() -> None:
     u = uniform(5, torch.arange(4000), 25)
     n, g = normal(u), gumbel(u)
@@ -113,7 +109,7 @@ def test_keyed_noise_has_its_distribution() -> None:
 
 
 def test_gumbel_draws_an_expert_with_its_probability() -> None:
-    """Over 8000 tokens of equal logits, within five standard errors; the gate is the clean probability."""
+    """Counted over 8000 tokens, within five standard errors. The gate is the probability without noise."""
     p_E = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = p_E.log().repeat(8000, 1)
     routing = route(from_logits(logits, noise="gumbel", capacity_factor=None), logits, length=8000)
@@ -124,7 +120,7 @@ def test_gumbel_draws_an_expert_with_its_probability() -> None:
 
 
 def test_noisy_top_k_is_the_papers_formula_and_learns_its_size() -> None:
-    """H = x W + N softplus(x W_noise); gates are a softmax over the k highest of H (Shazeer et al., eq. 3-5); z loss sees x W."""
+    """H = x W + N softplus(x W_noise); gates are a softmax over the k highest of H (Shazeer et al., eq. 3-5). routing.logits_TE is x W."""
     x = random(B * L, D)
     router = router_of(noise="noisy_top_k", num_choices=2, softmax_over="chosen", capacity_factor=None)
     routing = route(router, x, seed=3, step=4)
@@ -147,7 +143,7 @@ def test_noisy_top_k_is_the_papers_formula_and_learns_its_size() -> None:
     "options", [{"noise": "gumbel"}, {"noise": "noisy_top_k"}, {"drop": "random", "capacity_factor": 0.6, "eval_capacity_factor": 0.6}]
 )
 def test_noise_is_training_only(options: dict[str, object]) -> None:
-    """Evaluation gives the same bits twice, and those of a router without noise; training differs with the seed."""
+    """In evaluation, results do not depend on the seed and equal those of a router without noise. In training they depend on it."""
     x = random(B * L, D)
     router = router_of(preset="glam", **options)
     quiet = router_of(preset="glam", **{k: v for k, v in options.items() if k not in ("noise", "drop")})
@@ -159,8 +155,10 @@ def test_noise_is_training_only(options: dict[str, object]) -> None:
     assert not (torch.equal(a.expert_TK, b.expert_TK) and torch.equal(a.kept_TK, b.kept_TK))
 
 
-def test_the_random_lot_spares_the_first_choices() -> None:
-    """GShard's queue by lot: among first choices every token has the same chance, and none loses to a second choice."""
+def test_random_drops_serve_first_choices_before_second_ones() -> None:
+    """With drop random and queue choices_first, random drops among first choices do not favour early tokens, and no first choice loses its
+    slot to a second choice.
+    """
     logits = torch.tensor([4.0, 3.0]).repeat(400, 1)
     routing = route(from_logits(logits, preset="glam", drop="random", capacity_factor=0.5, min_capacity=0), logits, length=400)
     kept = routing.kept_TK

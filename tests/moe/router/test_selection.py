@@ -1,4 +1,4 @@
-"""Selection: each method equals its rule written as loops; ids, bias and padding do what they say and nothing else."""
+"""Methods of selecting experts: each equals its rule written as loops; effects of token ids, selection bias and padding."""
 
 from __future__ import annotations
 
@@ -24,20 +24,17 @@ from tests.support.routed import B, D, E, L, by_hand, context, from_logits, ids,
 # B sequences, L length, T = B*L tokens, E experts, K choices, C slots
 
 
-# --- group-limited ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("counted", [2, 1])
 @pytest.mark.parametrize(("groups", "top", "k"), [(1, 1, 3), (4, 1, 2), (4, 2, 5), (4, 4, 6), (3, 2, 8), (12, 5, 4)])
-def test_group_limited_is_top_k_within_the_best_runs(kernels: object, groups: int, top: int, k: int, counted: int) -> None:
-    """A run's score is the sum of its two best, as in DeepSeek-V3, or its best, as in V2; ties go to the lowest run and expert."""
-    scores = (random(40, 12) * 2).round() / 2  # many ties
+def test_group_limited_is_top_k_within_the_best_groups(kernels: object, groups: int, top: int, k: int, counted: int) -> None:
+    """A group's score is the sum of its two best scores (DeepSeek-V3), or its best one (V2). Ties go to the lowest group and expert."""
+    scores = (random(40, 12) * 2).round() / 2  # rounded, so that there are ties
     got = group_limited(scores, k, expert_groups=groups, top_groups=top, best=counted, kernels=kernels)  # type: ignore[arg-type]
     each = 12 // groups
     for row, experts in zip(scores.tolist(), got.tolist(), strict=True):
-        runs = [sum(sorted(row[g * each : (g + 1) * each])[-counted:]) for g in range(groups)]
-        best = sorted(range(groups), key=lambda g: (-runs[g], g))[:top]
+        group_scores = [sum(sorted(row[g * each : (g + 1) * each])[-counted:]) for g in range(groups)]
+        best = sorted(range(groups), key=lambda g: (-group_scores[g], g))[:top]
         allowed = [e for e in range(12) if e // each in best]
         assert experts == sorted(allowed, key=lambda e: (-row[e], e))[:k]
 
@@ -47,13 +44,10 @@ def test_in_one_group_it_is_plain_top_k() -> None:
     assert torch.equal(group_limited(scores, 3, expert_groups=1, top_groups=1, best=2, kernels=cpu), cpu.top_k(scores, 3))
 
 
-# --- expert choice ------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 7), st.integers(1, 6), st.integers(0, 7), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_each_expert_has_its_best_valid_tokens(seed: int, groups: int, each: int, experts: int, slots: int, padded: bool) -> None:
-    """Exactly min(slots, valid tokens of the group), highest scores first, of equal ones the first token."""
+    """Each expert takes its `slots` best valid tokens of every group, or all if there are fewer. Ties go to the first token."""
     slots, tokens = min(slots, each), groups * each
     scores = (random(tokens, experts, seed=seed) * 2).round()
     valid = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < 0.7 if padded else torch.ones(tokens, dtype=torch.bool)
@@ -70,8 +64,8 @@ def test_each_expert_has_its_best_valid_tokens(seed: int, groups: int, each: int
     assert all(len(set(row)) == len(row) for row in expert_TK.tolist()), "a row names an expert once, fillers included"
 
 
-def test_expert_choice_runs_through_the_layer_like_any_routing() -> None:
-    """Output and gradients are those of the plain sum; load is even, nothing is dropped, and the router learns."""
+def test_a_layer_with_expert_choice_is_the_sum_over_choices() -> None:
+    """Output and gradients equal a sum over each token's experts. All experts have the same load, and nothing is dropped."""
     layer = layer_of(preset="expert_choice")
     x_BLD = random(B, L, D).requires_grad_()
     routing = route(layer.router, x_BLD.flatten(0, 1))
@@ -90,9 +84,6 @@ def test_expert_choice_runs_through_the_layer_like_any_routing() -> None:
     assert torch.equal(routing.gate_TK != 0, routing.counted_TK)
 
 
-# --- hash ---------------------------------------------------------------------------------------------------------------
-
-
 def test_a_hash_depends_on_the_tokens_id_and_the_layer_alone() -> None:
     options = {"select": "hash", "num_choices": 2, "balance_weight": 0, "capacity_factor": None}
     router = router_of(**options)
@@ -107,13 +98,13 @@ def test_a_hash_depends_on_the_tokens_id_and_the_layer_alone() -> None:
 
 
 def test_a_hash_spreads_a_vocabulary_evenly() -> None:
-    """32000 ids on 7 experts: each share within five standard deviations."""
+    """32000 ids on 7 experts: each expert's load is within five standard deviations of the mean."""
     load = torch.bincount(hashed(torch.arange(32000), 1, num_experts=7, name="layers.1.router", kernels=cpu).flatten(), minlength=7)
     assert ((load - 32000 / 7).abs() < 5 * (32000 / 7 * 6 / 7) ** 0.5).all()
 
 
-def test_the_papers_hash_has_no_gate() -> None:
-    """One expert, softmax over the chosen: the gate is 1, to the bit, and a router that decides nothing has a gradient of 0."""
+def test_hash_with_one_choice_has_gate_1() -> None:
+    """With one expert and softmax over the chosen one, the gate is exactly 1, and the router's weight gets gradient 0."""
     router = router_of(preset="switch", select="hash", softmax_over="chosen", balance_weight=0)
     routing = route(router, random(B * L, D))
     assert torch.equal(routing.gate_TK, torch.ones(B * L, 1))
@@ -128,9 +119,6 @@ def test_hash_without_ids_is_refused() -> None:
         router(random(B * L, D), sequence_tokens=L, context=nameless)
 
 
-# --- sinkhorn -----------------------------------------------------------------------------------------------------------
-
-
 def skewed(tokens: int = 240, *, seed: int = 0) -> Tensor:
     return random(tokens, E, seed=seed) + torch.linspace(2, 0, E)
 
@@ -139,8 +127,8 @@ def loads(expert_TK: Tensor) -> Tensor:
     return torch.bincount(expert_TK.flatten(), minlength=E)
 
 
-def test_the_balanced_plan_gives_every_expert_its_share() -> None:
-    """Rows and columns of exp(logits), scaled: column sums become equal, and the choice of each token is nearly so."""
+def test_sinkhorns_plan_has_equal_sums_for_all_experts() -> None:
+    """Sinkhorn scales rows and columns of exp(logits) until all experts have equal sums. Choices by this plan have nearly equal loads."""
     logits = skewed()
     plan = balanced_plan(logits, num_groups=2, valid_T=None)
     for group in plan.view(2, 120, E):
@@ -150,7 +138,7 @@ def test_the_balanced_plan_gives_every_expert_its_share() -> None:
     assert loads(plan.argmax(-1)).max() < 1.5 * 240 / E
 
 
-def test_padding_has_no_part_in_the_plan() -> None:
+def test_padding_does_not_change_sinkhorns_plan() -> None:
     logits, valid = skewed(), torch.arange(240) % 120 < 70
     full = balanced_plan(logits, num_groups=2, valid_T=valid)
     other = balanced_plan(torch.where(valid[:, None], logits, 50 * random(240, E, seed=3)), num_groups=2, valid_T=valid)
@@ -164,15 +152,12 @@ def test_sinkhorn_chooses_by_the_plan_in_training_and_by_the_logits_in_evaluatio
     train, evaluated = route(router, logits, length=120), route(router.eval(), logits, length=120)
     assert torch.equal(train.expert_TK[:, 0], balanced_plan(logits, num_groups=2, valid_T=None).argmax(-1))
     assert torch.equal(evaluated.expert_TK[:, 0], logits.argmax(-1))
-    for routing in (train, evaluated):  # gates know nothing of the plan
+    for routing in (train, evaluated):  # gates are probabilities of the logits, not of the plan
         torch.testing.assert_close(routing.gate_TK, logits.softmax(-1).gather(1, routing.expert_TK))
 
 
-# --- selection bias -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("select", ["top_k", "group_limited"])
-def test_a_bias_moves_the_choice_and_no_gate(select: str) -> None:
+def test_a_bias_changes_choices_but_no_gates(select: str) -> None:
     logits = random(60, 8)
     router = from_logits(logits, preset="deepseek_v3", select=select, expert_groups=4, top_groups=3, num_choices=2)
     plain = route(router, logits, length=60)
@@ -182,12 +167,12 @@ def test_a_bias_moves_the_choice_and_no_gate(select: str) -> None:
     assert (routing.expert_TK == 5).sum() > (plain.expert_TK == 5).sum()
     gate_TK = logits.sigmoid().gather(1, routing.expert_TK)
     torch.testing.assert_close(routing.gate_TK, 2.5 * gate_TK / gate_TK.sum(1, keepdim=True))
-    router.bias_E[5] = -9  # below every score, yet no other expert is preferred less than a closed one
+    router.bias_E[5] = -9  # below every score: expert 5 is never chosen, nor an expert of a closed group
     assert not (route(router, logits, length=60).expert_TK == 5).any()
 
 
-def test_the_sign_rule_evens_the_load() -> None:
-    """No loss and no gradient: fresh batches, the bias moved by each one's load before dropping."""
+def test_bias_updates_even_the_load() -> None:
+    """On new batches, bias updates alone lower the largest load from 1.6 to 1.25 times the mean."""
     router = from_logits(skewed(), preset="deepseek_v3", select="top_k", num_choices=2, capacity_factor=0.5, bias_rate=0.02)
     assert router.bias_E is not None
     most = []
@@ -205,8 +190,6 @@ def test_without_a_rate_there_is_no_bias() -> None:
     assert router_of(bias_rate=0.0).bias_E is not None
 
 
-# --- padding ------------------------------------------------------------------------------------------------------------
-
 METHODS: dict[str, dict[str, object]] = {
     "switch": {},
     "gshard": {"preset": "gshard"},
@@ -222,8 +205,8 @@ EVERY = pytest.mark.parametrize("options", [pytest.param(o, id=name) for name, o
 
 @EVERY
 @pytest.mark.parametrize("training", [True, False])
-def test_what_stands_in_padding_changes_nothing(options: dict[str, object], training: bool) -> None:
-    """Padding is never kept, and valid tokens have the same experts, gates and slots whatever the padding holds."""
+def test_contents_of_padding_have_no_effect(options: dict[str, object], training: bool) -> None:
+    """Padding is never kept. Experts, gates and slots of valid tokens do not depend on the values and ids of padding."""
     tight = {"capacity_factor": 0.6, "eval_capacity_factor": 0.9, "min_capacity": 1} | options
     router = router_of(**tight).train(training)
     valid_BL = torch.arange(L) < torch.tensor([9, L, 0]).unsqueeze(1)
@@ -240,8 +223,8 @@ def test_what_stands_in_padding_changes_nothing(options: dict[str, object], trai
 
 
 @EVERY
-def test_noise_and_choices_do_not_depend_on_how_a_batch_is_cut(options: dict[str, object]) -> None:
-    """Whole, and sequence after sequence, with every kind of noise there is for it."""
+def test_routing_is_equal_for_a_whole_batch_and_single_sequences(options: dict[str, object]) -> None:
+    """A batch routed whole, or one sequence at a time, has the same choices and gates, with jitter and random drops."""
     make: Callable[..., dict[str, object]] = lambda **more: {"capacity_factor": 0.7, "min_capacity": 1, "jitter": 0.3} | options | more  # noqa: E731
     router = router_of(**make(group="sequence"))
     x_BLD, tokens = random(B, L, D), ids()

@@ -1,7 +1,7 @@
-"""SparseMixer against its own definition and against Phi-3.5-MoE's of transformers, and a router that norms its input as Gemma 4's.
+"""SparseMixer equals its definition and transformers' Phi-3.5-MoE. A router with a normed input equals Gemma 4's.
 
-What this file alone would notice: gradients that know the share s of a draw, a draw that is not by the probabilities, a choice that is
-open though it was made before.
+Only these tests notice a gradient that includes the factor s, draws with other probabilities than the gates, or an expert that is drawn
+twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ K, MARGIN = 3, 0.3
 
 
 def test_experts_are_drawn_by_the_gates_probabilities() -> None:
-    """4000 draws for one token: how often each expert is the first, and how the draws that are not the best count."""
+    """4000 draws for one token: frequencies of the first expert equal the softmax of open experts; s is 1 for the best expert and 0.5 on
+    average for others.
+    """
     row = torch.tensor([1.0, 2.0, 1.6, -3.0, 1.1, 1.3])
     logits_TE, generator = row.expand(4000, E), torch.Generator().manual_seed(1)
     expert_TK, best_TK, open_TKE = one_by_one(logits_TE, K, margin=MARGIN, uniform=lambda k: torch.rand(4000, E, generator=generator))
@@ -46,14 +48,15 @@ def test_the_gradient_is_that_of_the_probabilities() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_it_is_transformers(training: bool) -> None:
-    """Choices, gates and gradients; in training with the draws that transformers made."""
+def test_sparsemixer_equals_transformers(training: bool) -> None:
+    """Choices, gates and gradients equal transformers'. In training, random numbers are set so that the same experts are drawn."""
     phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe", reason="pip install moe-parallel[hf]")
     logits_TE = (random(400, E, seed=5) + 0.5).requires_grad_()
     want_TK, expert_TK = phimoe.sparsemixer(logits_TE, jitter_eps=MARGIN, training=training)
 
     def made(choice: int) -> torch.Tensor:
-        return torch.full((400, E), 0.5).scatter(1, expert_TK[:, choice : choice + 1], 1.0)  # a Gumbel number of 17
+        # a uniform number of 1 makes a Gumbel number of 17, so that expert wins
+        return torch.full((400, E), 0.5).scatter(1, expert_TK[:, choice : choice + 1], 1.0)
 
     chosen_TK, best_TK, open_TKE = one_by_one(logits_TE.detach(), 2, margin=MARGIN, uniform=made if training else None)
     assert torch.equal(chosen_TK, expert_TK)
@@ -62,13 +65,13 @@ def test_it_is_transformers(training: bool) -> None:
     assert bool((whole_TK >= best_TK).all()) and bool(whole_TK.all()) != training
     share_TK = shares(best_TK, whole_TK.float()) if training else None
     got_TK = mixed_gates(logits_TE, chosen_TK, open_TKE, share_TK)
-    torch.testing.assert_close(got_TK, want_TK, rtol=2e-4, atol=0)  # theirs counts 0.3333 for a third
+    torch.testing.assert_close(got_TK, want_TK, rtol=2e-4, atol=0)  # transformers uses 0.3333 for 1/3
     weights_TK = random(400, 2, seed=6)
     grads = [torch.autograd.grad((gate * weights_TK).sum(), logits_TE)[0] for gate in (got_TK, want_TK)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
-def test_a_normed_input_and_a_scale_for_each_expert_are_gemmas() -> None:
+def test_a_router_with_normed_input_and_expert_scales_equals_gemmas() -> None:
     gemma4 = pytest.importorskip("transformers.models.gemma4.modeling_gemma4", reason="pip install moe-parallel[hf]")
     sizes = gemma4.Gemma4TextConfig(hidden_size=D, num_experts=E, top_k_experts=2, enable_moe_block=True, rms_norm_eps=0.5)
     theirs = gemma4.Gemma4TextRouter(sizes)

@@ -1,4 +1,4 @@
-"""The rows of `--kinds hybrid`: every legal pair of features is in one of them, and each call lists the same rows. No rank runs."""
+"""The cases of `moe verify --kinds hybrid`: every legal pair of values occurs in a case, and each call lists the same. No rank runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows_made() -> list[Case]:
 
 
 def values_of(case: Case) -> Choice:
-    """A case's values read back from what it runs with, not from the row that it was made of."""
+    """Return feature -> value of a case, read from its fields."""
     places = {(1, 1): "whole", (2, 1): "ep2", (4, 1): "ep4", (1, 2): "etp2", (2, 2): "ep2 etp2"}
     return {
         "schedule": case.schedule if case.pp == 2 else "none",
@@ -65,8 +65,8 @@ def test_rows_are_the_same_each_time() -> None:
     assert again.rows == made().rows and list(again.met.items()) == list(made().met.items())
 
 
-def test_no_row_that_may_be_has_a_pair_that_is_refused() -> None:
-    """Pairs are tried with the simplest values of all other choices: adding another choice does not make a refused pair legal."""
+def test_no_legal_row_contains_a_refused_pair() -> None:
+    """A pair is refused if the simplest row with it is refused. Then no other row with it is legal, as random rows show."""
     draw, legal = random.Random(3), 0
     for _ in range(1500):
         row = {factor: draw.choice(values) for factor, values in FACTORS.items()}
@@ -99,25 +99,25 @@ def test_only_eight_processes_have_them(monkeypatch: pytest.MonkeyPatch) -> None
         ({"dispatch": "hierarchical", "experts": "ep2"}, "one of the two steps"),
     ],
 )
-def test_what_changes_nothing_is_no_row(values: Choice, reason: str) -> None:
+def test_a_value_without_effect_raises_idle(values: Choice, reason: str) -> None:
     plain = {factor: values[0] for factor, values in FACTORS.items()} | {"model": "switch"}
     with pytest.raises(Idle, match=reason):
         case_of(plain | values, world=None)
 
 
-def test_what_needs_more_processes_says_how_many() -> None:
+def test_case_of_names_the_number_of_processes_that_a_row_needs() -> None:
     plain = {factor: values[0] for factor, values in FACTORS.items()}
     with pytest.raises(BadInput, match="at least 16 processes"):
         case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=WORLD)
-    assert case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=None).world == 32  # two data-parallel ranks
+    assert case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=None).world == 32  # tp 8, pp 2, dp 2
 
 
-# --- the generator alone ----------------------------------------------------------------------------------------------
+# --- pairwise.py ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 4, 2, 5), (6, 2, 3, 3, 2)])
 def test_pairs_without_refusals_take_few_rows(sizes: tuple[int, ...]) -> None:
-    """At least the product of the two largest factors, and at most 1.5 times that."""
+    """All pairs need as many rows as the product of the two largest factors' numbers of values; `cover` takes at most 1.5 times as many."""
     factors = {f"f{n}": tuple(f"v{v}" for v in range(size)) for n, size in enumerate(sizes)}
     found = cover(factors, complete=lambda chosen: {f: values[0] for f, values in factors.items()} | chosen, refuse=lambda _: None)
     met = {pair for row in found.rows for pair in every_pair({factor: (value,) for factor, value in row.items()})}
@@ -138,6 +138,6 @@ def test_a_refused_pair_is_in_no_row_and_keeps_its_reason() -> None:
     assert "  a 2 x b y: b: needed x with 2" in described(found)
 
 
-def test_pairs_are_told_together() -> None:
+def test_together_joins_pairs_of_the_same_factors_into_lines() -> None:
     pairs = [(("a", a), ("b", b)) for a, b in ("1x", "1y", "2x", "2y", "3x")]
     assert together(pairs) == ["a 1, 2 x b x, y", "a 3 x b x"]

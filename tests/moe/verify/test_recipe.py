@@ -1,4 +1,4 @@
-"""`moe verify --recipe`: a small recipe keeps its choices, its layouts pass, and a part of the user's own that is wrong fails."""
+"""`moe verify --recipe`: the small version keeps the recipe's settings, correct layouts pass, and a faulty plug-in fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rows(AllToAll):
 
 
 class Doubled(Steps):
-    \"\"\"Results of the last token come back doubled.\"\"\"
+    \"\"\"Doubles the output of the last token.\"\"\"
 
     def run(self, x_TD, routing, experts, *, dropout=None):
         y_TD = super().run(x_TD, routing, experts, dropout=dropout).clone()
@@ -38,7 +38,7 @@ class Loses(AllToAll):
 
 
 @pytest.mark.parametrize("name", ["dense_tiny", "glam_tiny", "pr_moe_tiny", "switch_t5_tiny", "published/deepseek_v3"])
-def test_a_small_recipe_keeps_what_is_no_size(name: str) -> None:
+def test_a_small_recipe_keeps_all_settings_that_are_no_sizes(name: str) -> None:
     run, _ = load(name)
     cases, _ = recipe_cases(name, 2)
     made = cases[0].run()
@@ -51,7 +51,7 @@ def test_a_small_recipe_keeps_what_is_no_size(name: str) -> None:
         assert (made.experts.shared, made.experts.residual) == (run.experts.shared, run.experts.residual)
 
 
-def test_a_small_recipe_keeps_windows_and_tells_of_adapters(tmp_path: Path) -> None:
+def test_a_small_recipe_keeps_windows_and_names_adapters_as_not_compared(tmp_path: Path) -> None:
     path = tmp_path / "windows.yaml"
     for slides, kept in (("null", None), ("[1, 3]", (1,)), ("[0, 1, 2]", (0,)), ("[0, 1, 2, 3]", None)):
         path.write_text(f"extends: dense_tiny\nmodel: {{sliding_window: 64, sliding_layers: {slides}}}\nlora: {{rank: 4}}\n")
@@ -61,22 +61,20 @@ def test_a_small_recipe_keeps_windows_and_tells_of_adapters(tmp_path: Path) -> N
         assert said[0].startswith("not compared: lora.rank 4")
 
 
-def test_parameters_that_begin_at_zero_are_compared_by_more_than_the_sign_of_their_gradient(tmp_path: Path) -> None:
-    """Biases of queries, keys and values as in Qwen2: with Adam's usual eps the first update of 4 of 4 correct layouts was 3e-5 off."""
+def test_biases_that_begin_at_zero_pass(tmp_path: Path) -> None:
+    """Biases of queries, keys and values, as in Qwen2. With Adam's usual eps, rounding alone changed their first update by 3e-5."""
     path = tmp_path / "biases.yaml"
     path.write_text("model: {qkv_bias: true}\n")
     assert main(nproc=1, recipe=str(path)) == 0
 
 
-def test_a_small_recipe_turns_some_of_the_channels(tmp_path: Path) -> None:
-    """Of heads with 6 channels; 0.5 would be 3."""
+def test_a_small_recipe_rotates_an_even_number_of_a_heads_6_channels(tmp_path: Path) -> None:
     for given, kept in ((0.03125, 2), (0.25, 2), (0.5, 4), (0.96875, 4), (1.0, 6)):
         (tmp_path / "mine.yaml").write_text(f"extends: dense_tiny\nmodel: {{head_size: 64, rope: {{fraction: {given}}}}}\n")
         assert recipe_cases(str(tmp_path / "mine.yaml"), 1)[0][0].run().model.rope.turning(6) == kept, given
 
 
-def test_a_small_recipe_has_small_latents_and_few_further_tokens(tmp_path: Path) -> None:
-    """DeepSeek-V3's own sizes, of which none may stay."""
+def test_a_small_recipe_has_small_sizes_of_latent_attention_and_multi_token_prediction(tmp_path: Path) -> None:
     latent = "latent: {key_rank: 512, query_rank: 1536, rotary_size: 64, value_size: 128}"
     (tmp_path / "mine.yaml").write_text(f"extends: published/deepseek_v3\nmodel: {{num_kv_heads: null, ahead: 16, {latent}}}\n")
     model = recipe_cases(str(tmp_path / "mine.yaml"), 1)[0][0].run().model
@@ -93,7 +91,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("rows_xq", None)
 
 
-def test_a_right_dispatcher_passes_and_a_wrong_one_fails(folder: Path) -> None:
+def test_a_correct_plug_in_dispatcher_passes_and_a_faulty_one_fails(folder: Path) -> None:
     said: list[str] = []
     for name, wrong in (("Rows", 0), ("Loses", 1)):
         (folder / f"{name}.yaml").write_text(f"extends: switch_tiny\ndispatch: {{kind: 'rows_xq:{name}'}}\n")

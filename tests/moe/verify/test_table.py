@@ -1,7 +1,4 @@
-"""A table that was interrupted goes on: every case has one row in the end, rows that passed are not run again, and what failed is.
-
-What it alone would notice: a row of another layout taken for this one's, a failed row that is kept, rows without their commit.
-"""
+"""`moe verify --go_on` continues an interrupted table: rows that passed are kept with their commit, all others are run again."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ def row_of(case: Case, *, passed: bool = True, **more: Any) -> dict[str, Any]:
 
 
 def chosen() -> list[Case]:
-    """Layouts of one and two processes in several precisions, one of them in the list twice."""
+    """Cases of one and two processes in several precisions, of which the first is listed twice."""
     some = [case for case in cases(2, kinds=("data",)) if case.layout in ("switch dp1 ep1 m1", "switch dp2 ep2 m1")]
     return [*some, some[0]]
 
 
-def test_no_two_layouts_are_taken_for_one() -> None:
+def test_in_full_is_unique_for_each_case() -> None:
     every = set(cases(8, kinds=tuple(KINDS)))
     assert (
         len({case.in_full for case in every}) == len(every) > len({(case.layout, case.kind, case.world, case.precision) for case in every})
     )
 
 
-def test_a_table_of_more_layouts_is_not_cut_down(tmp_path: Path) -> None:
+def test_passed_rows_of_cases_that_are_not_chosen_are_not_dropped(tmp_path: Path) -> None:
     every, file = chosen(), str(tmp_path / "verify.json")
     table = Table(every, file, go_on=False)
     for case in every:
@@ -51,8 +48,8 @@ def test_a_table_of_more_layouts_is_not_cut_down(tmp_path: Path) -> None:
     assert len(json.loads(Path(file).read_text())["rows"]) == len(every)
 
 
-def test_what_passed_is_kept_and_the_rest_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "EVERY_S", -1.0)  # written after every row
+def test_rows_that_passed_are_kept_and_all_others_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "EVERY_S", -1.0)  # the file is written after every row
     every, file = chosen(), str(tmp_path / "verify.json")
     worlds = sorted({case.world for case in every})
     first = Table(every, file, go_on=False)
@@ -60,17 +57,17 @@ def test_what_passed_is_kept_and_the_rest_is_left(tmp_path: Path, monkeypatch: p
     failed = every[2]
     for case in every[:5]:
         first.add(case, row_of(case, passed=case is not failed))
-    there = json.loads(Path(file).read_text())  # nobody called write
+    there = json.loads(Path(file).read_text())  # without a call of write()
     assert len(there["rows"]) == 5 and there["left"] == len(every) - 5 and there["failed"] == 1
     there["commit"] = "abc"
     Path(file).write_text(json.dumps(there))
 
     again = Table(every, file, go_on=True)
     left = [case for world in worlds for case in again.left(world)]
-    assert again.kept == 4 and failed in left and len(left) == len(every) - 4 and every[0] in left  # its second row is still to be made
-    assert again.begins("abc").startswith(f"4 rows kept from {file}; ") and "made at abc: they do not test later changes" in again.begins(
-        "def"
-    )
+    # the case that is listed twice needs another row
+    assert again.kept == 4 and failed in left and len(left) == len(every) - 4 and every[0] in left
+    assert again.begins("abc").startswith(f"4 rows kept from {file}; ")
+    assert "made at abc: they do not test later changes" in again.begins("def")
     for case in left:
         again.add(case, row_of(case))
     assert all(again.left(world) == [] for world in worlds)
@@ -96,7 +93,7 @@ def test_a_finished_table_starts_no_rank(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads(Path(file).read_text())["tolerances"] == {"switch bf16": {"loss": 0.5}}
 
 
-def test_a_script_that_always_goes_on_begins_where_there_is_no_table_yet(tmp_path: Path) -> None:
+def test_go_on_without_a_file_runs_all_rows(tmp_path: Path) -> None:
     file = tmp_path / "verify.json"
     table = Table(chosen(), str(file), go_on=True)
     assert table.begins("abc") == f"{file} is not there yet: all {len(chosen())} rows are to be made"
@@ -104,7 +101,7 @@ def test_a_script_that_always_goes_on_begins_where_there_is_no_table_yet(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"verb": "bench fit"}', '{"verb": "verify", "rows": [{}], "tolerances": {}, "commit": ""}'])
-def test_without_such_a_table_there_is_nothing_to_go_on_from(text: str, tmp_path: Path) -> None:
+def test_go_on_refuses_a_file_that_is_no_table(text: str, tmp_path: Path) -> None:
     file = tmp_path / "verify.json"
     file.write_text(text)
     with pytest.raises(BadInput, match="--go_on: got .*, needed --json FILE with the table that an interrupted run has left; fix: leave"):

@@ -1,4 +1,4 @@
-"""The oracle judges every legal layout, passes all of them, and catches the faults that such systems have had."""
+"""`moe verify` lists every legal layout, passes correct code, and fails for faults that parallel training systems have had."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def test_tiled_layouts_are_legal_and_meet_every_engine_and_split(nproc: int) -> 
     assert nproc < 2 or {(c.ep, c.etp) for c in found if c.world == 2 and c.tiles > 1} == {(1, 1), (2, 1), (1, 2)}
 
 
-def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> None:
-    """Of the batch into replicas and micro-batches, of the head and of the loss, of sums within layers over tp: on one process, each
-    row's own cut is among them. And what one row has is no excuse for another: without a cut head, nothing with one is measured."""
+def test_reorderings_include_the_splits_of_every_16_bit_row_and_no_others() -> None:
+    """The tolerance of a row comes from `reorderings`. They must contain the row's own splits of batch, head, loss and layers, and no
+    tiles, chunks, parts or blocks that the row does not have, because these would widen its tolerance."""
     rows = [case for case in cases(8) if case.precision != "fp32"]
     assert {(c.head_tiles, c.chunks) for c in rows} == {(1, 1), (3, 7)} and {c.tiles for c in rows} == {1}
     for row in rows:
@@ -121,19 +121,19 @@ def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> No
         assert replace(own, microbatches=parts) in measured, row
         cuts = {(c.head_tiles, c.chunks, c.parts, c.blocks) for c in measured}
         assert cuts == {(1, 1, 1, 1), (own.head_tiles, own.chunks, own.parts, own.blocks)}
-    assert all(twin_of(c) == twin_of(replace(c, head_tiles=1, chunks=1)) for c in cases(2) if c.precision == "fp32")  # the same tolerance
+    assert all(twin_of(c) == twin_of(replace(c, head_tiles=1, chunks=1)) for c in cases(2) if c.precision == "fp32")
 
 
-def test_a_process_that_sums_in_parts_and_attends_in_slices_does_both() -> None:
-    """Only this test detects that one option undoes the other, so that rows with both are judged by the spread of one."""
+def test_parts_and_slices_both_change_the_gradients_if_they_are_combined() -> None:
+    """A reference run with Case.parts and Case.slices differs from runs with only one of them."""
     one = Case("dense", "ddp", 1, 1, 1, "bf16", batch=3, length=SLICED)
     both, parts, slices = (compute(replace(one, **cut)).gradients for cut in ({"parts": 2, "slices": 2}, {"parts": 2}, {"slices": 2}))
     assert all(any(not torch.equal(both[name], other[name]) for name in both) for other in (parts, slices))
 
 
 @pytest.mark.parametrize("attention", attentions())
-def test_attention_in_slices_on_one_process_is_attention(attention: str) -> None:
-    """In every order that ranks use. Only this test detects a missing block, because the spread of a row would hide it."""
+def test_attention_merged_from_slices_equals_the_twin(attention: str) -> None:
+    """With Case.slices, one process computes the numbers of the twin in fp32, for every method of sequence parallelism."""
     one = Case("packed" if attention == "striped" else "dense", "ddp", 1, 1, 1, "fp32", batch=3, length=SLICED)
     assert max(compare(compute(replace(one, slices=4, attention=attention)), reference(one)).values()) < 1e-5
 
@@ -144,11 +144,11 @@ def test_a_row_in_16_bits_has_the_loss_of_its_own_order_on_one_process(attention
     ((_, ran),) = layouts.run_world([row], 2)
     assert not isinstance(ran, str)
     found = compare(ran[0], compute(own_order(row), delayed_as=twin_of(row)))
-    assert found["loss"] < 1e-6 and found["gradient"] < 0.02  # 5e-2 and more where a token goes elsewhere
+    assert found["loss"] < 1e-6 and found["gradient"] < 0.02  # if a token gets another expert, gradients differ by 0.05 or more
 
 
-def test_sums_within_cross_attention_are_taken_in_parts_too() -> None:
-    """Only this test detects sums that stay whole: equal in fp32, but the spread for rows over tp would be too narrow."""
+def test_in_parts_also_splits_the_sums_of_cross_attention() -> None:
+    """In bf16, the output of cross-attention after `in_parts` is close to the whole sum but not equal."""
     case = Case("t5", "ddp", 1, 1, 1, "bf16")
     run = case.run()
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=torch.bfloat16)
@@ -164,8 +164,8 @@ def test_sums_within_cross_attention_are_taken_in_parts_too() -> None:
     )
 
 
-def test_a_row_that_is_off_may_be_its_own_order_of_the_sums_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only this test detects that the second comparison widens the tolerance, or that it is never made."""
+def test_a_failing_16_bit_row_passes_only_if_it_equals_one_process_with_its_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row fails against the first reference. It passes with the numbers of `own_order`, and fails with numbers 0.1 % larger."""
     monkeypatch.setattr("moe.verify.expected.CUTS", (2,))
     row = Case("gshard", "ddp", 2, 1, 1, "bf16", batch=4, length=SLICED, sp=2, attention="colossal")
     expected = Expected.of(twin_of(row))
@@ -176,7 +176,7 @@ def test_a_row_that_is_off_may_be_its_own_order_of_the_sums_and_nothing_else(mon
         assert not verify.judged(row, (wrong, None), other)["passed"]
 
 
-def test_what_a_process_beside_the_rows_expects_is_what_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_process_computes_the_same_expected_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.verify.expected.CUTS", (3,))
     twins = [Case("dense", "ddp", 1, 1, 1, precision, batch=3) for precision in ("fp32", "fp16")]
     for twin, got in zip(twins, computed_in_background(twins), strict=True):
@@ -193,16 +193,15 @@ def test_kinds_there_are_not_are_refused() -> None:
 
 
 def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") -> tuple[int, list[dict[str, Any]], list[str]]:
-    """Exit code, rows and printed lines."""
+    """Run `moe verify`. Return (exit code, table rows, printed lines)."""
     said: list[str] = []
     code = verify.main(nproc=nproc, kinds=kinds, only=only, json=str(tmp_path / "verify.json"), say=said.append)
     return code, json.loads((tmp_path / "verify.json").read_text())["rows"], said
 
 
 def two_processes() -> list[Case]:
-    """Every kind in every precision, each once: fp32 with experts that are split, 16 bits with micro-batches; and each other word once.
-
-    `moe verify --nproc 2` has the rest of the product.
+    """A part of the cases of `moe verify --nproc 2`: every engine in every precision, in fp32 with ep and in 16 bits with micro-batches,
+    and every other option of layouts at least once.
     """
     rows = cases(2, kinds=("data",))
     exact = [c for c in rows if c.layout == "deepseek dp2 ep2 m1" and c.precision == "fp32"]
@@ -212,7 +211,7 @@ def two_processes() -> list[Case]:
     words += [c for c in rows if c.layout == "deepseek dp2 ep2 m1 tiles5/3 chunks7" and c.kind == "fsdp"]
     words += [c for c in rows if c.layout in ("deepseek dp2 ep2 m3 padded", "deepseek dp2 ep2 m1 overflow")]
     copied = [c for c in rows if c.layout == "dense dp1 tp2-copied ep1 m3" and c.precision == "fp32"]
-    words += [c for c in copied if c.kind in ("fsdp", "zero2")]  # a norm counts one of two shards that are equal
+    words += [c for c in copied if c.kind in ("fsdp", "zero2")]  # two ranks have equal shards, of which the gradient norm counts one
     shared = [c for c in cases(2, kinds=("tensor",)) if c.precision == "fp32"]
     cut = [c for c in shared if (c.layout, c.kind) in (("dense dp1 tp2-1d ep1 m3", "zero3"), ("gshard dp1 tp2-1d ep2 m1", "fsdp"))]
     ways = (("gshard", "full", 1), ("dense", "none", 5))
@@ -222,7 +221,6 @@ def two_processes() -> list[Case]:
 
 @pytest.mark.usefixtures("five_steps")
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every kind, in every precision."""
     chosen = two_processes()
     monkeypatch.setattr(verify, "cases", lambda nproc, kinds: chosen)
     code, rows, said = judged(tmp_path, "")
@@ -238,7 +236,6 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("way", ["dp2 ep2 m3 overlapped", "dp2 ep1 etp2 m1"])
 @pytest.mark.usefixtures("five_steps")
 def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, way: str, recompute: str) -> None:
-    """Every second router with each kind of recompute."""
     code, rows, _ = judged(tmp_path, f"{way} {recompute}", kinds="expert")
     assert code == 0 and 2 * len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
 
@@ -248,7 +245,7 @@ def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, 
     [
         ("switch dp2 ep2 m3 ddp bf16", "data"),
         ("gshard dp2 ep1 m1 zero1 fp16", "data"),
-        ("pipedream pp2 deepseek dp1 ep1 m1 ddp bf16", "pipeline"),  # whose gradients are of older weights
+        ("pipedream pp2 deepseek dp1 ep1 m1 ddp bf16", "pipeline"),  # its gradients are computed at older weights
     ],
 )
 @pytest.mark.usefixtures("five_steps")
@@ -266,15 +263,14 @@ def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: s
     [("gshard", {"parts": 2}), ("gshard", {"parts": 2, "first_part": 1}), ("gshard", {"blocks": 2}), ("t5", {"parts": 2})],
     ids=str,
 )
-def test_one_process_that_sums_as_ranks_do_gives_the_same_numbers(model: str, cut: dict[str, int]) -> None:
-    """In fp32, where only the order of sums differs; in 16 bits the difference is what rows over tp and sp are allowed."""
+def test_one_process_that_sums_in_the_order_of_ranks_equals_the_twin_in_fp32(model: str, cut: dict[str, int]) -> None:
     twin = twin_of(Case(model, "ddp", 1, 1, 1, "fp32"))
     assert max(compare(layouts.compute(replace(alone(twin), **cut)), reference(twin)).values()) <= 1e-5
 
 
 @pytest.mark.usefixtures("five_steps")
-def test_one_process_delays_gradients_as_the_twin_does() -> None:
-    """By the trainer's step, with the weights of each stage's age; in fp32, where both must agree and others must not."""
+def test_one_process_with_delayed_as_equals_the_twin_of_pipedream() -> None:
+    """compute(delayed_as=twin) gives the losses of the twin, whose gradients are at older weights. Without delayed_as they differ."""
     twin = twin_of(next(c for c in cases(4) if c.layout == "pipedream pp4 deepseek dp1 ep1 m1" and c.precision == "fp32"))
     delayed = compare(layouts.compute(alone(twin), delayed_as=twin), reference(twin))
     assert max(delayed.values()) <= 1e-5
@@ -282,8 +278,8 @@ def test_one_process_delays_gradients_as_the_twin_does() -> None:
 
 
 @pytest.mark.usefixtures("five_steps")
-def test_of_an_encoder_decoder_the_layer_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer has the tokens of one half, and cross attention stands between the two parts that any layer has."""
+def test_first_deviation_names_the_cross_attention_of_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cross-attention of the first decoder layer is multiplied by 1.01. Without that, nothing deviates."""
     case = Case("t5", "ddp", 1, 1, 1, "fp32", batch=2)
     standard, real = Standard(Expected.of(case)), moe.nn.attention.open_core
 
@@ -296,26 +292,26 @@ def test_of_an_encoder_decoder_the_layer_that_is_off_is_named(monkeypatch: pytes
         assert str(standard.first_deviation(tape, compute(case, tape=tape), case)).startswith(where)
 
 
-def test_nothing_chosen_is_not_a_pass(tmp_path: Path) -> None:
+def test_only_without_a_matching_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="--only: got no such layout, needed a part of a row's text"):
         judged(tmp_path, "no such layout")
 
 
-# --- rows as they come -----------------------------------------------------------------------------------------------------------
+# --- rows are printed one by one ------------------------------------------------------------------------------------------
 
 THREE = [Case("dense", kind, 2, 1, m, "fp32") for kind, m in (("ddp", 1), ("ddp", 3), ("fsdp", 1))]
 
 
 def on_the_second_layout(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """Call `happens` on every rank before it computes the second layout."""
+    """Make every rank call `happens` before it computes the second case of THREE."""
     real = layouts.compute
     patch.setattr(layouts, "compute", lambda case, **rest: (happens() if case == THREE[1] else None, real(case, **rest))[1])
     patch.setattr(verify, "cases", lambda nproc, kinds: THREE)
 
 
 @pytest.mark.usefixtures("five_steps")
-def test_a_row_is_in_the_pipe_before_the_ranks_are_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks wait for the reader of the row, and a pipe holds only flushed output."""
+def test_a_row_is_flushed_before_the_next_layout_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second layout, ranks wait for the flush of the first row. Without it they would reach the time limit."""
     first = tmp_path / "first"
 
     class Pipe(io.StringIO):
@@ -336,14 +332,12 @@ def test_a_row_is_in_the_pipe_before_the_ranks_are_at_the_next(tmp_path: Path, m
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, None])
 @pytest.mark.usefixtures("five_steps")
-def test_ranks_that_die_or_hang_cost_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals | None) -> None:
-    """Earlier rows stay, the failed row is named, and later rows run on new ranks."""
-
-    def one_ends() -> None:
+def test_ranks_that_die_or_hang_fail_only_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals | None) -> None:
+    def one_rank_ends() -> None:
         if dist.get_rank() == 1:
             time.sleep(60) if end is None else os.kill(os.getpid(), end)
 
-    on_the_second_layout(monkeypatch, one_ends)
+    on_the_second_layout(monkeypatch, one_rank_ends)
     monkeypatch.setattr(layouts, "LIMIT_S", 10.0)
     code, rows, said = judged(tmp_path, "")
     assert code == 1 and [(r["layout"], r["kind"], r["passed"]) for r in rows] == [(c.layout, c.kind, c is not THREE[1]) for c in THREE]
@@ -351,7 +345,7 @@ def test_ranks_that_die_or_hang_cost_one_row(tmp_path: Path, monkeypatch: pytest
     assert rows[1]["error"] in said and "first deviation in dense dp2 ep1 m3 ddp fp32: its ranks failed" in said
 
 
-# --- comparing ------------------------------------------------------------------------------------------------------------------
+# --- compare --------------------------------------------------------------------------------------------------------------
 
 
 def result() -> Result:
@@ -379,8 +373,8 @@ def test_each_number_sees_its_own_and_is_relative(number: str, change: Callable[
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_infinitely_wrong_wherever_it_stands(bad: float) -> None:
-    """Python's max passes over NaN: a loss that turned NaN half way must not be hidden by those before it."""
+def test_the_deviation_of_nan_or_inf_is_infinite(bad: float) -> None:
+    """In every position, because Python's max() ignores NaN in some positions."""
     for losses in ([bad, 1.5, 1.0], [2.0, bad, 1.0], [2.0, 1.5, bad]):
         assert compare(replace(result(), losses=losses), result())["ten_step"] == math.inf
     assert compare(replace(result(), balance=bad), result())["loss"] == math.inf
@@ -398,16 +392,15 @@ def test_a_gradient_that_is_missing_or_of_another_shape_is_infinitely_wrong() ->
     assert compare(other, result())["gradient"] == math.inf
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------------------------------
 
 
 def on_ranks() -> bool:
-    """In a forked rank, and not in the plain reference."""
     return dist.is_initialized()
 
 
 def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
-    """The result of averaging over edp instead of dividing by dp (DeepSpeed issue 5259)."""
+    """Fault of averaging experts' gradients over edp ranks instead of dividing their sum by dp (DeepSpeed issue 5259)."""
     real = ddp.sum_gradients
 
     def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
@@ -420,22 +413,22 @@ def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_that_saw_the_same_tokens_summed(patch: pytest.MonkeyPatch) -> None:
-    """The result of summing over all ranks that hold an element, although some of them have equal gradients."""
+    """Fault of summing gradients over all ranks that have a copy of a weight, although some have computed the same gradient."""
     patch.setattr(Layout, "summed_over", lambda layout: layout.copies())
 
 
 def gradients_of_inputs_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    """f of Megatron-LM (arXiv 1909.08053, section 3) without its backward sum: each rank has only the gradient from its own units."""
+    """Fault of leaving out the backward all-reduce of Megatron's f (arXiv 1909.08053, section 3)."""
     patch.setattr(overlapped, "start_sum", lambda x, axis: Started(x, None))
 
 
 def every_shard_counted(patch: pytest.MonkeyPatch) -> None:
-    """The result of a norm over all shards, although other ranks hold equal shards."""
+    """Fault of a gradient norm that counts equal shards on several ranks more than once."""
     patch.setattr(Layout, "shard_counts", lambda layout, mesh: layout.counts_on(mesh.axis("pp").index))
 
 
 def routers_not_summed_over_cut_tokens(patch: pytest.MonkeyPatch) -> None:
-    """The result of treating every dense weight as one that has seen all tokens, although a MoE layer splits the tokens."""
+    """Fault of not summing routers' gradients over tp, although each tp rank routes only a part of the tokens."""
     patch.setattr(Layout, "summed_over", lambda layout: tuple(axis for axis in layout.copies() if axis != "tp"))
 
 
@@ -454,7 +447,7 @@ def dense_gradient_averaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def norms_of_ranks_averaged(patch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed issue 8475."""
+    """Fault of averaging the gradient norms of ranks (DeepSpeed issue 8475)."""
 
     def wrong(owned: Any, *, families: tuple[str, ...], world: Any, device: torch.device) -> GradientNorm:
         mine = torch.stack([grad.norm() for _, grad in owned]).norm().double()
@@ -554,13 +547,13 @@ def one_rank_fails(patch: pytest.MonkeyPatch) -> None:
 
 @cache
 def as_it_should_be(twin: Case) -> Standard:
-    """The reference of a layout, computed once for all faults, before any fault is put in."""
+    """The Standard of a reference case. It is computed once, before a fault is patched in."""
     return Standard(Expected.of(twin))
 
 
 EVERY = set(NUMBERS)
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
-    # what is wrong, the layout that shows it, the numbers that must fail
+    # (function that patches in a fault, layout in which it shows, numbers that must exceed their tolerance)
     (expert_gradient_times_ep, "switch dp2 ep2 m1 ddp fp32", {"gradient", "norm", "update"}),
     (copies_of_experts_never_summed, "deepseek dp1 tp2-copied ep1 m3 ddp fp32", {"gradient", "norm", "update", "ten_step"}),
     (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 ddp fp32", {"gradient", "norm"}),
@@ -588,8 +581,7 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
     (one_rank_fails, "dense dp2 ep1 m1 ddp fp32", EVERY),
 ]
 
-# Where it parts is looked for by ranks that run once more. Every fault of `python -m tests.mutations` is placed; of these, one on each
-# engine.
+# faults for which the first deviation is also searched, which needs a second run; `python -m tests.mutations` does so for many more
 PLACED = {expert_gradient_times_ep, every_shard_counted, loss_turns_nan_half_way}
 
 
@@ -608,7 +600,7 @@ def test_a_fault_is_caught(
     monkeypatch.setattr(verify, "Standard", lambda expected: as_it_should_be(expected.twin))
     fault(monkeypatch)
     code, (row,), said = judged(tmp_path, only, kinds="data,tensor")
-    wrong = {number for number in NUMBERS if row[number] is None or row[number] > 1e-5}  # null: infinitely wrong
+    wrong = {number for number in NUMBERS if row[number] is None or row[number] > 1e-5}  # None: an infinite deviation
     assert code == 1 and not row["passed"] and numbers <= wrong, row
     assert any(line.rstrip().endswith("FAIL") for line in said)
     assert not placed or not row["where"].startswith("nothing"), row["where"]

@@ -1,6 +1,6 @@
-"""DP in one process: losses, gradients and steps of one model, whatever the replicas; bytes as they are sent.
+"""DP in one process: losses, gradients and steps equal those of one model for any number of replicas; sent bytes equal the formula.
 
-The tests run in forks of this process, because replicas are threads, and ranks of other tests are forks of this one, too.
+Each test runs in a fork: replicas are threads, and a process with threads could not be forked for the ranks of later tests.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tests.support.tiny import start
 def alone(body: str) -> Any:
     """Run the body in its own fork. Return the last line that it prints, parsed as JSON."""
     names: dict[str, Any] = {}
-    exec(HEAD, names)  # here, so that no fork imports it again
+    exec(HEAD, names)  # before the fork, which then need not import these modules
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         said = io.StringIO()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(90)  # replicas that wait for each other for ever
+        signal.alarm(90)  # ends replicas that wait for each other for ever
         try:
             with redirect_stdout(said):
                 exec(textwrap.dedent(body), names)
@@ -64,7 +64,7 @@ def alone(body: str) -> Any:
 
 @pytest.mark.usefixtures("five_steps")
 def test_replicas_give_the_numbers_of_one_process() -> None:
-    """Dense, sparse with capacity, noise and dropout, and sums over the whole step; recompute, tiles and micro-batches; 2 to 6 replicas."""
+    """Losses, gradients and weights of 2 to 6 replicas equal one process: dense and MoE models, recomputation, tiles, micro-batches."""
     found = alone("""
         want = {model: reference(Case(model, "ddp", 1, 1, 1, "fp32")) for model in ("dense", "switch", "gshard", "deepseek")}
         found = {}
@@ -82,7 +82,7 @@ def test_replicas_give_the_numbers_of_one_process() -> None:
 
 
 def test_padding_counts_by_each_replicas_tokens() -> None:
-    """Replicas with unequal numbers of tokens, one with none: loss, reports and gradients of one process."""
+    """Replicas with unequal numbers of unpadded tokens, one of them with none, give the loss, reports and gradients of one process."""
     found = alone("""
         tokens = batch(0)
         tokens[0, 4:] = tokens[5, 7:] = -100
@@ -103,7 +103,8 @@ def test_padding_counts_by_each_replicas_tokens() -> None:
 
 
 def test_bytes_are_those_of_a_broadcast_and_a_reduction_each_micro_batch() -> None:
-    """(n - 1) P bytes each way per micro-batch. The first replica is the model; the other replicas are freed after each pass."""
+    """A micro-batch broadcasts (n - 1) P bytes of weights and reduces (n - 1) P bytes of gradients. After it, only the first replica, which
+    is the model itself, is left in memory."""
     found = alone("""
         tiny = start(Case("switch", "dp", 1, 1, 3, "fp32", replicas=4), 0)
         tiny.accumulate(0)
@@ -117,7 +118,8 @@ def test_bytes_are_those_of_a_broadcast_and_a_reduction_each_micro_batch() -> No
 
 
 def test_a_replica_that_fails_ends_the_pass_with_its_own_error() -> None:
-    """Replicas that wait for it at a sum are released. Threads have the caller's grad mode."""
+    """If a replica fails, replicas that wait for it in a sum end too, and its error is raised. Replicas' threads have the caller's grad
+    mode."""
     found = alone("""
         def scatter(args, devices, together):
             return [(i, together[i]) for i in range(len(devices))]

@@ -1,4 +1,4 @@
-"""Laws of every data-parallel engine: what is dropped leaves no trace, what is saved goes on to the bit, every rank takes part."""
+"""Laws of every data-parallel engine: dropped gradients change nothing, loaded states give bitwise equal steps, no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 def on_ranks(kind: str, work: Callable[[int, Case], Any], world: int = 2, **case: Any) -> list[Any]:
     if kind.startswith("zero"):
-        load_deepspeed()  # before forking: it takes seconds to import
+        load_deepspeed()  # imported before the fork, because it takes seconds
     chosen = replace(Case("switch", kind, world, world, 1, "fp32"), **case)
     return run_on_ranks(work, world, chosen, timeout_s=90)
 
@@ -42,9 +42,8 @@ def gradients(tiny: Tiny) -> dict[str, Tensor]:
 
 @each_kind
 def test_dropped_gradients_leave_no_trace(kind: str) -> None:
-    """Weights and moments stay bitwise equal, memory is freed, and the next step equals an engine that never had these gradients.
-    DeepSpeed's stages 1 and 2 overwrite dropped gradients, so only memory shows them; offload and stage 3 keep one buffer.
-    """
+    """Dropping gradients leaves weights and moments bitwise equal, and the next step equals that of an engine without these gradients.
+    Their memory is freed, except with offload and stage 3, which keep one buffer."""
     buffers = "+" in kind or kind == "zero3"
 
     def work(rank: int, case: Case) -> list[bool]:
@@ -72,7 +71,7 @@ def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind
         for step in range(2):
             unbroken.step(step)
         saved = unbroken.state()
-        resumed.step(7)  # what is there before must go
+        resumed.step(7)  # a state that loading must replace
         found = [not same(resumed.state(), saved)]
         resumed.engine.load_state(saved, given(saved), steps=2)
         found += [same(resumed.state(), saved), resumed.adam_steps() == unbroken.adam_steps() == {2.0}]
@@ -87,9 +86,7 @@ def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind
 
 
 def test_every_kind_goes_on_from_what_another_saved() -> None:
-    """Each kind loads the checkpoints of its two neighbours in the list. The state is bitwise equal, and the next step has equal loss and
-    weights.
-    """
+    """Each engine loads the states of its two neighbours in KINDS bit by bit. The next step gives equal loss and weights."""
 
     def work(rank: int, case: Case) -> list[str]:
         engines = {kind: start(replace(case, kind=kind), rank) for kind in KINDS}
@@ -117,7 +114,7 @@ def test_every_kind_goes_on_from_what_another_saved() -> None:
 
 
 def named(state: State) -> State:
-    """The state by the names in checkpoints, without the module names that an engine adds."""
+    """Return the state by the parameters' names in checkpoints, without the prefixes that an engine adds."""
     return {global_name(name): kinds for name, kinds in state.items()}
 
 
@@ -130,10 +127,7 @@ SPARED = [{"kind": "full", "every": 2, "loss_chunks": 3}, {"kind": "selective"},
 
 @pytest.mark.parametrize("kind", ("ddp", "fsdp", "zero2", "zero3"))
 def test_recompute_and_chunks_of_the_loss_change_no_number(kind: str) -> None:
-    """Two steps of two micro-batches: losses, every gradient, norms and the weights that are left, against the same kind without.
-
-    What is done while gradients arrive is stage 2's for stage 1, too, and where states lie matters after that.
-    """
+    """Losses, gradients, norms and final weights of two steps are equal with and without recomputation, and with a loss in chunks."""
 
     def work(rank: int, case: Case) -> list[float]:
         def run(**recompute: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -161,7 +155,7 @@ def test_recompute_and_chunks_of_the_loss_change_no_number(kind: str) -> None:
 
 @each_kind
 def test_micro_batches_add_up_and_scaling_multiplies(kind: str) -> None:
-    """Three micro-batches give the gradient of one; scaling by a power of two is exact, in the gradients and in the step's norm."""
+    """Gradients of a batch in three micro-batches equal those in one. Scaling by a power of two changes gradients and norm exactly."""
 
     def work(rank: int, case: Case) -> list[Any]:
         def norm(tiny: Tiny) -> float:
@@ -174,7 +168,7 @@ def test_micro_batches_add_up_and_scaling_multiplies(kind: str) -> None:
         whole = norm(three)
         three.engine.scale_gradients(0.25)
         found.append(all(torch.equal(g, a[n] * 0.25) for n, g in gradients(three).items()) and norm(three) == whole * 0.25)
-        # zero gradients, stepped with no decay and no moments: nothing moves but the step counter
+        # a step with zero gradients, without weight decay and moments, changes only the step counter
         before = one.state()
         one.engine.scale_gradients(0.0)
         one.engine.step(lr=0.0)
@@ -189,17 +183,12 @@ def test_micro_batches_add_up_and_scaling_multiplies(kind: str) -> None:
     ("kind", "kernels"), [*((kind, "cpu") for kind in KINDS), *((kind, "reference") for kind in ("ddp", "fsdp", "zero3"))]
 )
 def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> None:
-    """All tokens go to expert 0 on rank 0: no rank waits, rank 1's experts have zero gradients, and dense weights still change."""
+    """If all tokens choose expert 0 of rank 0, no rank hangs, gradients of rank 1's experts are zero, and dense weights still change."""
 
     def work(rank: int, case: Case) -> list[Any]:
-        tiny = start(
-            case,
-            rank,
-            experts={"kernels": kernels},
-            router={"capacity_factor": None, "jitter": 0.0, "z_weight": 0.0},
-        )
-        # every embedding has a large first element, and the router asks for nothing else
-        states = tiny.state()  # a copy
+        tiny = start(case, rank, experts={"kernels": kernels}, router={"capacity_factor": None, "jitter": 0.0, "z_weight": 0.0})
+        # the router reads only the first element of each embedding, which is large: all tokens choose expert 0
+        states = tiny.state()
         (table,) = (state["weight"] for name, state in states.items() if name.startswith("embedding"))
         table[:, 0] = 50.0
         states["layers.1.moe.router.weight"]["weight"].zero_()[0, 0] = 1.0
@@ -221,14 +210,14 @@ def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> 
 
 @each_kind
 def test_one_process_needs_no_group(kind: str) -> None:
-    """World 1, as `python -m moe.launch.launch` starts it: the same two steps as two ranks."""
+    """One process without a process group gives the losses and norms of two ranks."""
 
     def alone(rank: int, case: Case) -> list[float]:
         dist.destroy_process_group()
         tiny = start(case, rank)
         found = [tiny.accumulate(0).loss, tiny.finish().total, tiny.accumulate(1).loss]
         tiny.finish()
-        if not dist.is_initialized():  # the runner's own last barrier
+        if not dist.is_initialized():  # run_on_ranks ends with a barrier, which needs a group
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return found
 
@@ -242,9 +231,8 @@ def test_one_process_needs_no_group(kind: str) -> None:
 
 @each_kind
 def test_gradients_are_shares_of_the_global_mean(kind: str) -> None:
-    """The engine does not average, so an expert's gradient is equal with ep 1 and ep 2. A step clears it: the same batch twice at rate zero
-    has an equal gradient, not twice it.
-    """
+    """Gradients are sums over ranks, not means: an expert's gradient with ep 1 equals that with ep 2. A step clears gradients: the same
+    batch after a step at learning rate 0 gives the same gradients, not twice as large ones."""
 
     def work(rank: int, case: Case) -> list[Tensor]:
         tiny = start(case, rank)
@@ -263,20 +251,20 @@ def test_gradients_are_shares_of_the_global_mean(kind: str) -> None:
     torch.testing.assert_close(first[2], norm, rtol=1e-5, atol=1e-7)
 
 
-# --- what DDP does on its own ---------------------------------------------------------------------------------------------
+# --- DDP's own sums ---------------------------------------------------------------------------------------------------
 
 
 def test_ddp_sums_each_gradient_once_a_step_whatever_the_micro_batches() -> None:
-    """Bytes equal the closed form: dense gradients over dp, experts' gradients over edp only; with ep 1 both are the same ranks."""
+    """Bytes of all-reduces in a step equal the formula: dense gradients once over dp, experts' gradients once over edp."""
 
     def work(rank: int) -> list[Any]:
         found = []
         for ep, microbatches in ((2, 1), (2, 3), (4, 3), (1, 1)):
             tiny = start(Case("switch", "ddp", 4, ep, microbatches, "fp32"), rank)
-            tiny.step(0)  # DDP settles its buckets in the first one
+            tiny.step(0)  # DDP rebuilds its buckets in the first step
             tiny.mesh.communicator.reset_counts()
             tiny.accumulate(1)
-            row = 8 * (2 + 7 + 4) + 8 * 3  # the step's numbers, float64: flag, loss, 7 and 4 loads of the one layer; its tokens, int64
+            row = 8 * (2 + 7 + 4) + 8 * 3  # the sum of a step's metrics: 13 float64 and 3 int64
             sizes = {True: 0, False: 0}
             for name, p in tiny.model.named_parameters():
                 sizes[".experts." in name] += 4 * p.numel()

@@ -1,6 +1,5 @@
-"""Laws of FSDP: the numbers of one process, 1/N of every state, whole weights only while they run, as many messages as theory has.
-
-The engine's laws that all kinds share are in test_engines.py, resuming in test_resume.py, all precisions in `moe verify`.
+"""Laws of FSDP: results equal one process; a rank keeps 1/N of all states; weights are gathered only during use; collectives and bytes
+equal the formulas. Laws of all engines are in test_engines.py, resuming is in test_resume.py, precisions are in `moe verify`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # fully_shard asks for it: once here, not in every forked rank
+import torch._dynamo  # imported by fully_shard: here once, instead of in every forked rank
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +37,7 @@ DENSE = Case("dense", "fsdp", 2, 1, 1, "fp32")
 SPARSE = Case("deepseek", "fsdp", 4, 2, 1, "fp32", experts=8)  # dp 4 = edp 2 x ep 2
 
 
-# --- the numbers of one process -------------------------------------------------------------------------------------------
+# --- results of one process -------------------------------------------------------------------------------------------
 
 
 def two_steps(rank: int, case: Case, sharding: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def two_steps(rank: int, case: Case, sharding: dict[str, Any]) -> dict[str, Any]
 
 
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Assemble the whole tensors from the owned pieces of all ranks."""
+    """Return whole gradients and weights, added up from all ranks: each rank has zeros outside the elements that it owns."""
     first = parts[0]
     for part in parts[1:]:
         for what in ("gradients", "weights"):
@@ -69,8 +68,8 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
         (replace(SPARSE, ep=1, recompute="selective", rows="overlapped"), {"reshard": False}),
         (replace(SPARSE, ep=2, microbatches=3, rows="overlapped"), {"prefetch": 0}),
         (replace(SPARSE, ep=1, etp=2), {}),
-        (replace(SPARSE, ep=4), {"reshard": False, "prefetch": 2}),  # one copy of each expert: nothing of them to cut
-        (replace(SPARSE, model="gshard", world=3, ep=1, experts=4), {}),  # tied, and dims that do not divide
+        (replace(SPARSE, ep=4), {"reshard": False, "prefetch": 2}),  # each expert is on one rank only, so FSDP does not shard experts
+        (replace(SPARSE, model="gshard", world=3, ep=1, experts=4), {}),  # tied embeddings; 3 ranks divide no dim
         (replace(DENSE, tiles=4, head_tiles=2, chunks=5, recompute="full"), {"prefetch": 2}),
     ],
     ids=lambda value: value.layout if isinstance(value, Case) else ",".join(f"{k} {v}" for k, v in value.items()),
@@ -89,7 +88,7 @@ def test_a_step_is_that_of_one_process(case: Case, sharding: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_gradients_are_summed_in_fp32_whatever_they_are_gathered_in(dtype: str) -> None:
-    """2048 and 1, of two uses on a rank or of two ranks, have no sum in 16 bits, and their mean would be another number."""
+    """Gradients 2048 and 1 are added exactly, from two uses on a rank and from two ranks. In 16 bits, 2048 + 1 would be rounded."""
 
     def work(rank: int) -> list[float]:
         engine, _ = linear(rank, 2, torch.ones(4, 3), dtype=DTYPES[dtype])
@@ -101,7 +100,7 @@ def test_gradients_are_summed_in_fp32_whatever_they_are_gathered_in(dtype: str) 
 
 
 class Linear(nn.Module):
-    """x W^T + b in x's dtype; each row of x uses W once more."""
+    """Returns x W^T + b in x's dtype, by one product with W for each row of x."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class Linear(nn.Module):
 
 
 def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.float32) -> tuple[FSDP, AdamW]:
-    """FSDP around one unit: a matrix of this value, and a bias that stays whole. Return the engine and its optimizer."""
+    """Return an FSDP engine for a model of one matrix `value`, which is a unit, and a bias, which stays whole; and the engine's rule."""
     mesh = process.connect(Degrees(dp=ranks), World(rank, ranks))
     model = nn.Sequential()
     model.add_module("one", Linear(torch.empty_like(value, device="meta")))
@@ -132,7 +131,7 @@ def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 3), (6, 5), (3, 8), (9, 1)])
 def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
-    """Dims that divide by no number of ranks, and fewer rows than ranks: AdamW's steps, and states as they were loaded."""
+    """AdamW's steps equal those without sharding, and loaded states are read back, if no dim divides or rows are fewer than ranks."""
 
     def work(rank: int, ranks: int) -> list[bool]:
         torch.manual_seed(0)
@@ -165,11 +164,11 @@ def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
 
 
 def test_the_first_dim_that_divides_is_cut() -> None:
-    """The first dim may not divide: a stack may have fewer experts than there are copies of it."""
+    """Dim 0 may be indivisible: a stack can have fewer experts than the ranks that share it."""
     assert [dim_to_cut(shape, 4) for shape in ((8, 3), (2, 24, 20), (2, 5, 20), (5, 7), (3,))] == [0, 1, 2, 0, 0]
 
 
-# --- what is where --------------------------------------------------------------------------------------------------------
+# --- memory of a rank -------------------------------------------------------------------------------------------------
 
 
 def cut_numel(tiny: Tiny) -> int:
@@ -178,7 +177,7 @@ def cut_numel(tiny: Tiny) -> int:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_states_are_one_nth(microbatches: int) -> None:
-    """With gradients, 16 P / N bytes to the byte, where every parameter has a dim that divides; what stays whole is small."""
+    """Weights, gradients and moments of the sharded parameters take exactly 16 P / N bytes a rank. Unsharded parameters are small."""
 
     def work(rank: int, case: Case) -> list[int]:
         tiny = start(case, rank)
@@ -202,7 +201,7 @@ def test_states_are_one_nth(microbatches: int) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_weights_are_whole_only_while_they_run(reshard: bool) -> None:
-    """After the forward pass what was gathered is freed, or kept with `reshard: false`; after the backward pass it is freed."""
+    """Gathered weights are freed after the forward pass (kept with `reshard: false`), and after the backward pass."""
 
     def work(rank: int, case: Case) -> list[Any]:
         tiny = start(case, rank, sharding={"reshard": reshard})
@@ -230,8 +229,8 @@ def test_weights_are_whole_only_while_they_run(reshard: bool) -> None:
     assert run_on_ranks(work, 4, replace(SPARSE, recompute="full"), timeout_s=60) == [[True] * 3] * 4
 
 
-def test_a_model_is_born_cut_with_the_weights_that_ddp_has() -> None:
-    """A rank draws only the elements of a sharded parameter that it keeps; they are bitwise equal to DDP's."""
+def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
+    """A rank draws first values only for its own shard of a parameter. They are bitwise equal to DDP's."""
 
     def work(rank: int, case: Case, patch: pytest.MonkeyPatch) -> list[bool]:
         drawn: dict[str, int] = {}
@@ -256,26 +255,26 @@ def test_a_model_is_born_cut_with_the_weights_that_ddp_has() -> None:
         assert run_on_ranks(work, 4, SPARSE, patch, timeout_s=60) == [[True, True]] * 4
 
 
-# --- what is sent ---------------------------------------------------------------------------------------------------------
+# --- collectives and bytes --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("case", "sharding", "gathers", "scatters"),
     [
-        # two blocks and a head: twice and once; the embedding is not read backward. One layer's experts over edp
+        # two blocks and the head are gathered in both passes, the embedding only forward; gradients of all four are scattered
         (DENSE, {}, {"dp": 2 * 3 + 1}, {"dp": 4}),
         (DENSE, {"reshard": False}, {"dp": 4}, {"dp": 4}),
         (DENSE, {"prefetch": 0}, {"dp": 7}, {"dp": 4}),
         (DENSE, {"prefetch": 3}, {"dp": 7}, {"dp": 4}),
         (replace(DENSE, recompute="full", microbatches=3), {"prefetch": 2}, {"dp": 3 * 7}, {"dp": 3 * 4}),
-        # beside the experts stands a shared one, a unit of its own
+        # experts are gathered over edp; the shared expert is a unit of dp
         (SPARSE, {}, {"dp": 2 * 4 + 1, "edp": 2}, {"dp": 5, "edp": 1}),
         (replace(SPARSE, recompute="full"), {}, {"dp": 9, "edp": 2}, {"dp": 5, "edp": 1}),
         (replace(SPARSE, recompute="selective"), {"prefetch": 2}, {"dp": 9, "edp": 2}, {"dp": 5, "edp": 1}),
         (replace(SPARSE, recompute="full"), {"reshard": False}, {"dp": 5, "edp": 1}, {"dp": 5, "edp": 1}),
-        # a tied table runs twice; its gradient is whole once
+        # a tied table is gathered for embedding and head, but its gradient is scattered once
         (replace(SPARSE, model="gshard"), {}, {"dp": 2 * 3 + 4, "edp": 2}, {"dp": 3 + 1, "edp": 1}),
-        # four tiles of each feed-forward network, two of embedding and head each
+        # four tiles of each feed-forward network, two of the embedding and two of the head
         (replace(DENSE, tiles=4, head_tiles=2), {"prefetch": 2}, {"dp": 2 * (2 + 2 * 4 + 2) + 2}, {"dp": 2 + 2 * 4 + 4}),
     ],
     ids=lambda value: value.layout if isinstance(value, Case) else "",
@@ -297,7 +296,8 @@ def test_every_unit_is_gathered_twice_and_its_gradient_summed_once(
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
 def test_bytes_sent_are_those_of_zero_3(precision: str, width: int) -> None:
-    """Gathers in the compute dtype, sums in fp32: (N - 1)/N of 2 width P + 4 P, but for the embedding's 4 P + 4 P."""
+    """A step sends (N - 1) / N of 2 `width` P bytes by gathers (compute dtype, `width` bytes an element) and of 4 P bytes by fp32 sums.
+    The embedding is gathered once, in fp32."""
 
     def work(rank: int) -> list[int]:
         tiny = start(replace(DENSE, precision=precision), rank)

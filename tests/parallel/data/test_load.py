@@ -1,4 +1,4 @@
-"""Laws of loading in boxes: a run of elements is its boxes in order, each no larger than asked for, whatever the shape."""
+"""Laws of loading: `boxes` cuts consecutive elements of a tensor of any shape into boxes of limited size, in order."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_the_boxes_of_a_run_are_its_elements_in_order(shape: list[int], at_once:
     assert len(list(boxes(tuple(shape), 0, whole.numel(), at_once=whole.numel()))) == 1
 
 
-def test_a_tensor_is_filled_from_where_it_stands_and_nothing_larger_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part cut along the second dim (FSDP), a flat run (ZeRO), a single number; each box has at most seven elements."""
+def test_tensors_are_filled_by_boxes_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fill` and `fill_run` fill a shard along dim 1 (FSDP), consecutive elements (ZeRO), and a scalar, by boxes of at most 7 elements."""
     monkeypatch.setattr(load, "ELEMENTS_AT_ONCE", 7)
     whole, asked = torch.randn(4, 6, 5), []
 

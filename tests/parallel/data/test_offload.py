@@ -1,4 +1,4 @@
-"""The swap folder of a rank: it goes with its process, and no folder of a living process is deleted."""
+"""The swap folder of a rank is deleted when its process has ended, and never while the process runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ input()
 
 
 def test_only_folders_of_dead_processes_of_this_host_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one of a host whose name begins with this host's name, and not one that is locked, as by a process of another container."""
+    """Folders of other hosts stay, even if the other name begins with this host's. Locked folders stay: a process of another container,
+    whose process id this one cannot see, uses them."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node")
     offload = Offload("nvme", path=str(tmp_path))
     monkeypatch.setattr(os, "getpid", lambda: 999_999)

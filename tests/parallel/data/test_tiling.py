@@ -1,4 +1,4 @@
-"""A tiled layer is the untiled one: output, every gradient, a step, first values, checkpoints; only what is alive at once differs."""
+"""A tiled layer equals the untiled one in output, gradients, steps, first values and checkpoints, and needs less memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def networks(ffn: str, tiles: int, dtype: torch.dtype) -> tuple[FeedForward, Til
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of whole parameters: tiles are concatenated along the dim that they split."""
+    """Return name of each whole parameter -> its gradient, concatenated from the tiles' gradients."""
     found: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -68,7 +68,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("tiles", [2, 6])
 @pytest.mark.parametrize("ffn", FFNS)
 def test_a_sum_of_narrower_networks_is_the_network(ffn: str, tiles: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Output and every gradient to rounding."""
+    """Output and gradients of a tiled feed-forward network equal the untiled one's, up to rounding."""
     whole, tiled = networks(ffn, tiles, dtype)
     x, toward = torch.randn(B, L, D, dtype=dtype, requires_grad=True), torch.randn(B, L, D, dtype=dtype)
     y = x.detach().clone().requires_grad_()
@@ -85,7 +85,7 @@ def test_a_sum_of_narrower_networks_is_the_network(ffn: str, tiles: int, dtype: 
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_in_16_bits_a_tiled_network_is_no_farther_from_the_truth_than_the_untiled_one(compute: torch.dtype) -> None:
-    """Many tiles, weights in fp32: partial results and the input's gradients are added in fp32, so their number does no harm."""
+    """With 16-bit compute and many tiles, errors against fp64 do not exceed the untiled network's: tiles' results are added in fp32."""
     torch.manual_seed(1)
     x, toward = torch.randn(B, L, D).to(compute), torch.randn(B, L, D)
 
@@ -112,7 +112,7 @@ def test_in_16_bits_a_tiled_network_is_no_farther_from_the_truth_than_the_untile
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("entry", ["rows", "tokens", "runs"])
 def test_tiled_experts_are_the_experts(entry: str, ffn: str, kernels: str) -> None:
-    """Rows with their counts, tokens with gates, and the runs of an overlapped exchange; with dropout on the hidden units."""
+    """Tiled experts equal untiled ones, with dropout, for each `entry`: rows and their counts, tokens and gates, overlapped chunks."""
     if entry == "tokens":
         from moe.experts.experts import Routed
     num, tiles, rows = 4, 3, 14
@@ -150,7 +150,7 @@ def test_tiled_experts_are_the_experts(entry: str, ffn: str, kernels: str) -> No
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-# --- the whole model ------------------------------------------------------------------------------------------------------
+# --- the whole model --------------------------------------------------------------------------------------------------
 
 SPARSE: dict[str, Any] = {
     "model": {
@@ -172,7 +172,7 @@ TILES = {"tiling": {"ffn": 4, "head": 3}}
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("beside", [{}, {"shared": 0, "residual": True}])
 def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], tied: bool) -> None:
-    """And every element of the untiled model is in one tile: pieces by global names tile each tensor once."""
+    """Tiles have the untiled model's first values, bit by bit. Each element of an untiled tensor is in exactly one tile."""
     values = SPARSE | {"model": SPARSE["model"] | {"tied_embeddings": tied}, "experts": SPARSE["experts"] | beside}
     mesh = Mesh.of(Degrees())
     plain, _ = build_model(check_run(build_run(values), 1), mesh, device=CPU)
@@ -180,7 +180,7 @@ def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], ti
     want = {p.name: p.tensor for n, t in plain.named_parameters() for p in pieces(global_name(n), lay_out(plain)[n], mesh, t)}
     got = {name: torch.full_like(t, torch.nan) for name, t in want.items()}
     for name, parameter in tiled.named_parameters():
-        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()  # a tile keeps no whole alive
+        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()  # a tile has memory of its own, no view of the whole
         for piece in pieces(global_name(name), layouts[name], mesh, parameter):
             assert piece.shape == tuple(want[piece.name].shape)
             place = got[piece.name][tuple(slice(s, s + n) for s, n in zip(piece.start, piece.tensor.shape, strict=True))]
@@ -191,17 +191,19 @@ def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], ti
 
 
 def test_a_model_made_alone_is_the_one_that_is_laid_out() -> None:
-    """Without a mesh, and not on the meta device."""
+    """A tiled model built directly equals the one that `build_model` makes on the meta device and lays out over a mesh."""
     run = build_run(SPARSE | TILES)
     alone = save_memory(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size), tiling=run.tiling)
     made, _ = build_model(check_run(run, 1), Mesh.of(Degrees()), device=CPU)
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), made.parameters(), strict=True))
     names = [name for name, module in made.named_modules() if any(module is tile for tile in tiles_of(made))]
-    assert len(names) == 3 + 4 + 4 + 4 and all(re.fullmatch(r".*tiles\.\d", name) for name in names)  # table, dense, experts, shared
+    assert len(names) == 3 + 4 + 4 + 4 and all(
+        re.fullmatch(r".*tiles\.\d", name) for name in names
+    )  # tiles of embedding, dense network, experts, shared expert
 
 
 def test_a_tiled_model_computes_what_the_untiled_one_does() -> None:
-    """fp32, in training with dropout, noise and capacity: loss, balance losses, every gradient within moe verify's bound."""
+    """Losses and gradients in fp32 agree within the bound of `moe verify`, with dropout, router noise and dropped tokens."""
     values = SPARSE | {"model": SPARSE["model"] | {"dropout": 0.1}, "router": {"capacity_factor": 1.0, "jitter": 0.1}}
     tokens = torch.randint(256, (B, L + 1), generator=torch.Generator().manual_seed(4))
     found = []
@@ -227,12 +229,12 @@ def test_a_tiled_model_computes_what_the_untiled_one_does() -> None:
 
 
 def _stack(name: str) -> str:
-    """The name of the stacked parameter that contains an expert's matrix."""
+    """Return the name of the stack that contains an expert's matrix."""
     return re.sub(r"experts\.\d+", "experts", name)
 
 
 def test_tiles_lie_within_what_ranks_hold() -> None:
-    """Over etp 2 and ep 2 every rank cuts its own hidden units; together the pieces are each tensor once."""
+    """With etp 2 and ep 2, each rank cuts its own hidden units into tiles. All ranks' tiles together cover each expert's matrix once."""
     degrees = Degrees(dp=4, ep=2, etp=2)
     counted = {f"experts.{e}.w1": torch.zeros(5, 12) for e in range(4)}
     for rank in range(4):
@@ -265,11 +267,11 @@ def test_a_tile_has_the_global_name_of_its_whole(name: str, whole: str) -> None:
     assert tile_of(nn.Linear(2, 3), "weight", dim=0) is None
 
 
-# --- engines and checkpoints ----------------------------------------------------------------------------------------------
+# --- engines and checkpoints ------------------------------------------------------------------------------------------
 
 
 def stepped(rank: int, kind: str, tiling: dict[str, int], folder: Path | None, then: dict[str, int] | None) -> list[Any]:
-    """Train two steps with `tiling` and save; with `then`, load in another engine and train two more. Return losses, norms, weights."""
+    """Train two steps with `tiling`, save, and train two more, with the tiling `then` after a reload if given. Return losses and norms."""
     case = Case("gshard", kind, 2, 1, 3, "fp32", etp=2)
     tiny = start(replace(case, tiles=tiling.get("ffn", 1), head_tiles=tiling.get("head", 1)), rank)
     numbers = [value for step in range(2) for value in (tiny.accumulate(step).loss, tiny.finish().total)]
@@ -288,7 +290,7 @@ def stepped(rank: int, kind: str, tiling: dict[str, int], folder: Path | None, t
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1"])
 def test_what_one_tiling_saves_another_goes_on_from(kind: str, tmp_path: Path) -> None:
-    """Two ranks with split experts: 2 tiles to none, none to 5 and 2 to 5; the losses and norms are those of a run that never stopped."""
+    """A run that changes its tiling at a resume (2 tiles to none, none to 5, 2 to 5) has the losses and norms of an uninterrupted run."""
     if kind == "zero1":
         from parallel.data.deepspeed import load_deepspeed
 
@@ -302,14 +304,13 @@ def test_what_one_tiling_saves_another_goes_on_from(kind: str, tmp_path: Path) -
     assert plain.names() == tiled.names() and plain.names("exp_avg_sq") == tiled.names("exp_avg_sq")
 
 
-# --- what is alive at once --------------------------------------------------------------------------------------------------
+# --- memory of weights and gradients ----------------------------------------------------------------------------------
 
 
-@dataclass(repr=False)  # a freed tensor cannot be printed
+@dataclass(repr=False)  # a repr would read freed tensors
 class Stream:
-    """A small engine with streamed units: a unit's weights exist only while it computes, and its gradients are removed once complete.
-    `alive`: current bytes of weights and gradients, `peak`: their maximum, `ahead`: number of units fetched early.
-    """
+    """A small engine like FSDP: a unit's weights are in memory only while it computes, its gradients only until they are complete.
+    alive(): current bytes of weights and gradients. peak: their maximum. ahead: number of units whose weights are fetched early."""
 
     units: list[nn.Module]
     ahead: int = 0
@@ -371,7 +372,7 @@ def matrices(tiles: int) -> tuple[nn.Module, list[nn.Module]]:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 12])
 def test_live_weights_fall_with_the_tiles(tiles: int, ahead: int, compute: torch.dtype) -> None:
-    """Measured: weights and gradients together 2 * size / q, and the weights of one tile more where the next is fetched ahead."""
+    """With q tiles, weights and gradients take 2/q of the untiled weights' bytes at most, and 1/q more if the next tile is prefetched."""
     size = 2 * D * F * 4  # bytes of both matrices
     model, units = matrices(tiles)
     with Stream(units, ahead=ahead).running() as stream:
@@ -381,7 +382,7 @@ def test_live_weights_fall_with_the_tiles(tiles: int, ahead: int, compute: torch
 
 @pytest.mark.parametrize("part", ["ffn", "experts", "head"])
 def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None:
-    """Weights that leave between the forward and the backward pass are read nowhere in between: of networks, experts and the head."""
+    """Gradients are equal whether the tiles' weights are freed between forward and backward pass or not: the graph saves no weights."""
     run = check_run(
         build_run(SPARSE | {"tiling": {"ffn": 3, "head": 4}, "recompute": {"loss_chunks": 2}, "precision": {"compute": "bf16"}}), 1
     )
@@ -391,7 +392,7 @@ def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None
         model, _ = build_model(run, Mesh.of(Degrees()), device=CPU)
         home = {"ffn": model.layers[0].ffn, "experts": model.layers[1].moe.experts, "head": model.embedding}[part]  # type: ignore[union-attr]
         stream = Stream(list(tiles_of(home)))  # type: ignore[arg-type]
-        if part == "head":  # a tied table is used twice: its gradients are whole after the second use
+        if part == "head":  # untied here: a tied table's gradients are complete only after its second use
             model.embedding = nn.Parameter(torch.cat([t.weight.detach() for t in home.tiles]))  # type: ignore[union-attr]
             model.head = home
         loss = lambda: model(tokens[:, :-1], Context.of(tokens[:, :-1]), tokens[:, 1:]).loss  # noqa: E731
@@ -406,7 +407,7 @@ def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None
     assert all(torch.equal(a, b) for a, b in zip(passed(True), passed(False), strict=True))
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Laws of ZeRO: what a rank keeps and sums in, that weights are whole only where they are used, and that the host's memory or a disk
-changes no bit.
+"""Laws of ZeRO: memory of a rank, dtype of gradient sums, weights gathered only during use; offload changes no bit.
 
-The engine's laws that all kinds share are in test_engines.py, resuming in test_resume.py, all layouts in `moe verify`.
+Laws of all engines are in test_engines.py, resuming is in test_resume.py, layouts are in `moe verify`.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ SPARSE = Case("deepseek", "zero3", 2, 1, 1, "fp32")
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    load_deepspeed()  # before forking: it takes seconds to import
+    load_deepspeed()  # imported before the forks, because it takes seconds
 
 
-# --- what gradients are summed in ------------------------------------------------------------------------------------------
+# --- dtype of gradient sums -------------------------------------------------------------------------------------------
 
 
 def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload) -> DeepSpeed:
-    """The engine of one of two ranks around a matrix of ones that computes in `dtype`."""
+    """Return the engine of a rank (of two) for a matrix of ones that computes in `dtype`."""
     mesh = process.connect(Degrees(dp=2), World(rank, 2))
     layer = Linear(3, 4)
     nn.init.ones_(layer.weight)
@@ -69,7 +68,7 @@ def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("stage, place", [(1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"), (3, "cpu")])
 def test_gradients_are_summed_in_fp32_whatever_weights_are_read_in(stage: int, place: Any, dtype: torch.dtype) -> None:
-    """2048 and 1 have no sum in 16 bits: neither of two micro-batches nor of two ranks."""
+    """Gradients 2048 and 1 of two micro-batches or two ranks are added exactly. In 16 bits, 2048 + 1 would be rounded."""
 
     def work(rank: int) -> list[float]:
         engine = engine_of(stage, rank, dtype=dtype, offload=Offload(optimizer=place))
@@ -81,7 +80,7 @@ def test_gradients_are_summed_in_fp32_whatever_weights_are_read_in(stage: int, p
     assert run_on_ranks(work, 2, timeout_s=60) == [[2051.0]] * 2
 
 
-# --- stage 3: whole only where it is used ----------------------------------------------------------------------------------
+# --- stage 3: weights gathered only during use ------------------------------------------------------------------------
 
 
 def whole(model: nn.Module) -> list[str]:
@@ -107,8 +106,8 @@ def test_between_passes_no_weight_is_whole(case: Case) -> None:
     assert run_on_ranks(work, case.world, timeout_s=60) == [[[]] * 6] * case.world
 
 
-def test_the_model_is_cut_as_it_is_born() -> None:
-    """A rank draws only its 1/N of each weight, and frees the drawing buffer before the next weight. Values equal DDP's."""
+def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
+    """A rank draws first values only for its own shard of each weight, one weight at a time. They equal DDP's."""
 
     def work(rank: int, patch: pytest.MonkeyPatch) -> list[Any]:
         drawn: dict[str, int] = {}
@@ -134,12 +133,12 @@ def test_the_model_is_cut_as_it_is_born() -> None:
         assert run_on_ranks(work, 2, patch, timeout_s=60) == [[0, True, True, True]] * 2
 
 
-# --- offload changes no number ---------------------------------------------------------------------------------------------
+# --- overlapped sums and offload change no number ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
-    """The way that gradients go on a GPU, whose streams a CPU has not: other buckets and another order of events, the same numbers."""
+    """`overlap_comm`, which is on only with CUDA streams, is forced on a CPU: losses, norms and states stay bitwise equal."""
 
     def with_overlap(*args: Any) -> dict[str, Any]:
         found = settings(*args)
@@ -161,7 +160,7 @@ def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_to_the_host_changes_no_bit(stage: int, precision: str) -> None:
-    """Two steps of two micro-batches: losses, weights, moments. A norm's squares are added in another order, so nothing is clipped."""
+    """Losses, weights and moments of two steps are bitwise equal. Clipping is off, because norms are added in another order."""
 
     def work(rank: int) -> list[list[Any]]:
         case = replace(SPARSE, kind=f"zero{stage}", microbatches=2, precision=precision)
@@ -185,7 +184,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_compiling_is_said_once_and_its_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a compiler that takes no time: minutes and folder are said before, nothing where it is there, and one line where it fails."""
+    """compile_async_io prints a message before it compiles, and none if async_io is compiled already. A failed compilation raises BadInput
+    of one line. (Fake builders replace the compiler.)"""
     from deepspeed.accelerator import get_accelerator
 
     said: list[str] = []
@@ -216,7 +216,7 @@ def test_compiling_is_said_once_and_its_failure_is_one_line(tmp_path: Path, monk
 
 
 def test_an_op_is_compiled_as_one_file_or_else_as_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file of two that define the same constant and include a header without a guard: it compiles. Where it does not, the two do."""
+    """Two sources with the same constant and an unguarded header compile as one joined file. If that fails, they compile separately."""
     from deepspeed.accelerator import get_accelerator
     from torch.utils import cpp_extension
 
@@ -270,13 +270,13 @@ def test_deepspeeds_own_builder_compiles_one_file_without_debug_information(tmp_
 
 @pytest.fixture(scope="module")
 def async_io() -> None:
-    """Compile DeepSpeed's disk library into the user's cache, unless it is there. This takes minutes."""
+    """Compile DeepSpeed's async_io into the user's cache, unless it is there. This takes minutes."""
     script = "import sys; from parallel.data.deepspeed import compile_async_io; compile_async_io(lambda text: print(text, file=sys.stderr))"
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     built = extensions_dir() / "async_io"
     if not (built / "async_io.so").exists() or (built / "lock").exists():
         subprocess.run([sys.executable, "-c", script], check=True, timeout=1200, env=environment)
-    # once it is there nobody asks for a compiler again
+    # a second call must not need a compiler
     again = subprocess.run([sys.executable, "-c", script], timeout=120, env=environment | {"PATH": ""}, capture_output=True, text=True)
     assert again.returncode == 0 and "compiling" not in again.stderr, again.stderr
 
@@ -285,10 +285,9 @@ def async_io() -> None:
 @pytest.mark.timeout(1300)
 @pytest.mark.skipif(bool(missing_for_nvme()), reason=f"offload to a disk needs {' and '.join(missing_for_nvme())}")
 def test_a_disk_changes_no_bit_and_is_left_empty(async_io: None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with everything on a disk against nothing offloaded: losses, weights, moments; then the run goes on without the disk.
+    """Losses, weights and moments are equal with all states on a disk and without offload. The run can be resumed without the disk.
 
-    It alone would notice weights that the disk keeps in fewer bits, as DeepSpeed chooses on processors without products in fp16.
-    """
+    Only this test would notice 16-bit weights on the disk, which are DeepSpeed's default on processors without fp16 products."""
     swap = tmp_path / "swap"
     swap.mkdir()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions_dir({k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"})))
@@ -300,14 +299,14 @@ def test_a_disk_changes_no_bit_and_is_left_empty(async_io: None, home: Path, tmp
             "degrees": {"ep": 2},
             "sharding": {"kind": "zero", "stage": 3, "offload": offload},
             "train": {"steps": steps},
-            "model": {"d_model": 64, "d_ff": 8208},  # DeepSpeed leaves parts of less than 1 MiB in memory
+            "model": {"d_model": 64, "d_ff": 8208},  # DeepSpeed keeps shards below 1 MiB in memory
         }
-        values["optimizer"] = {"clip_norm": None}  # clipping is a factor on the way from the disk, which rounds once more
+        values["optimizer"] = {"clip_norm": None}  # gradients read from a disk are scaled then, with one more rounding
         return trained.recipe(home, **values)
 
     trained.train(recipe("none", 6), tmp_path / "plain", ranks=2)
     trained.train(recipe("nvme", 6), tmp_path / "disk", ranks=2)
-    assert len(list(swap.iterdir())) == 2  # forked ranks end without cleaning up, as killed ones do
+    assert len(list(swap.iterdir())) == 2  # forked ranks skip clean-up, like killed ones
     folder = Offload("nvme", path=str(swap)).folder()
     assert folder is not None and [str(path) for path in swap.iterdir()] == [folder.name]
     del folder

@@ -1,4 +1,4 @@
-"""Laws of K-FAC: its direction is the dense one, its factors do not depend on how a batch is cut, and its state is all there is."""
+"""Tests of K-FAC: its direction equals the dense computation, layouts and micro-batches do not change it, and runs resume exactly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe.train.parts.executor import Pipelined, start_executor
 from moe.train.start import state
 from parallel.data.load import given
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
-from parallel.kfac.fisher import BubbleFiller, works
+from parallel.kfac.fisher import BubbleFiller
 from parallel.kfac.grafted import KfacEngine, grafted
 from parallel.kfac.kfac import Kfac, KfacUnit, Settings
 from parallel.mesh.layout import Layout
@@ -38,6 +38,7 @@ from parallel.process import process
 from parallel.process.process import World
 from tests.measured import kfac as bench
 from tests.measured.kfac import steps_to
+from tests.support.kfac_work import works
 from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -52,12 +53,12 @@ def unit(sums: Tensor) -> Tensor:
     return sums / mean_eigenvalue(sums)
 
 
-# --- the mathematics --------------------------------------------------------------------------------------------------
+# --- factors, damped inverses and directions --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_the_direction_is_that_of_the_dense_damped_kronecker_product(scale: float) -> None:
-    """Martens and Grosse, section 6.3, with lambda = damping times the mean eigenvalue of G (x) A, up to that number."""
+    """`direction` equals the solution with the dense matrix of Martens and Grosse, section 6.3, times the mean eigenvalue of G (x) A."""
     rows, inputs, outputs, damping = 40, 5, 3, 0.2
     a_RI, g_RO, gradient_OI = draw(rows, inputs), scale * draw(rows, outputs, seed=1), draw(outputs, inputs, seed=2)
     A, G = a_RI.T @ a_RI / rows, g_RO.T @ g_RO / rows
@@ -69,8 +70,8 @@ def test_the_direction_is_that_of_the_dense_damped_kronecker_product(scale: floa
     torch.testing.assert_close(direction(gradient_OI, *inverses).double(), wanted, rtol=2e-5, atol=1e-6)
 
 
-def test_on_one_linear_with_squared_loss_it_is_the_natural_gradient() -> None:
-    """Residuals that are independent of the inputs make the Fisher information exactly G (x) A: every input comes with every residual."""
+def test_the_direction_is_the_natural_gradient_of_one_linear_with_squared_loss() -> None:
+    """Every input occurs with every residual, so they are independent, and the Fisher information is exactly G (x) A."""
     inputs, outputs = 4, 3
     a_NI, r_MO = draw(6, inputs), draw(5, outputs, seed=1)
     a_RI, r_RO = a_NI.repeat_interleave(5, 0), r_MO.repeat(6, 1)
@@ -80,14 +81,14 @@ def test_on_one_linear_with_squared_loss_it_is_the_natural_gradient() -> None:
     target_RO = (y_RO - r_RO).detach()
     (((y_RO - target_RO) ** 2).sum() / 2 / len(a_RI)).backward()
     assert weight.grad is not None and y_RO.grad is not None
-    each_RP = torch.einsum("ro,ri->roi", r_RO, a_RI).flatten(1)  # a row's own gradient of its own loss
+    each_RP = torch.einsum("ro,ri->roi", r_RO, a_RI).flatten(1)  # for each row, the gradient of its loss
     fisher = each_RP.T @ each_RP / len(a_RI)
     wanted = torch.linalg.solve(fisher.double(), weight.grad.flatten().double()).view(outputs, inputs)
     got = direction(weight.grad, *(damped_inverse(unit(summed_products(r)), damping=1e-12) for r in (a_RI, y_RO.grad)))
     torch.testing.assert_close(got.double() / got.norm(), wanted / wanted.norm(), rtol=1e-3, atol=1e-4)
 
 
-def test_a_stack_is_a_loop_over_its_matrices() -> None:
+def test_a_stack_of_experts_equals_a_loop_over_its_matrices() -> None:
     counts, inputs, outputs = [7, 0, 4], 5, 3
     a_RI, g_RO, stacked = draw(11, inputs), draw(11, outputs, seed=1), draw(3, inputs, outputs, seed=2)
     inverses = [
@@ -102,12 +103,13 @@ def test_a_stack_is_a_loop_over_its_matrices() -> None:
             assert not got[e].any()
 
 
-def test_an_expert_without_rows_keeps_its_factor_and_one_that_never_had_any_takes_the_other_step() -> None:
+def test_an_expert_without_rows_keeps_its_factor_or_takes_adamws_step() -> None:
+    """`averaged` keeps the factor of an expert without new rows; `grafted` takes AdamW's step for an expert that never had any row."""
     first = averaged(torch.zeros(3, 2, 2), summed_products(draw(5, 2), [2, 3, 0]), ema=0.9)
     second = averaged(first, summed_products(draw(5, 2, seed=1), [0, 2, 3]), ema=0.9)
     assert torch.equal(second[0], first[0]) and not torch.equal(second[1], first[1])
     torch.testing.assert_close(mean_eigenvalue(second).flatten(), torch.ones(3))
-    torch.testing.assert_close(second[2], unit(summed_products(draw(5, 2, seed=1)[2:]))[0])  # the first counts whole
+    torch.testing.assert_close(second[2], unit(summed_products(draw(5, 2, seed=1)[2:]))[0])  # an expert's first factor has weight 1
     other = draw(3, 2, 4)
     d = direction(draw(3, 2, 4, seed=3), damped_inverse(first, damping=0.1), torch.eye(4).repeat(3, 1, 1))
     got = grafted(d, other)
@@ -116,16 +118,16 @@ def test_an_expert_without_rows_keeps_its_factor_and_one_that_never_had_any_take
     torch.testing.assert_close(got[0] / got[0].norm(), d[0] / d[0].norm())
 
 
-def test_a_matrix_that_rounding_made_indefinite_is_inverted_with_more_damping() -> None:
+def test_an_indefinite_factor_is_inverted_with_more_damping() -> None:
     bad = torch.diag(torch.tensor([4.0, -0.9, -0.1])).unsqueeze(0)
     inverse = damped_inverse(bad, damping=0.01)
     assert torch.isfinite(inverse).all() and (torch.linalg.eigvalsh(inverse) > 0).all()
-    torch.testing.assert_close(inverse, torch.linalg.inv(bad + torch.eye(3)))  # 0.1 and 10 times that
+    torch.testing.assert_close(inverse, torch.linalg.inv(bad + torch.eye(3)))  # sqrt(damping) = 0.1 was raised to 1
 
 
 @pytest.mark.parametrize(("rows", "width", "damping"), [(1, 300, 1e-20), (4, 64, 1e-20), (40, 65, 1e-300), (3, 1, 1e-30)])
-def test_damping_below_what_fp32_can_tell_still_gives_an_inverse_and_a_finite_step(rows: int, width: int, damping: float) -> None:
-    """Fewer rows than the width: without damping there is no inverse at all. One row: the largest eigenvalue is the width."""
+def test_damping_below_fp32s_precision_still_gives_a_finite_step(rows: int, width: int, damping: float) -> None:
+    """Factors of fewer rows than their width are singular, so they have no inverse without damping."""
     factor = unit(summed_products(draw(rows, width)))
     inverse = damped_inverse(factor, damping=damping)
     assert torch.isfinite(inverse).all() and float(torch.linalg.eigvalsh(inverse.double()).min()) > 0
@@ -133,11 +135,11 @@ def test_damping_below_what_fp32_can_tell_still_gives_an_inverse_and_a_finite_st
     assert torch.isfinite(moved).all() and float(moved.norm()) == pytest.approx(float(draw(1, width, width, seed=2).norm()), rel=1e-3)
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+# --- recording and units of work in one process -----------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """A network of two linears, 5 -> 7 -> 3."""
+    """A network of two linear layers: 5 -> 7 -> 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,9 +170,7 @@ def running(kfac: Kfac) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(("microbatches", "scale"), [(4, 1.0), (1, 2.0**12), (3, 0.01)])
-def test_factors_do_not_depend_on_micro_batches_nor_on_what_the_loss_is_multiplied_by(
-    at_once: bool, microbatches: int, scale: float
-) -> None:
+def test_factors_do_not_depend_on_micro_batches_or_the_loss_scale(at_once: bool, microbatches: int, scale: float) -> None:
     found = []
     for cut, times in ((1, 1.0), (microbatches, scale)):
         kfac = kfac_of(net := Net())
@@ -186,7 +186,7 @@ def test_factors_do_not_depend_on_micro_batches_nor_on_what_the_loss_is_multipli
     torch.testing.assert_close(found[0]["A second.weight"], unit(summed_products((x @ Net().first.weight.T).relu())))
 
 
-def test_work_waits_in_the_order_in_which_it_became_ready() -> None:
+def test_units_wait_in_the_order_in_which_they_became_ready() -> None:
     kfac = kfac_of(net := Net())
     kfac.at_once = False
     passes(kfac, net, draw(12, 5), microbatches=2)
@@ -194,12 +194,12 @@ def test_work_waits_in_the_order_in_which_it_became_ready() -> None:
     assert [str(item) for item in kfac.waiting] == [f"curvature {name} micro-batch {i}" for i in (0, 1) for name in one]
     assert all(kfac.do_next() for _ in range(3)) and [str(unit) for unit in kfac.waiting][0] == "curvature G first.weight micro-batch 0"
     assert len(kfac.waiting) == 5
-    kfac.forget()
+    kfac.discard_step()
     assert not kfac.waiting and kfac.records and all(factor.sums is None for factor in kfac.factors.values())
 
 
 @pytest.mark.parametrize(("every", "delay"), [(1, 0), (3, 0), (3, 1), (4, 3)])
-def test_inverses_change_only_where_they_are_due(every: int, delay: int) -> None:
+def test_inverses_change_only_delay_steps_after_a_refresh(every: int, delay: int) -> None:
     kfac = kfac_of(net := Net(), replace(SETTINGS, refresh_every=every, delay=delay))
     kfac.at_once = False
     before = [factor.inverse.clone() for factor in kfac.factors.values()]
@@ -213,8 +213,8 @@ def test_inverses_change_only_where_they_are_due(every: int, delay: int) -> None
         before = after
 
 
-def test_when_work_is_done_changes_no_number() -> None:
-    """Work done at once, at the ends of steps, or unit by unit in between, also with delayed inversions."""
+def test_results_do_not_depend_on_the_time_at_which_units_run() -> None:
+    """Units run as soon as they are ready, at the ends of steps, or one by one in between."""
 
     def after(way: str) -> list[Tensor]:
         kfac = kfac_of(net := Net(), replace(SETTINGS, refresh_every=3, delay=2))
@@ -241,7 +241,8 @@ def test_factors_of_16_bit_rows_are_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ffn", ["gelu", "swiglu"])
-def test_experts_seen_matrix_by_matrix_give_the_same_network_and_the_factors_of_a_loop(ffn: str) -> None:
+def test_experts_factors_equal_those_of_a_loop_over_experts(ffn: str) -> None:
+    """Recording also leaves outputs and gradients of the experts unchanged."""
     counts, rows = [5, 0, 6], draw(11, 4)
     experts = Experts(3, d_model=4, d_ff=6, ffn=ffn)
     for i, weight in enumerate(experts.parameters()):
@@ -272,7 +273,7 @@ def test_experts_seen_matrix_by_matrix_give_the_same_network_and_the_factors_of_
             assert not running(kfac)["G experts.w1"][e].any()
 
 
-# --- a training step --------------------------------------------------------------------------------------------------
+# --- training steps ---------------------------------------------------------------------------------------------------
 
 MODEL = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 12, "ffn": "swiglu"}
 SPARSE: dict[str, Any] = {"model": MODEL | {"moe_every": 2}, "experts": {"num_experts": 4}, "router": {"capacity_factor": 1.5}}
@@ -282,7 +283,7 @@ ADAMW = {"optimizer": {"lr": 0.01, "warmup_steps": 0}}
 
 
 class Small:
-    """A tiny model that trains on drawn tokens."""
+    """A tiny model that trains on random tokens."""
 
     def __init__(self, values: dict[str, Any], *, kfac: dict[str, Any] | None = None, rank: int = 0, ranks: int = 1) -> None:
         optimizer = {"kind": "kfac", "kfac": {"refresh_every": 2, "damping": 0.1} | (kfac or {}), "lr": 0.01, "warmup_steps": 0}
@@ -318,7 +319,7 @@ class Small:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
-def test_what_is_adamws_and_what_is_k_facs() -> None:
+def test_kfac_takes_attention_and_feed_forward_linears_and_adamw_the_rest() -> None:
     small = Small(SPARSE | {"experts": {"num_experts": 4, "shared": 1, "shared_gate": True}})
     names = set(small.kfac.linears)
     assert {n.rpartition(".layers.")[2] for n in names if n.startswith("layers.0.")} == {
@@ -334,7 +335,8 @@ def test_what_is_adamws_and_what_is_k_facs() -> None:
     assert not [n for n in without.kfac.linears if "experts" in n]
 
 
-def test_a_step_goes_as_far_as_adamws_and_elsewhere_but_for_what_is_adamws() -> None:
+def test_a_linears_update_has_adamws_norm_but_another_direction() -> None:
+    """Parameters outside of K-FAC take exactly AdamW's update."""
     ours, plain = Small({}), Small(ADAMW)
     start = ours.weights()
     assert ours.step(0) == plain.step(0)
@@ -355,14 +357,14 @@ def test_a_step_goes_as_far_as_adamws_and_elsewhere_but_for_what_is_adamws() -> 
         pytest.param({"recompute": {"kind": "selective"}, "experts": {"num_experts": 4, "kernels": "reference"}}, id="reference"),
     ],
 )
-def test_losses_do_not_depend_on_how_a_step_is_carried_out(values: dict[str, Any]) -> None:
+def test_losses_do_not_depend_on_micro_batches_recompute_or_kernels(values: dict[str, Any]) -> None:
     plain, other = Small(SPARSE), Small(SPARSE | values)
     for step in range(5):
         assert other.step(step) == pytest.approx(plain.step(step), rel=1e-5), step
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_16_bits_follow_fp32_and_a_step_that_overflows_is_forgotten(compute: str) -> None:
+def test_16_bit_losses_follow_fp32_and_an_overflowing_step_is_discarded(compute: str) -> None:
     plain = Small(SPARSE)
     half = Small(SPARSE | {"precision": {"compute": compute, "loss_scale": "dynamic" if compute == "fp16" else "none"}})
     if compute == "fp16":
@@ -378,11 +380,11 @@ def test_16_bits_follow_fp32_and_a_step_that_overflows_is_forgotten(compute: str
 
 
 @pytest.mark.parametrize(("every", "delay", "stop"), [(2, 0, 3), (4, 3, 5), (4, 2, 7)])
-def test_a_run_that_is_saved_and_loaded_goes_on_to_the_bit(every: int, delay: int, stop: int) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(every: int, delay: int, stop: int) -> None:
     kfac = {"refresh_every": every, "delay": delay}
     whole, first, second = (Small(SPARSE, kfac=kfac) for _ in range(3))
     for small in (whole, first):
-        small.kfac.at_once = small is whole  # so that work still waits when the state is asked for
+        small.kfac.at_once = small is whole  # so that units of `first` still wait when its state is saved
     losses = [whole.step(step) for step in range(9)]
     assert [first.step(step) for step in range(stop)] == losses[:stop]
     tensors = {(kind, name): t.clone() for kind, name, _, t in first.kfac.state()}
@@ -394,7 +396,7 @@ def test_a_run_that_is_saved_and_loaded_goes_on_to_the_bit(every: int, delay: in
     assert not second.kfac.load(lambda *_: None, updates=stop)
 
 
-def test_checkpoints_hold_the_factors_and_one_of_adamws_run_is_taken_up(tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint_of_kfac_or_of_adamw(tmp_path: Path) -> None:
     whole, other = Small(SPARSE, kfac={"delay": 1, "refresh_every": 3}), Small(SPARSE, kfac={"delay": 1, "refresh_every": 3})
     losses, said = [whole.step(step) for step in range(6)], list[str]()
     first, plain = Small(SPARSE, kfac={"delay": 1, "refresh_every": 3}), Small(SPARSE | ADAMW)
@@ -409,7 +411,7 @@ def test_checkpoints_hold_the_factors_and_one_of_adamws_run_is_taken_up(tmp_path
         if small is first:
             assert [other.step(step) for step in (4, 5)] == losses[4:]
     assert "lacks some of K-FAC's factors" in said[0]
-    assert other.step(4) == plain.step(4)  # AdamW's until the next refresh is over
+    assert other.step(4) == plain.step(4)  # AdamW's update, until the next refresh has inverses
     for name, weight in plain.weights().items():
         torch.testing.assert_close(other.weights()[name], weight)
 
@@ -430,7 +432,7 @@ def _on_ranks(rank: int, ranks: int, degrees: dict[str, int], attention: dict[st
         pytest.param({"dp": 2, "sp": 2, "ep": 2}, {"kind": "ulysses"}, id="dp-sp-ep"),
     ],
 )
-def test_ranks_that_saw_other_tokens_sum_their_factors_to_those_of_one_process(degrees: dict[str, int], attention: dict[str, Any]) -> None:
+def test_losses_and_factors_on_several_ranks_equal_one_process(degrees: dict[str, int], attention: dict[str, Any]) -> None:
     alone = Small(SPARSE)
     losses, ranks = [alone.step(step) for step in range(4)], degrees.get("dp", 1) * degrees.get("sp", 1)
     for got, factors in run_on_ranks(_on_ranks, ranks, ranks, degrees, attention, timeout_s=60):
@@ -440,7 +442,7 @@ def test_ranks_that_saw_other_tokens_sum_their_factors_to_those_of_one_process(d
 
 
 def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple[str, str]], set[tuple[str, str]], dict[str, Tensor]]:
-    """(the factors that this rank inverted, all factors that it holds, the inverses in use)."""
+    """Return (factors that this rank inverted, all factors that it holds, name of a factor -> inverse) after one step."""
     values = SPARSE | {"degrees": {"ep": 1} | degrees}
     if "pp" in degrees:
         values |= {"pipeline": {"schedule": "chimera", "microbatches": 4}}
@@ -462,13 +464,13 @@ def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple
     [{"dp": 2}, {"dp": 2, "ep": 2}, {"sp": 2}, {"dp": 2, "sp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "dp": 2}],
     ids=["dp", "ep", "sp", "dp-sp-ep", "chimera", "chimera-dp"],
 )
-def test_each_inversion_is_done_once_by_one_of_the_ranks_that_hold_the_factor(degrees: dict[str, int]) -> None:
+def test_each_factor_is_inverted_by_exactly_one_of_the_ranks_with_copies(degrees: dict[str, int]) -> None:
     ranks = degrees.get("dp", 1) * degrees.get("pp", 1) * degrees.get("sp", 1)
     found = run_on_ranks(_inverted, ranks, ranks, degrees, timeout_s=60)
     alone = Small(SPARSE)
     alone.step(0)
     assert all(held == set(alone.kfac.factors) for _, held, _ in found)
-    own = degrees.get("ep", 1)  # experts are each rank's own there
+    own = degrees.get("ep", 1)  # number of ranks with different experts, whose factors have the same name
     for key in alone.kfac.factors:
         assert sum(key in done for done, _, _ in found) == (own if "experts" in key[1] else 1), key
     counts = [len(done) for done, _, _ in found]
@@ -479,21 +481,21 @@ def test_each_inversion_is_done_once_by_one_of_the_ranks_that_hold_the_factor(de
             torch.testing.assert_close(inverse, alone.kfac.factors[tuple(name.split())].inverse, rtol=1e-3, atol=1e-4)  # type: ignore[index]
 
 
-def test_it_learns_one_batch_in_fewer_steps_than_adamw() -> None:
-    """By a step at this size, on each of four seeds; earlier on the way to it they are level."""
+def test_kfac_reaches_a_loss_on_one_batch_in_fewer_steps_than_adamw() -> None:
+    """The difference is one step at this size; it was the same with each of four seeds."""
     ours, plain = Small({}), Small(ADAMW)
     reached = [next(step for step in range(60) if small.step(0) < 0.5) for small in (ours, plain)]
     assert reached[0] < reached[1]
 
 
-# --- in the bubbles ---------------------------------------------------------------------------------------------------
+# --- K-FAC's work in a pipeline's bubbles -----------------------------------------------------------------------------
 
 FACTORS = {stage: [("A", f"{stage}.w"), ("G", f"{stage}.w")] for stage in range(4)}
 SECONDS = {"curvature": 0.15, "sum": 0.1, "inversion": 0.4}
 
 
 def packed(name: str, *, without: str = "") -> Packing:
-    """K-FAC packed into a schedule's bubbles. `without`: a kind of work for which no other work waits."""
+    """Pack K-FAC's work into a schedule's bubbles. without: a kind of work; needs of this kind are removed from all other work."""
     schedule = catalog.make_schedule(name, ranks=4, microbatches=4)
     timeline = simulate(schedule, costs(1, 2, summation=0.5))
     made = works(schedule, FACTORS, SECONDS)
@@ -502,7 +504,8 @@ def packed(name: str, *, without: str = "") -> Packing:
 
 
 def broken_rules(packing: Packing) -> set[str]:
-    """Check the rules at the top of fisher.py, without the works' needs; return the names of those that the packing breaks."""
+    """Check PipeFisher's rules without using the works' `needs`. Return the broken rules: "rows": curvature starts before its rows exist or
+    is missing; "curvature": an all-reduce or inversion starts before all curvature; "sum": an inversion starts before its all-reduce."""
     timeline, broken = packing.timeline, set()
     placed = {p.work.name: p for p in packing.placed}
     ends = {(rank, *span.action[:3]): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
@@ -524,22 +527,22 @@ def broken_rules(packing: Packing) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera", "zb_h1"])
-def test_a_packing_by_the_needs_keeps_the_rules(name: str) -> None:
+def test_packings_of_kfacs_work_break_no_rule(name: str) -> None:
     packing = packed(name)
     assert not broken_rules(packing)
     sums = [p for p in packing.placed if p.work.name.startswith("sum")]
     assert len(sums) == (16 if name == "chimera" else 0)
     inversions = [p.work for p in packing.placed if p.work.name.startswith("inversion")]
-    assert sorted(work.rank for work in inversions) == [rank for rank in range(4) for _ in "AG"]  # replicas share theirs
+    assert sorted(work.rank for work in inversions) == [rank for rank in range(4) for _ in "AG"]  # two inversions on each rank
     assert packing.utilisation > packing.utilisation_before + 0.04
 
 
 @pytest.mark.parametrize(("name", "without"), [("chimera", "sum"), ("1f1b", "curvature"), ("chimera", "curvature")])
-def test_without_a_need_the_packing_breaks_a_rule(name: str, without: str) -> None:
+def test_broken_rules_finds_a_packing_without_a_need(name: str, without: str) -> None:
     assert without in broken_rules(packed(name, without=without))
 
 
-def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_noticed() -> None:
+def test_broken_rules_finds_curvature_that_is_too_early_or_missing() -> None:
     packing = packed("1f1b")
     late = max((p for p in packing.placed if p.work.name.startswith("curvature G")), key=lambda p: p.start)
     early = tuple(p._replace(start=0.0, end=0.15) if p is late else p for p in packing.placed)
@@ -548,7 +551,7 @@ def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_noticed() ->
 
 
 class _Counted(Watcher):
-    """A filler that counts the units of work it did."""
+    """Wraps a BubbleFiller and counts the units that it runs."""
 
     def __init__(self, filler: BubbleFiller) -> None:
         self.filler, self.done = filler, 0
@@ -583,7 +586,7 @@ def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int)
     ("schedule", "degrees"),
     [("1f1b", {"pp": 2}), ("chimera", {"pp": 2}), ("zb_h1", {"pp": 2}), ("gpipe", {"pp": 2, "dp": 2, "ep": 2})],
 )
-def test_in_a_pipeline_losses_are_those_of_one_process_and_work_is_done_in_the_waits(schedule: str, degrees: dict[str, int]) -> None:
+def test_a_pipelines_losses_equal_one_process_and_units_run_in_bubbles(schedule: str, degrees: dict[str, int]) -> None:
     kfac = {"refresh_every": 3, "delay": 2}
     alone = Small(SPARSE, kfac=kfac)
     losses = [alone.step(step) for step in range(11)]
@@ -595,16 +598,16 @@ def test_in_a_pipeline_losses_are_those_of_one_process_and_work_is_done_in_the_w
     assert any(done > 0 and waits[1] < waits[0] for _, done, waits in found), found
 
 
-def test_the_bench_counts_steps_until_a_mean_of_ten_is_low_enough() -> None:
+def test_steps_to_counts_steps_until_the_mean_of_ten_losses_is_reached() -> None:
     losses = [3.0] * 12 + [1.0] * 10
     assert steps_to(losses, 3.0) == 10 and steps_to(losses, 2.0) == 17 and steps_to(losses, 0.9) is None
 
 
-def test_the_bench_takes_the_steps_of_one_process_wherever_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmarks_losses_do_not_depend_on_the_place_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FORWARD_S", 1e-3)
     monkeypatch.setattr(bench, "BACKWARD_S", 2e-3)
     monkeypatch.setattr(bench, "UNIT_S", {"curvature": 2e-4, "inversion": 2e-4})
-    steps = 14  # the first eight are measured, the work of the others has places
+    steps = 14  # the first eight steps are timed; in the others, units run in planned bubbles
     values = bench.timed_values("kfac", 1, 0.02, steps, 2)
     ends, bubbles = (run_on_ranks(bench.until, 2, 2, "1f1b", way, values, 0.0)[0] for way in (bench.KFAC_ENDS, bench.KFAC_BUBBLES))
     assert ends["losses"] == bubbles["losses"] and not bubbles["reached"]

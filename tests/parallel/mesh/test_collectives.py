@@ -1,4 +1,4 @@
-"""Each collective against its twin in one process: the same formula on the list of all ranks' tensors, differentiated by autograd."""
+"""Outputs and gradients of each collective equal a plain formula over the list of all ranks' tensors, differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 
-# the whole world, and groups whose ranks are not neighbours
+# name -> degrees: axis dp over all ranks, or over ranks that are not neighbours
 PLACES = {"2": Degrees(dp=2), "3": Degrees(dp=3), "4": Degrees(dp=4), "2 of 4": Degrees(dp=2, tp=2)}
 SPLITS = {2: [[3, 0], [1, 2]], 3: [[0, 2, 1], [0, 0, 0], [3, 0, 4]], 4: [[0, 1, 0, 2], [0, 0, 0, 0], [1, 1, 1, 1], [5, 0, 0, 0]]}
 NAMES = (
@@ -55,7 +55,7 @@ def ours(name: str, x: Tensor, axis: Axis) -> Tensor:
 
 
 def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
-    """The expected output of every rank."""
+    """Return every rank's expected output of the collective `name`, given every rank's input."""
     kind, _, number = name.partition(" ")
     n = len(xs)
     if kind == "all_reduce":
@@ -72,19 +72,19 @@ def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
 
 
 def given(name: str, index: int, size: int) -> Tensor:
-    """A rank's input."""
+    """Return a rank's input of the collective `name`. size: number of ranks."""
     shape = (sum(SPLITS[size][index]), 5) if name == "all_to_all" else (2 * size, size, 3 * size)
     same = name.startswith(COPIES)  # one tensor that is equal on all ranks
     return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else index))
 
 
 def wanted(name: str, index: int, y: Tensor) -> Tensor:
-    """A linear loss of a rank's output. If all ranks get equal outputs, they also get equal losses."""
+    """Return the weights of a rank's output in its loss: sum(y * weights). They are equal on all ranks if the outputs are."""
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(100 if name.startswith(ALIKE) else 100 + index))
 
 
 def twin(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
-    """(output, gradient of the input) of every rank, in one process."""
+    """Return each rank's expected (output, gradient of the input), computed in one process."""
     xs = [given(name, r, size).requires_grad_() for r in range(size)]
     if name.startswith(COPIES):
         xs = [xs[0]] * size
@@ -101,7 +101,7 @@ def connected(place: str, rank: int) -> Axis:
 
 @cache
 def results(place: str) -> list[dict[str, Any]]:
-    """The results of every collective, on one set of forked ranks."""
+    """Return for each rank: name of a collective -> its output, gradient and counts."""
 
     def work(rank: int) -> dict[str, Any]:
         axis = connected(place, rank)
@@ -117,7 +117,7 @@ def results(place: str) -> list[dict[str, Any]]:
                 "y": y.detach(), "grad": x.grad, "unchanged": torch.equal(x, before),
                 "counts": {key: [c.calls, c.bytes] for (_, key), c in counts.items()}, "axes": [a for a, _ in counts],
             }  # fmt: skip
-            # neither the input nor the gradient that comes back needs to lie in one piece, nor alike on all ranks
+            # inputs and gradients may have different strides on different ranks
             z = given(name, axis.index, axis.size)
             z = (z.movedim(0, -1).contiguous().movedim(-1, 0) if axis.index else z).requires_grad_()
             out = ours(name, z, axis)
@@ -146,7 +146,7 @@ def test_strides_do_not_matter(place: str, name: str) -> None:
     for found in results(place):
         torch.testing.assert_close(found[name]["y_strided"], found[name]["y"], rtol=1e-6, atol=1e-6)
         kind, n = name.split()[0], PLACES[place].dp
-        # the loss is the plain sum of the outputs: each input element is in one output, or in as many as there are ranks
+        # the gradient of the sum of all outputs: the number of outputs that contain an input element, 1 or n
         times = n if kind in ("reduce_backward", "all_gather") else 1
         assert torch.equal(found[name]["grad_of_sum"], torch.full_like(found[name]["grad_of_sum"], times))
 
@@ -157,7 +157,7 @@ def test_bytes_are_what_a_rank_hands_in(place: str) -> None:
     whole = 2 * n * n * 3 * n * 4
     for rank, found in enumerate(results(place)):
         index = PLACES[place].coordinates(rank)["dp"]
-        rows = [sum(SPLITS[n][index]), sum(row[index] for row in SPLITS[n])]  # sent forward, sent back
+        rows = [sum(SPLITS[n][index]), sum(row[index] for row in SPLITS[n])]  # rows sent forward, and gradient rows sent backward
         theory = {
             "all_reduce": {"all_reduce": [1, whole]},
             "reduce_backward": {"all_reduce": [1, whole]},
@@ -206,7 +206,7 @@ def test_counts_add_up_by_axis_and_start_anew() -> None:
 
 
 def test_two_meshes_of_one_process_count_apart() -> None:
-    """Split axes and labelled axes count in their mesh; the world axis made before a mesh counts in none."""
+    """Parts of an axis and labelled axes are counted by their own mesh. `everyone`, an axis without a mesh, is counted by neither."""
 
     def work(rank: int) -> list[Any]:
         world = World(rank, 2)
@@ -225,7 +225,7 @@ def test_two_meshes_of_one_process_count_apart() -> None:
 
 
 def test_sent_is_what_must_leave_the_rank() -> None:
-    """On 4 ranks, of 12 numbers in fp32; an all_to_all keeps what is for its own rank."""
+    """`sent` of each collective of 12 fp32 numbers on 4 ranks equals the ring formulas; all_to_all does not count its own rank's rows."""
     axis, handed = Axis("ep", (0, 2, 4, 6), index=1), torch.zeros(6, 2)
     theory = {"counts": 36, "reduce_scatter": 36, "all_gather": 144, "all_reduce": 72, "shift": 48, "all_to_all": 40}
     counts = axis.communicator.counts

@@ -27,7 +27,7 @@ LAYER = "layers.3"
 
 
 def wrong_split(axis: Axis, rank: int) -> None:
-    """Rank 1 expects 2 rows from rank 0, which sends 3: without the check, gloo would return wrong numbers."""
+    """Run an all_to_all in which rank 0 sends 3 rows and rank 1 expects 2. Without debug mode, gloo would return wrong numbers."""
     all_to_all(torch.ones(4, 5), axis, send=[[1, 3], [2, 2]][rank], receive=[[1, 2], [2, 2]][rank])
 
 
@@ -104,7 +104,7 @@ def test_a_disagreement_is_one_line_on_every_rank_in_seconds(number: int, monkey
 
 
 def _of_a_step(rank: int, what: str) -> str:
-    """One step of training, in which rank 1 does something else at one of the step's own sums; experts lie apart from the rest on tp."""
+    """Run a training step in which rank 1 differs in a sum of dense or experts' gradients or of norms (`what`). Return the error."""
     tiny = start(Case("switch", "ddp", 2, 1, 1, "fp32", tp=2 if what == "expert" else 1), rank)
     if what == "dense" and rank == 1:
         tiny.engine.backward = lambda loss, last: sum_over(torch.ones(3), tiny.mesh.axis("dp"))  # type: ignore[assignment,method-assign]
@@ -134,7 +134,7 @@ def test_the_sums_of_a_step_have_names(what: str, said: str, monkeypatch: pytest
 
 
 def _elsewhere_on_rank(rank: int) -> list[Any]:
-    """Ranks 0 and 1 disagree; 2 and 3 wait for them on another axis."""
+    """Ranks 0 and 1 disagree on ep; ranks 2 and 3 wait for them on the world axis. Return [error, seconds until it came]."""
     mesh = process.connect(Degrees(dp=4, ep=2), World(rank, 4))
     began = time.perf_counter()
     try:
@@ -163,8 +163,8 @@ def _agreed_on_rank(rank: int) -> list[Any]:
     return [*found, tiny.step(0).total, tiny.step(1).total]
 
 
-def test_what_agrees_goes_on_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every dispatcher, and two steps of training with DDP's own sums; off, nothing is compared."""
+def test_debug_mode_changes_no_number_if_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of all dispatchers and of two training steps with DDP are equal with and without debug mode."""
     plain = run_on_ranks(_agreed_on_rank, 2, timeout_s=60)
     monkeypatch.setenv(DEBUG, "20")
     for off, on in zip(plain, run_on_ranks(_agreed_on_rank, 2, timeout_s=60), strict=True):
@@ -173,7 +173,7 @@ def test_what_agrees_goes_on_with_the_same_numbers(monkeypatch: pytest.MonkeyPat
 
 
 class Store(dict[str, bytes]):
-    """A store within one process, in which the other rank always gives the same answer as this one."""
+    """A store for one process: each value that rank 0 writes also appears under rank 1's key."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()

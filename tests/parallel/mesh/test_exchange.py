@@ -1,4 +1,4 @@
-"""Laws of exchanging rows: counts are transposed, every row arrives once at its owner, and the way back undoes it."""
+"""Laws of exchanging rows: counts are transposed, every row arrives once at its destination, and the reverse exchange restores the rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, BINS = 3, 2
 
 
 def tables(world: int) -> list[Tensor]:
-    """Tables of row counts from rank (line) to bin (column, BINS per rank): random, all zero, all to one bin, and one rank without rows."""
+    """Return tables of row counts [source rank, bin]: random, all zero, all rows to one bin, one rank without rows. BINS bins a rank."""
     generator = torch.Generator().manual_seed(world)
     found = [torch.randint(0, 5, (world, world * BINS), generator=generator) for _ in range(4)]
     found.append(torch.zeros(world, world * BINS, dtype=torch.int64))
@@ -30,7 +30,7 @@ def tables(world: int) -> list[Tensor]:
 
 
 def rows_of(table: Tensor, rank: int) -> Tensor:
-    """A rank's rows in order of destination: each knows its source, its bin and its own number."""
+    """Return a rank's rows in the order of their bins: each row is [source rank, bin, number]."""
     bins = torch.repeat_interleave(torch.arange(table.shape[1]), table[rank])
     return torch.stack([torch.full_like(bins, rank), bins, torch.arange(len(bins))], 1).double()
 
@@ -55,9 +55,9 @@ def test_rows_arrive_once_and_come_back(world: int) -> None:
     for number, table in enumerate(tables(world)):
         for rank in range(world):
             theirs, there, returned, graded = results[rank][number]
-            assert torch.equal(theirs, table[:, rank * BINS : (rank + 1) * BINS])  # the transpose: [source, my bin]
+            assert torch.equal(theirs, table[:, rank * BINS : (rank + 1) * BINS])  # counts by [source rank, this rank's bin]
             sent = torch.cat([rows_of(table, source) for source in range(world)])
-            assert torch.equal(there, sent[sent[:, 1].long() // BINS == rank])  # mine alone, by source and then in the order sent
+            assert torch.equal(there, sent[sent[:, 1].long() // BINS == rank])  # all rows for this rank, by source, in the order sent
             assert returned and graded
 
 
@@ -75,7 +75,7 @@ def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
     assert all_to_all(rows, axis, send=[7], receive=[7]) is rows and axis.communicator.counts() == {}
 
 
-# --- rows in slots --------------------------------------------------------------------------------------------------------
+# --- rows in slots ----------------------------------------------------------------------------------------------------
 
 
 def test_runs_are_the_indices_bin_after_bin() -> None:
@@ -85,7 +85,7 @@ def test_runs_are_the_indices_bin_after_bin() -> None:
 
 @pytest.mark.parametrize("stride", [None, 9])
 def test_arrived_rows_are_sorted_by_bin_then_source(stride: int | None) -> None:
-    """Against sorting (bin, source, number) of each row where it arrived."""
+    """`by_bin` equals a plain sort of all arrived rows by (bin, source, number)."""
     generator = torch.Generator().manual_seed(4)
     counts_RB = torch.randint(0, 4, (3, 2), generator=generator)
     counts_RB[1] = 0

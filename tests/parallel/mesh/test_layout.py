@@ -1,7 +1,7 @@
-"""Laws of layouts: the ranks' regions tile the full tensor once per copy, each element has one owner, and each token is in a gradient once.
+"""Laws of layouts: the ranks' shards cover each tensor once per copy, each element has one owner, and a gradient sum has each token once.
 
-The second half counts by brute force: loops over ranks as the papers number them say which elements each holds and which tokens its
-gradient of them has seen, and share no code with parallel/mesh/layout.py or parallel/mesh/mesh.py.
+The second half counts by loops over ranks, which share no code with parallel/mesh/layout.py and mesh.py: which elements each rank holds,
+and which tokens contribute to its gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.tensor.linear_3d import Cube
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Degrees, Layout]:
-    """Any degrees, and any parameter that divides by them: in any view, with each dim whole or cut by one axis or several."""
+    """Draw degrees and the layout of a parameter, in any view, with each dim whole or cut by one or several axes that divide it."""
     dp, sp, tp = draw(st.sampled_from([s for s in itertools.product(range(1, 5), repeat=3) if math.prod(s) <= 12]))
     ep = draw(st.sampled_from(divisors(dp * sp * tp)))
     etp, col = draw(st.sampled_from(divisors(dp * sp * tp // ep))), draw(st.sampled_from(divisors(tp)))
@@ -53,7 +53,7 @@ def layouts(draw: st.DrawFn) -> tuple[Degrees, Layout]:
 
 
 def stages(degrees: Degrees) -> list[list[Mesh]]:
-    """The meshes of the ranks of each pipeline stage: a parameter lives on one stage."""
+    """Return for each pipeline stage the meshes of its ranks. Each parameter is on one stage."""
     meshes = [Mesh.of(degrees, rank) for rank in range(degrees.world)]
     return [[m for m in meshes if m.axis("pp").index == stage] for stage in range(degrees.pp)]
 
@@ -117,12 +117,13 @@ def test_a_dim_that_several_axes_cut_must_divide_by_all_of_them() -> None:
         Layout((6, 4), {0: ("tp_depth", "tp_row"), 1: "tp_col"}, GRID).local_shape(mesh)
 
 
-# --- against a count over ranks that shares no code ------------------------------------------------------------------------
+# --- comparison with loops over ranks ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank has of a parameter: the runs of its dims' cuts, numbered, and the batch parts that its gradient has seen."""
+    """One rank's shard of a parameter. block: index of the shard along each dim. seen: the shards of the batch, as coordinates, whose
+    tokens contribute to the rank's gradient of the shard."""
 
     block: tuple[int, ...]
     seen: frozenset[tuple[int, ...]]
@@ -130,7 +131,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Kind:
-    """A parameter of a method: its layout; into how many runs each dim is cut; what each rank holds, by loops over ranks."""
+    """A parameter's layout, and what it must be: `cuts`, the number of shards along each dim, and `held`, each rank's shard."""
 
     layout: Layout
     cuts: tuple[int, ...]
@@ -141,7 +142,7 @@ WHOLE = (0, 0)
 
 
 def one_dim(dp: int, sp: int, tp: int) -> dict[str, Kind]:
-    """Megatron-LM: every tp rank sees the tokens of its (dp, sp); with its sequence parallelism, each rank's norms see a part of them."""
+    """Parameters of Megatron-LM's 1D layers. All tp ranks of a (dp, sp) see the same tokens, except norms with sequence parallelism."""
     ranks = [(d, s, t) for d in range(dp) for s in range(sp) for t in range(tp)]
     alike = [frozenset({(d, s, t) for t in range(tp)}) for d, s, _ in ranks]
     apart = [frozenset({rank}) for rank in ranks]
@@ -155,7 +156,7 @@ def one_dim(dp: int, sp: int, tp: int) -> dict[str, Kind]:
 
 
 def grids(dp: int, sp: int, q: int, depth: int) -> dict[str, Kind]:
-    """Optimus (depth 1) and Tesseract: the batch is cut by depth and row, hidden by column; a product's dW is summed over the grid."""
+    """Parameters of 2D (depth 1) and 2.5D. The batch is cut by depth and row, channels by column; products sum dW over their grid."""
     ranks = [(d, s, k, i, j) for d in range(dp) for s in range(sp) for k in range(depth) for i in range(q) for j in range(q)]
     own = [frozenset({(d, s, k, i)}) for d, s, k, i, _ in ranks]
     grid = [frozenset({(d, s, k, i) for i in range(q)}) for d, s, k, _, _ in ranks]
@@ -169,13 +170,16 @@ def grids(dp: int, sp: int, q: int, depth: int) -> dict[str, Kind]:
         "one key-value head": Kind(
             Block("tp_col_heads").layout("", (2, 3 * q)),
             (1, q),
-            [Held((0, i), frozenset({(d, s, k, n, j) for n in range(q)})) for d, s, k, i, j in ranks],  # of a column's queries
+            [
+                Held((0, i), frozenset({(d, s, k, n, j) for n in range(q)})) for d, s, k, i, j in ranks
+            ],  # gradients of the queries of a column
         ),
     }
 
 
 def cube(dp: int, sp: int, q: int) -> dict[str, Kind]:
-    """3D: x is cut by i, then j, and hidden by k; W's rows by k, then i, its columns by j; dW is summed over i on its way back."""
+    """Parameters of 3D on a cube of ranks (i, j, k). The batch is cut by i, then j, channels by k; W's dims by (k, then i) and by j.
+    Products sum dW over i."""
     ranks = [(d, s, k, i, j) for d in range(dp) for s in range(sp) for k in range(q) for i in range(q) for j in range(q)]
     all_of = [frozenset({(d, s, i, j) for i in range(q) for j in range(q)}) for d, s, *_ in ranks]
     own = [frozenset({(d, s, i, j)}) for d, s, _, i, j in ranks]
@@ -197,7 +201,8 @@ def cube(dp: int, sp: int, q: int) -> dict[str, Kind]:
 
 
 def experts(dp: int, sp: int, tp: int, ep: int, etp: int) -> dict[str, Kind]:
-    """Every rank routes tokens of its own; an expert sees those of its block of ep * etp ranks, which stand next to each other."""
+    """Parameters of an MoE layer. Every rank has its own tokens. An expert gets tokens of the ep * etp neighbouring ranks that share one
+    copy of all experts."""
     ranks = [(c, e, h) for c in range(dp * sp * tp // (ep * etp)) for e in range(ep) for h in range(etp)]
     seen = [frozenset({(c, e, h) for e in range(ep) for h in range(etp)}) for c, _, _ in ranks]
     own = [frozenset({rank}) for rank in ranks]
@@ -210,7 +215,7 @@ def experts(dp: int, sp: int, tp: int, ep: int, etp: int) -> dict[str, Kind]:
 
 @st.composite
 def methods(draw: st.DrawFn) -> tuple[Degrees, Kind, tuple[int, int]]:
-    """Degrees of up to 64 ranks a stage, one of a method's parameters, and the dims and runs of a tile of it."""
+    """Draw degrees of at most 64 ranks, a parameter of one method, and (dim, number of tiles) for a tile of it."""
     dp, sp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 3), (4, 2)]))
     method = draw(st.sampled_from(["1d", "2d", "2.5d", "3d", "experts"]))
     pp = draw(st.integers(1, 2))
@@ -245,7 +250,7 @@ def test_gradients_of_each_method_have_every_token_once(case: tuple[Degrees, Kin
             assert set(mesh.axis(*kind.layout.copies()).ranks if kind.layout.copies() else {mesh.rank}) == same
             summed = mesh.axis(*kind.layout.summed_over()).ranks
             parts = [token for rank in summed for token in at[rank].seen]
-            assert len(parts) == len(set(parts)) and set(parts) == everything  # none missing, none twice
+            assert len(parts) == len(set(parts)) and set(parts) == everything  # each shard of the batch once
             alike = [rank for rank in same if at[rank].seen == held.seen]
             assert same == {
                 other for rank in alike for other in next(m for _, m in found if m.rank == rank).axis(*kind.layout.summed_over()).ranks

@@ -1,4 +1,4 @@
-"""Laws of the mesh: groups and coordinates say the same, all views cover the same ranks, and ranks make groups without waiting in vain."""
+"""Laws of the mesh: groups follow from coordinates, every view has each rank once, and making process groups never deadlocks."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ def test_groups_of_every_axis_cover_the_world_once(d: Degrees) -> None:
 def test_a_group_is_the_ranks_that_differ_on_its_axis_alone(d: Degrees) -> None:
     places = [d.coordinates(rank) for rank in range(d.world)]
     for view in VIEWS:
-        assert len({tuple(place[a] for a in view) for place in places}) == d.world  # each coordinate belongs to one rank
+        assert len({tuple(place[a] for a in view) for place in places}) == d.world  # no two ranks have equal coordinates
         for axis in view:
             for group in d.groups(axis):
-                assert [places[rank][axis] for rank in group] == list(range(d.size(axis)))  # in order of the place on it
+                assert [places[rank][axis] for rank in group] == list(
+                    range(d.size(axis))
+                )  # ranks of a group are in the order of their index
                 assert len({tuple(places[rank][a] for a in view if a != axis) for rank in group}) == 1
 
 
@@ -111,12 +113,12 @@ def test_tensor_parallel_ranks_are_neighbours_and_expert_parallel_ones_too() -> 
 def test_tensor_parallel_ranks_are_a_grid_a_pile_of_grids_or_a_cube() -> None:
     d = Degrees(dp=2, tp=4, tp_col=2)
     assert (d.tp_row, d.tp_col, d.tp_depth) == (2, 2, 1)
-    assert d.groups("tp_row") == [(0, 2), (1, 3), (4, 6), (5, 7)]  # other rows: a column
+    assert d.groups("tp_row") == [(0, 2), (1, 3), (4, 6), (5, 7)]  # ranks with different rows form a column
     assert d.groups("tp_col") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     d = Degrees(tp=12, tp_col=2, tp_depth=3)
     assert d.groups("tp_depth") == [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
     assert (Degrees(tp=27, tp_col=3, tp_depth=3).tp_row, Degrees(tp=5).tp_row) == (3, 5)
-    d = Degrees(tp=8, tp_col=4, tp_col_copies=2)  # of two key-value heads, neighbours in a row hold the same
+    d = Degrees(tp=8, tp_col=4, tp_col_copies=2)  # two neighbours in a row hold the same key-value head
     assert d.groups("tp_col_copies") == [(0, 1), (2, 3), (4, 5), (6, 7)] and d.groups("tp_col_heads")[:2] == [(0, 2), (1, 3)]
     with pytest.raises(BadInput, match="^tp_row_copies: got 3, needed a divisor of tp_row=2; fix: use one of"):
         Degrees(tp=4, tp_col=2, tp_row_copies=3)
@@ -143,7 +145,7 @@ def test_an_exchange_in_two_steps_meets_neighbours_first() -> None:
 
 @given(degrees())
 def test_a_token_finds_every_expert_once_in_its_own_copy(d: Degrees) -> None:
-    """The ranks of one ep x etp block hold each part of each expert once; the blocks are the edp copies, and tile a stage."""
+    """The ranks of a stage form edp blocks of ep x etp ranks. The ranks of a block together hold every shard of every expert once."""
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank in range(d.world):
         place = d.coordinates(rank)
@@ -195,7 +197,7 @@ def test_degrees_must_multiply_to_the_processes_and_the_fix_helps(d: Degrees, pr
 
 
 def asked(d: Degrees, rank: int) -> tuple[Mesh, list[tuple[tuple[int, ...], int]]]:
-    """A rank's connected mesh with joint axes and parts of a pipeline; and each group that it helped to make, with its number."""
+    """Return a rank's connected mesh, with some joint axes and parts of pp, and (ranks, number) of each group that it made, in order."""
     made: list[tuple[tuple[int, ...], int]] = []
 
     def new_group(ranks: tuple[int, ...]) -> str:
@@ -219,13 +221,13 @@ def test_every_axis_has_a_group_and_equal_ranks_share_one(d: Degrees) -> None:
             assert axis.group == (None if axis.size == 1 else "the world's" if axis.ranks == everyone else f"group {axis.ranks}")
         own = [ranks for ranks, _ in made if ranks != (rank,)]
         parts = [axis.ranks for axis in mesh.more.values() if axis is not None and axis.size > 1]
-        assert all(rank in ranks for ranks in own)  # nobody takes part in making another's
+        assert all(rank in ranks for ranks in own)  # a rank makes only groups that contain it
         assert sorted(own) == sorted([*{axis.ranks for axis in mesh.axes.values() if 1 < axis.size < d.world}, *parts])
 
 
 @given(degrees())
-def test_ranks_make_their_groups_without_waiting_in_vain(d: Degrees) -> None:
-    """Each waits where it is until all members of its next group are there; torch's name for that must be the same for all of them."""
+def test_making_groups_never_deadlocks(d: Degrees) -> None:
+    """In a simulation, a group is made once it is the next group, with the same number, on all of its ranks. No rank waits for ever."""
     left = {rank: asked(d, rank)[1] for rank in range(d.world)}
     assert len({len(made) for made in left.values()}) == 1
     while any(left.values()):
@@ -241,11 +243,11 @@ def test_a_rank_of_131072_knows_its_place_in_under_a_second() -> None:
         started = time.process_time()
         _, made = asked(d, 77777)
         assert time.process_time() - started < 1
-        assert d.world == 131072 and len(made) <= len(AXES) + 6  # one an axis, joint axis or part
+        assert d.world == 131072 and len(made) <= len(AXES) + 6  # at most one group for each axis, joint axis or part
 
 
 def _sums(rank: int) -> list[list[float]]:
-    """The sum over each axis of a mesh on 8 ranks, after groups without some of the ranks were made and destroyed."""
+    """Return this rank's sums over axes of three meshes made one after another. Parts of pp have groups without some of the ranks."""
     import torch
 
     from parallel.mesh.collectives import sum_over

@@ -1,4 +1,4 @@
-"""The gradient norm on every layout is the norm of one process; not finite on one rank is not finite anywhere."""
+"""The gradient norm on every layout equals one process's. If one rank's gradient is not finite, all ranks get an infinite norm."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.tiny import CPU, start
 
 EXPERT, ROUTER, DENSE = "layers.1.moe.experts.w2", "layers.1.moe.router.weight", "layers.0.attention.q.weight"
 FAMILY = {EXPERT: "expert", ROUTER: "router", DENSE: "dense"}
-LAYOUTS = [(2, 2), (4, 2)]  # dp, ep: no two ranks have one expert, or two have it
-SPOILED = {  # on every layout each family is spoiled, with both values in all
+LAYOUTS = [(2, 2), (4, 2)]  # (dp, ep): each expert on one rank, or on two
+SPOILED = {  # (dp, ep) -> (parameter, value) for gradients that get this value: every family, inf and NaN
     (2, 2): [(EXPERT, math.inf), (EXPERT, math.nan), (ROUTER, math.inf), (DENSE, math.nan)],
     (4, 2): [(EXPERT, math.nan), (ROUTER, math.nan), (DENSE, math.inf)],
 }
@@ -41,7 +41,7 @@ def single_process() -> Result:
 
 @cache
 def norms(kind: str, world: int) -> list[dict[str, Any]]:
-    """Norms of each layout, without and with one spoiled gradient, on one set of ranks."""
+    """Return each rank's norms for the layouts of `world` ranks: clean, with each of SPOILED, and clean again."""
     if kind.startswith("zero"):
         load_deepspeed()
 
@@ -80,7 +80,7 @@ def test_the_norm_and_its_parts_are_those_of_one_process(kind: str, dp: int, ep:
         f: math.sqrt(sum(float(g.double().square().sum()) for n, g in gradients.items() if family[n] == f)) for f in family.values()
     }
     for found in norms(kind, dp):
-        for when in ("clean", "again"):  # nothing of what was dropped in between is left
+        for when in ("clean", "again"):  # "again": after spoiled gradients were dropped
             total, parts, finite = found[str((dp, ep))][when]
             assert finite and total == pytest.approx(single_process().norm, rel=1e-6)
             assert parts == pytest.approx(expected, rel=1e-6)
@@ -98,7 +98,7 @@ def test_not_finite_on_one_rank_is_not_finite_on_any_and_names_the_family(kind: 
 
 
 def test_averaging_the_norms_of_ranks_is_not_the_norm() -> None:
-    """Squares 100 on one rank and 20 on the other: sqrt(120), where averaging says 7.236 (DeepSpeed issue 8475)."""
+    """Sums of squares 100 and 20 on two ranks: the norm is sqrt(120), not the mean of sqrt(100) and sqrt(20) (DeepSpeed issue 8475)."""
 
     def work(rank: int) -> float:
         world = connect(Degrees(dp=2, ep=2), World(rank, 2)).axis("world")
@@ -112,7 +112,7 @@ def test_averaging_the_norms_of_ranks_is_not_the_norm() -> None:
 
 
 def test_copies_are_counted_once() -> None:
-    """A dense gradient that four ranks hold alike, and experts of which two ranks hold copies."""
+    """A dense gradient with copies on four ranks, and experts with copies on two, count once in the norm."""
 
     def work(rank: int) -> list[float]:
 

@@ -1,4 +1,4 @@
-"""Laws of first values: whoever draws which part of a tensor gets the same numbers, normal and cut at two sigma."""
+"""Laws of first values: an element's value does not depend on the shard that is drawn; values are normal, cut at two sigma."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(shape: tuple[int, ...], region: Box | None = None, *, key: int = 2**64
         ((5, 9), (slice(4, 5), slice(8, 9))),
         ((3, 4, 6), (slice(0, 2), slice(1, 4), slice(2, 3))),
         ((6, 1), (slice(2, 5), slice(0, 1))),
-        ((3, 70001), (slice(1, 3), slice(40000, 70001))),  # a row that is drawn in runs
+        ((3, 70001), (slice(1, 3), slice(40000, 70001))),  # a row longer than _CHUNK
         ((4, 5), (slice(2, 2), slice(0, 5))),
     ],
 )
@@ -36,8 +36,8 @@ def test_a_region_is_that_region_of_the_whole(shape: tuple[int, ...], region: Bo
     assert torch.equal(drawn(shape, region), drawn(shape)[region])
 
 
-def test_a_part_of_a_tensor_that_no_machine_holds_is_drawn_at_once() -> None:
-    """2^48 elements, whose indices do not fit in 32 bits: neighbours differ, and so do places whose indices differ by 2^32."""
+def test_shards_of_a_huge_tensor_are_drawn() -> None:
+    """In a tensor of 2^48 elements, elements with indices that differ by 1 or by 2^32 have different values."""
     shape = (2**24, 2**24)
     here = drawn(shape, (slice(2**23, 2**23 + 3), slice(0, 5)))
     there = drawn(shape, (slice(2**23 + 2**8, 2**23 + 2**8 + 3), slice(0, 5)))
@@ -46,7 +46,7 @@ def test_a_part_of_a_tensor_that_no_machine_holds_is_drawn_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_normal_and_cut_at_two_sigma(dtype: torch.dtype) -> None:
-    """Against the distribution function: the largest distance of a million numbers' own is below 1.95 / sqrt(n) (Kolmogorov, 0.1%)."""
+    """The empirical distribution of n = 10^6 values differs from the truncated normal one by less than 1.95 / sqrt(n) (Kolmogorov test)."""
     sigma, n = 0.25, 1_000_000
     out = torch.empty(1000, 1000, dtype=dtype)
     truncated_normal(out, key=5, shape=(1000, 1000), region=(slice(0, 1000), slice(0, 1000)), sigma=sigma)

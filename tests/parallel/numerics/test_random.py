@@ -1,6 +1,6 @@
-"""Keyed random numbers: a function of (key, position, column) alone, and close enough to uniform and independent.
+"""Keyed random numbers depend only on (key, position, column), and pass tests of uniformity and independence.
 
-Statistical bounds are five standard errors wide, for numbers that are fixed by their keys: no run is unlucky.
+Statistical bounds are five standard errors. The numbers are fixed by their keys, so no run fails by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEYS = [0, 1, 2**31 - 1, key_of(0, 1, "layers.1.router.jitter"), key_of(0, 2, "l
 
 
 def plain(key: int, position: int, column: int) -> float:
-    """The definition in Python's own numbers: modulo 2^32, then as a signed number / 2^32 + 1/2 in fp32."""
+    """Return one number of `uniform`, computed with Python's integers modulo 2^32."""
 
     def mix(x: int) -> int:
         x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
@@ -55,7 +55,7 @@ def test_a_row_depends_on_its_position_alone(key: int, tokens: int, width: int, 
 
 
 def test_rows_beyond_one_chunk_are_the_same_numbers() -> None:
-    """Numbers are hashed some thousand at a time; where a chunk ends must not show."""
+    """Numbers do not depend on the chunks in which `uniform` computes them, or on the call that contains their position."""
     position = torch.arange(7000)
     whole = uniform(5, position, 7)
     assert torch.equal(torch.cat([uniform(5, part, 7) for part in position.split(611)]), whole)
@@ -80,8 +80,8 @@ def test_mean_variance_and_every_bin_are_those_of_a_uniform(key: int) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_neighbours_do_not_know_each_other(key: int) -> None:
-    """Serial correlation along positions and along columns, and of the squares: at most five standard errors."""
+def test_neighbours_are_uncorrelated(key: int) -> None:
+    """Serial correlations along positions and columns, of the numbers and of their squares, are at most five standard errors."""
     grid = uniform(key, torch.arange(2000), 50).double() - 1 / 2
     bound = 5 / math.sqrt(grid.numel())
     for values in (grid, grid.square()):
@@ -91,7 +91,7 @@ def test_neighbours_do_not_know_each_other(key: int) -> None:
 
 
 def test_sums_over_a_row_spread_as_independent_numbers_do() -> None:
-    """The variance of a row's mean is that of one number divided by the width: nothing is shared within a row or a column."""
+    """The variance of the mean of n numbers of a row or column is the variance of one number divided by n."""
     for key in KEYS:
         grid = uniform(key, torch.arange(1500), 40).double()
         for dim, other in ((0, 40), (1, 1500)):
@@ -113,5 +113,5 @@ def test_different_uses_get_different_numbers() -> None:
 
 
 def test_a_key_is_the_same_on_every_machine() -> None:
-    """A run that is resumed elsewhere draws on: SHA-256 of "0/1/x", its first four bytes, little-endian, halved."""
+    """key_of(0, 1, "x") is fixed: the first four bytes of SHA-256 of "0/1/x", little-endian, divided by 2. Resumed runs need equal keys."""
     assert key_of(0, 1, "x") == 0x43AE8F09

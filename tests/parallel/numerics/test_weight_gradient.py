@@ -1,6 +1,6 @@
-"""I and then W are B: input gradients, weight gradients and their sums over micro-batches, for every product that can put off.
+"""A backward pass in two parts gives the gradients of one backward pass: I (inputs) and then W (weights), for all products that defer.
 
-The model is a stage with a head: it is given its first hidden state, as a pipeline would give it, and its loss is differentiated.
+The model is the last pipeline stage: its input is a hidden state, its output a loss.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 class Pass:
-    """The forward pass of one micro-batch; then B, or I and W."""
+    """Runs the forward pass of one micro-batch. Methods run the whole backward pass, or its parts I and W."""
 
     def __init__(self, model: Transformer, microbatch: int = 0) -> None:
         tokens = (random(B, L + 1, seed=microbatch).abs() * V).long() % V
@@ -92,7 +92,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def small(model: nn.Module) -> set[str]:
-    """Names of the parameters that may get their gradient in I."""
+    """Return the names of small parameters, whose gradients are computed in I."""
     return {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Norm) or path.endswith("attention.bias")}
 
 
@@ -111,7 +111,7 @@ def halves_are_the_whole(**values: Any) -> None:
     assert gradients(halves).keys() == small(halves)
     pending.compute()
     assert equal(gradients(halves), gradients(whole))
-    unused = set() if whole.head is None else {"embedding"}  # tokens are not looked up here
+    unused = set() if whole.head is None else {"embedding"}  # this stage does not use the embedding
     assert {name for name, grad in gradients(halves).items() if grad.any()} == {name for name, _ in whole.named_parameters()} - unused
 
 
@@ -164,7 +164,7 @@ def test_the_second_halves_come_in_any_order(case: str) -> None:
     first, second = (i.inputs_alone() for i in passes)
     second.compute()
     first.compute()
-    assert equal(gradients(halves), gradients(whole))  # a sum of two has one order
+    assert equal(gradients(halves), gradients(whole))  # bitwise, because a sum of two numbers has only one order
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -186,12 +186,12 @@ def test_without_being_asked_products_are_torchs_own() -> None:
     pending = Pass(model).inputs_alone()
     left = {name for name, _ in model.named_parameters()} - gradients(model).keys()
     beside = (".experts.w1", ".experts.w2", ".router.weight", ".shared_gate.weight", ".coefficient.weight")
-    assert left and all(name.endswith(beside) for name in left)  # only what has its own backward pass anyway
+    assert left and all(name.endswith(beside) for name in left)  # layers whose own autograd.Function defers gradients
     pending.compute()
     assert gradients(model).keys() == {name for name, _ in model.named_parameters()}
 
 
-# --- experts --------------------------------------------------------------------------------------------------------------
+# --- experts ----------------------------------------------------------------------------------------------------------
 
 COUNTS = [3, 0, 7, 2]
 
@@ -204,13 +204,13 @@ def experts_of(kernels: str, *, ffn: str = "swiglu", tiles: int = 1) -> Experts:
 
 
 def runs(experts: Experts, x: Tensor) -> Tensor:
-    """The experts in two runs, each of which sees a view of the matrices."""
+    """Run the experts in two chunks, each with a view of the stacked matrices."""
     parts = zip(x.split([3, 9]), experts.chunks(2, x.dtype), [COUNTS[:2], COUNTS[2:]], strict=True)
     return torch.cat([experts(rows, counts=counts, weights=weights) for rows, weights, counts in parts])
 
 
 def routed(experts: Experts, x: Tensor) -> Tensor:
-    """Two experts a token; one has none."""
+    """Run the experts with two choices a token; expert 1 gets no token."""
     expert_TK = torch.tensor([[0, 2], [2, 3], [2, 0]]).repeat(4, 1)
     plan = experts.kernels.plan(expert_TK, torch.ones_like(expert_TK, dtype=torch.bool), num_experts=4)
     out: Tensor = experts(x, counts=Routed(random(12, 2, seed=6).sigmoid(), plan))
@@ -273,11 +273,11 @@ def test_so_do_experts_whose_rows_travel_in_runs(tiles: int) -> None:
     assert equal(passed(True), passed(False))
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------------
+# --- memory between I and W -------------------------------------------------------------------------------------------
 
 
 def alive_between(network: Callable[[Tensor], Tensor], weights: nn.Module, rows: int) -> tuple[int, int]:
-    """Bytes alive after I, and after W, without weights, inputs and outputs."""
+    """Return the bytes of tensors in memory (after I, after W), without weights, inputs, outputs and gradients."""
     x = random(rows, D, seed=1).requires_grad_()
     y_gradient = random(rows, D, seed=2)
     with Alive() as alive:
@@ -294,7 +294,7 @@ def alive_between(network: Callable[[Tensor], Tensor], weights: nn.Module, rows:
 
 @pytest.mark.parametrize("rows", [6, 50])
 def test_inputs_and_output_gradients_are_kept_and_nothing_after(rows: int) -> None:
-    """x and dy existed before; between I and W, the hidden units and their gradient are kept."""
+    """Between I and W, a network keeps its hidden units and their gradients; after W nothing."""
     network = FeedForward(D, HIDDEN, "relu", recast=True)
     for p in network.parameters():
         nn.init.normal_(p)
@@ -302,8 +302,8 @@ def test_inputs_and_output_gradients_are_kept_and_nothing_after(rows: int) -> No
 
 
 @pytest.mark.parametrize(("ffn", "matrices"), [("relu", 2), ("gelu", 2), ("swiglu", 3)])
-def test_so_it_is_with_experts(ffn: str, matrices: int) -> None:
-    """Experts also keep 8 bytes per row for its expert. The pre-activation is freed if the activation is another tensor."""
+def test_memory_of_experts_between_i_and_w(ffn: str, matrices: int) -> None:
+    """Between I and W, experts keep `matrices` tensors of hidden units, and 8 bytes a row for the row's expert; after W nothing."""
     experts = experts_of("cpu", ffn=ffn)
     kept = alive_between(lambda x: experts(x, counts=[5, 5, 5, 5]), experts, 20)  # type: ignore[arg-type,return-value]
     assert kept == (matrices * 20 * HIDDEN * 4 + 20 * 8, 0)
@@ -325,7 +325,7 @@ def test_a_paid_debt_leaves_nothing(case: str, recompute: str) -> None:
 
 
 def saved(layer: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Bytes of all storages that the forward pass saves."""
+    """Return the bytes of all storages that the forward pass saves for the backward pass."""
     storages: dict[int, int] = {}
 
     def note(t: Tensor) -> Tensor:
@@ -345,10 +345,10 @@ def test_a_plain_product_saves_what_it_did_and_the_other_no_cast_weight(dtype: t
     x = random(5, D, seed=1).to(dtype).requires_grad_()
     size = x.numel() * dtype.itemsize
     assert saved(plain, x) == size + D * HIDDEN * dtype.itemsize
-    assert saved(other, x) == size + D * HIDDEN * 4  # the parameter, which is there anyway
+    assert saved(other, x) == size + D * HIDDEN * 4  # the saved weight is the parameter itself, no copy
 
 
-# --- debts ----------------------------------------------------------------------------------------------------------------
+# --- deferred gradients -----------------------------------------------------------------------------------------------
 
 
 def layer_of(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, Tensor]:
@@ -379,8 +379,8 @@ def test_there_is_one_first_half_at_a_time_and_a_failed_one_leaves_none() -> Non
     assert weight.grad is not None
 
 
-def test_a_16_bit_weight_with_a_wider_gradient_is_paid_in_that() -> None:
-    """2048 and 1 have no sum in 16 bits."""
+def test_a_16_bit_weight_with_an_fp32_gradient_gets_exact_sums() -> None:
+    """Deferred gradients 2048 and 1 are added in the gradient's dtype. In 16 bits, 2048 + 1 would be rounded."""
     weight, _ = layer_of(4, 3, dtype=torch.bfloat16)
     weight.grad_dtype = torch.float32
     for value in (2048.0, 1.0):
@@ -402,7 +402,7 @@ def test_hooks_on_a_weight_see_its_gradient_with_the_second_half() -> None:
 
 
 def test_a_weight_that_is_computed_has_its_gradient_at_once() -> None:
-    """Deferring it would keep the graph that computes the weight alive."""
+    """Gradients of a weight computed from parameters are not deferred, because that would keep the graph of this computation in memory."""
     weight, x = layer_of(4, 3)
     with defer_gradients() as pending:
         assert (

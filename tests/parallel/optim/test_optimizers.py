@@ -1,5 +1,4 @@
-"""Each optimizer's steps equal those of a plain twin that loops over matrices, rows and elements. It alone would notice a factor, an
-orientation or a mean that is wrong in every layout alike."""
+"""Each optimizer's steps equal those of a plain implementation in float64 that loops over matrices, rows and elements."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 LRS = (0.1, 0.07, 0.02)
-SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,)}  # in_out: two experts
+SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,)}  # name -> shape; in_out is a stack of two experts
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -38,7 +37,7 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def stepped(rule: Rule) -> dict[str, Tensor]:
-    """Parameters after three steps."""
+    """Return name -> parameter after three steps of the optimizer under test."""
     weights = {name: nn.Parameter(draw(shape, 50 + i).float()) for i, (name, shape) in enumerate(SHAPES.items())}
     optimizer = rule.build(rule.groups(weights.items()))
     for step, lr in enumerate(LRS):
@@ -49,15 +48,16 @@ def stepped(rule: Rule) -> dict[str, Tensor]:
         optimizer.step()
     kept = {kind for name, w in weights.items() for kind in rule.kept(name, w.ndim)}
     held = {kind for state in optimizer.state.values() for kind in state}
-    assert held == kept | {"step"}, "what is kept is what checkpoints are told of"
+    assert held == kept | {"step"}, "Rule.kept, which checkpoints use, names all optimizer states"
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-Step = Callable[[str, Tensor, Tensor, dict[str, Tensor], int, float], Tensor]  # weight, gradient, state, step, rate -> what is subtracted
+Step = Callable[[str, Tensor, Tensor, dict[str, Tensor], int, float], Tensor]  # (name, weight, gradient, state, step, lr) -> update
 
 
 def twin(step_of: Step, weight_decay: float, decay_factor: Callable[[str], float] = lambda name: 1.0) -> dict[str, Tensor]:
-    """The same by a plain rule of one matrix or vector at a time, in float64."""
+    """Return what `stepped` should return, computed in float64 by `step_of` for one matrix or vector at a time.
+    decay_factor: name -> factor of the learning rate in weight decay."""
     found = {}
     for i, (name, shape) in enumerate(SHAPES.items()):
         weight = draw(shape, 50 + i).float().double()
@@ -95,8 +95,8 @@ def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr:
 
 @pytest.mark.parametrize("kind", ["rms", "spectral"])
 def test_muon(kind: str) -> None:
-    """By its effect on singular values: Newton-Schulz leaves the singular vectors as they are, and sends each value s through
-    3.4445 s - 4.775 s^3 + 2.0315 s^5, five times."""
+    """The plain implementation uses the SVD: Newton-Schulz keeps singular vectors, and maps each singular value s five times to
+    3.4445 s - 4.775 s^3 + 2.0315 s^5."""
 
     def step_of(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
         if name not in ("out_in", "in_out"):
@@ -115,7 +115,7 @@ def test_muon(kind: str) -> None:
     same(stepped(rule), twin(step_of, 0.1, lambda name: 3.0 if name in ("out_in", "in_out") else 1.0))
 
 
-def test_an_orthogonal_step_has_singular_values_about_one_and_zero_stays_zero() -> None:
+def test_orthogonal_gives_singular_values_near_one_and_keeps_zero() -> None:
     for shape in ((40, 9), (9, 40), (3, 16, 16)):
         values = torch.linalg.svdvals(orthogonal(draw(shape, 3)))
         assert values.min() > 0.6 and values.max() < 1.3
@@ -125,7 +125,7 @@ def test_an_orthogonal_step_has_singular_values_about_one_and_zero_stays_zero() 
 
 @pytest.mark.parametrize("step_kind", ["relative", "absolute"])
 def test_adafactor(step_kind: str) -> None:
-    """Algorithm 4 of Shazeer and Stern, with sums over rows and columns, element by element."""
+    """Adafactor equals algorithm 4 of Shazeer and Stern, computed element by element."""
 
     def step_of(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
         b = 1 - step**-0.8
@@ -150,8 +150,8 @@ def test_adafactor(step_kind: str) -> None:
     same(stepped(rule), twin(step_of, 0.1))
 
 
-def shared_out(rank: int, ranks: int, cut: bool) -> tuple[dict[str, Tensor], int]:
-    """(whole weights after three steps, FLOPs of this rank). `cut`: ranks hold parts, smaller ones at the end; otherwise copies."""
+def distributed(rank: int, ranks: int, cut: bool) -> tuple[dict[str, Tensor], int]:
+    """Return (name -> whole weight after three steps of Muon, FLOPs of this rank). cut: True: ranks hold shards; False: copies."""
     mesh = process.connect(Degrees(dp=ranks), World(rank, ranks))
     axis = mesh.axis("dp")
     held: dict[str, nn.Parameter] = {}
@@ -181,16 +181,22 @@ def steps_of(optimizer: torch.optim.Optimizer, held: dict[str, tuple[nn.Paramete
     return int(counted.get_total_flops())
 
 
-UNLIKE = {"out_in a": (9, 5), "in_out": (5, 3, 8), "out_in b": (6, 11), "out_in c": (4, 4)}  # in_out: five experts
+UNLIKE = {
+    "out_in a": (9, 5),
+    "in_out": (5, 3, 8),
+    "out_in b": (6, 11),
+    "out_in c": (4, 4),
+}  # name -> shape; in_out is a stack of five experts
 MUON = Muon(0.95, "rms", 1.0, (0.8, 0.9), 1e-6, 0.1, decays, lambda name, _: "in_out" if name == "in_out" else "out_in")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("cut", [False, True], ids=["copies", "parts"])
-def test_each_matrix_is_made_orthogonal_by_one_rank_and_all_get_the_same_bits(ranks: int, cut: bool) -> None:
+def test_distributed_muon_equals_one_process_bit_for_bit_and_balances_the_work(ranks: int, cut: bool) -> None:
+    """The ranks' FLOPs add up to those of one process, and differ by at most the work on the largest matrix."""
     alone = {name: nn.Parameter(draw(shape, n).float()) for n, (name, shape) in enumerate(UNLIKE.items())}
     flops = steps_of(MUON.build(MUON.groups(alone.items())), {name: (weight, Whole(())) for name, weight in alone.items()})
-    found = run_on_ranks(shared_out, ranks, ranks, cut)
+    found = run_on_ranks(distributed, ranks, ranks, cut)
     for weights, _ in found:
         for name, weight in weights.items():
             assert torch.equal(weight, alone[name]), name

@@ -1,4 +1,4 @@
-"""Laws of work in bubbles (PipeFisher): the pipeline does not move, nothing overlaps, all that work waits for has ended."""
+"""Tests of `pack` (PipeFisher): the pipeline's actions keep their times, no work overlaps, and work starts after all that it needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.errors import BadInput
-from parallel.kfac.fisher import works as kfac_works
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, bubbles, pack
 from parallel.pipeline.simulator.simulate import costs, simulate
+from tests.support.kfac_work import works as kfac_works
 
-# Milliseconds of one block and micro-batch of 32 (of 16 on V100): forward, backward, curvature, inversion; a stage of the pipeline here.
-# kazukiosawa/pipe-fisher at 753fdf0, prof/*_time_memory_*.csv.
+# Milliseconds of one Transformer block and a micro-batch of 32 sequences (16 on V100): forward, backward, curvature, inversion. Each stage
+# has one block. Source: kazukiosawa/pipe-fisher at 753fdf0, prof/*_time_memory_*.csv.
 PROFILES = {
     "bert-base P100": (9.748101, 16.450238, 25.546598, 71.666884),
     "bert-large P100": (16.100359, 26.952887, 43.499517, 126.700854),
@@ -26,7 +26,7 @@ PROFILES = {
 
 
 def works_of(schedule: Schedule, curvature: float, inversion: float, blocks: int, summation: float = 0) -> list[BubbleWork]:
-    """K-FAC's work on a schedule whose stages have `blocks` linears. curvature, inversion: times of both factors of a whole stage."""
+    """Return K-FAC's work for stages of `blocks` linears. curvature, inversion: times of a whole stage, both factors together."""
     factors = {stage: [(f, f"{stage}.{block}") for f in "AG" for block in range(blocks)] for stage in range(schedule.num_stages)}
     return kfac_works(schedule, factors, {"curvature": curvature / 2 / blocks, "inversion": inversion / 2 / blocks, "sum": summation})
 
@@ -54,8 +54,8 @@ def check_packing(packing: Packing, works: list[BubbleWork], margin: float = 1.0
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_k_fac_fits_into_the_bubbles_of_few_steps(name: str, profile: str) -> None:
-    """PipeFisher's performance model, m = p: T = c_F F + c_B B, c = (2 p - 1, 2 p - 1) for GPipe and 1F1B, (p, 2 p - 2) for Chimera; work
-    needs at least ceil(work / bubble) steps. That it comes in pieces costs one or, with Chimera's short bubbles, two more."""
+    """PipeFisher's performance model for m = p: a step takes c_F F + c_B B with (c_F, c_B) = (2 p - 1, 2 p - 1) for GPipe and 1F1B, and (p,
+    2 p - 2) for Chimera. Work needs at least ceil(work / bubble) steps; units do not fit exactly, so up to one (Chimera: two) more."""
     forward, backward, curvature, inversion = PROFILES[profile]
     p = 8
     timeline = simulate(make_schedule(name, ranks=p, microbatches=p), costs(forward, backward))
@@ -75,7 +75,7 @@ def test_k_fac_fits_into_the_bubbles_of_few_steps(name: str, profile: str) -> No
 
 
 def test_utilisation_of_the_papers_example() -> None:
-    """From the artifact's own profile, p = 8: Chimera 0.680 of 506.1 ms, a bubble of 161.7 ms; 1F1B 0.533 of 645.8 ms, 301.4 ms."""
+    """Utilisation, step time and bubble with the paper's profile and p = 8: Chimera 0.680, 506.1 ms, 161.7 ms; 1F1B 0.533, 645.8, 301.4."""
     forward, backward, *_ = PROFILES["bert-large P100"]
     for name, share, took, wait in (("chimera", 0.680, 506.1, 161.7), ("1f1b", 0.533, 645.8, 301.4)):
         timeline = simulate(make_schedule(name, ranks=8, microbatches=8), costs(forward, backward))
@@ -97,7 +97,7 @@ def test_any_packing_keeps_the_rules(name: str, size: tuple[int, int], curvature
     works = works_of(timeline.schedule, curvature, inversion, blocks, 0.1)
     holes = bubbles(timeline)
     if any(all(1.05 * work.time > hole.end - hole.start for hole in holes if hole.rank == work.rank) for work in works):
-        return  # a schedule with no bubble on some rank
+        return  # some work fits into no bubble of its rank
     check_packing(pack(timeline, works), works)
 
 
@@ -113,21 +113,24 @@ def test_the_sum_over_replicas_comes_between_curvature_and_inversion() -> None:
     assert set(works["sum A 0.0 rank 1"].needs) == {"curvature A 0.0 micro-batch 0 rank 0", "curvature A 0.0 micro-batch 1 rank 1"}
     inverted = [work for name, work in works.items() if name.startswith("inversion A 0.0")]
     assert [work.needs for work in inverted] == [("sum A 0.0 rank 0",)]
-    assert {w.rank for n, w in works.items() if n.startswith("inversion") and " 0.0 " in n} == {0, 1}  # one factor on each replica
+    assert {w.rank for n, w in works.items() if n.startswith("inversion") and " 0.0 " in n} == {
+        0,
+        1,
+    }  # the stage's two factors are inverted on different replicas
     assert works["curvature G 1.0 micro-batch 1 rank 0"].after == (Action(Op.B, 1, 1),)
 
 
 def test_priority_decides_among_what_is_ready_and_the_margin_keeps_a_gap_free() -> None:
-    """GPipe, p = 2, m = 2, F = 1, B = 2: rank 0 waits from 2 to 5."""
+    """`pack` on GPipe with p = 2, m = 2, F = 1, B = 2, where rank 0 waits from time 2 to 5."""
     timeline = simulate(make_schedule("gpipe", ranks=2, microbatches=2))
     first, second = BubbleWork("first", 0, 2), BubbleWork("second", 0, 1)
     assert [(p.work.name, p.start) for p in pack(timeline, [first, second], margin=1).placed] == [("first", 2), ("second", 4)]
-    packing = pack(timeline, [first, second])  # with 1.05 the rest of the bubble is too short for the second
+    packing = pack(timeline, [first, second])  # with the default margin of 1.05, the rest of the bubble is too short for `second`
     assert [(p.work.name, p.step) for p in packing.placed] == [("first", 0), ("second", 1)] and packing.steps == 2
 
 
-def test_a_wait_at_the_end_goes_on_into_the_next_step() -> None:
-    """1F1B, p = 2, m = 2: rank 1 is done at 7 of 9 and starts at 1, so 3 in a row between steps."""
+def test_a_bubble_at_the_end_of_a_step_continues_in_the_next_step() -> None:
+    """1F1B with p = 2 and m = 2: rank 1 waits from time 7 to the end of the step at 9, and 1 more in the next step: 3 together."""
     timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=2))
     (placed,) = pack(timeline, [BubbleWork("long", 1, 2.5)]).placed
     assert (placed.start, placed.end) == (7, 9.5)

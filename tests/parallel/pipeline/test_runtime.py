@@ -1,4 +1,4 @@
-"""The runtime against one process: whatever order carries the work out, losses and gradients are the same."""
+"""The runtime on several ranks gives the losses and gradients of one process, for any schedule."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def twin(stages: int, microbatches: int) -> tuple[list[float], list[Tensor]]:
 
 @dataclass
 class Layers:
-    """The Work of a chain of small layers."""
+    """Work of a chain of small layers: one weight matrix a stage."""
 
     weights: list[nn.Parameter]
     losses: dict[int, float] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)  # weak references
-    alive: list[int] = field(default_factory=list)  # outputs that are there when a backward pass begins
+    outputs: list[Any] = field(default_factory=list)  # weak references to all outputs of stages
+    alive: list[int] = field(default_factory=list)  # for each backward pass, the number of outputs that exist at its start
     dtype = torch.float32
     device = torch.device("cpu")
 
@@ -103,8 +103,8 @@ def start(schedule: Schedule, rank: int, mesh: Mesh | None = None) -> tuple[Runt
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas), work
 
 
-def carried_out(schedules: list[Schedule]) -> list[list[tuple[dict[int, float], dict[int, Tensor]]]]:
-    """For each schedule and rank: (losses, gradients)."""
+def run_all(schedules: list[Schedule]) -> list[list[tuple[dict[int, float], dict[int, Tensor]]]]:
+    """Run the schedules on ranks. Return for each schedule and rank (micro-batch -> loss, stage -> gradient of its weight)."""
 
     def work(rank: int) -> list[tuple[dict[int, float], dict[int, Tensor]]]:
         found, mesh = [], process.connect(Degrees(pp=schedules[0].num_ranks), World(rank, schedules[0].num_ranks))
@@ -132,7 +132,7 @@ def assert_same(schedule: Schedule, ranks: list[tuple[dict[int, float], dict[int
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 7)])
 def test_every_schedule_gives_the_gradients_of_one_process(ranks: int, microbatches: int) -> None:
-    """Schedules that update during a run make no update here, so their gradients are equal too."""
+    """`Layers.update` does nothing, so schedules with updates within a batch also have the gradients of one process."""
     schedules = []
     for name, kind in SCHEDULES.items():
         m = microbatches - microbatches % ranks if name == "chimera" else microbatches
@@ -141,12 +141,12 @@ def test_every_schedule_gives_the_gradients_of_one_process(ranks: int, microbatc
         schedules.append(make_schedule(name, ranks=ranks, microbatches=m, batches=1 if kind.batches == 1 else 2))
     if ranks == 4:
         schedules.append(chimera(4, 8, pipelines=4))
-    for schedule, found in zip(schedules, carried_out(schedules), strict=True):
+    for schedule, found in zip(schedules, run_all(schedules), strict=True):
         assert_same(schedule, found)
 
 
 def any_order(ranks: int, microbatches: int, seed: int) -> Schedule:
-    """A legal order by chance: each rank takes any action whose needs are done, with B, or I and later W, as it comes."""
+    """Return a random valid schedule: actions are drawn among those that can run next; stages are on random ranks, with B or I and W."""
     draw = random.Random(seed)
     num_stages = ranks + draw.randint(0, ranks)
     homes = [(draw.randrange(ranks),) for _ in range(num_stages)]
@@ -165,15 +165,15 @@ def any_order(ranks: int, microbatches: int, seed: int) -> Schedule:
     return flushed(f"chance {seed}", homes, microbatches, orders)
 
 
-def test_any_order_that_can_end_ends_with_the_same_gradients() -> None:
-    """Stages anywhere, several or none on a rank, messages that come long before their turn."""
+def test_random_valid_schedules_give_the_gradients_of_one_process() -> None:
+    """Ranks have several stages or none, and many messages arrive before they are needed."""
     schedules = [check(any_order(3, 4, seed)) for seed in range(25)]
-    for schedule, found in zip(schedules, carried_out(schedules), strict=True):
+    for schedule, found in zip(schedules, run_all(schedules), strict=True):
         assert_same(schedule, found)
 
 
-def test_an_output_is_gone_once_it_has_arrived() -> None:
-    """GPipe's first backward pass begins when every output has been taken: what is kept of a micro-batch is its graph and its input."""
+def test_the_runtime_frees_a_stages_output_after_it_was_sent() -> None:
+    """In GPipe no output exists when the first backward pass starts; only autograd graphs and inputs are kept."""
 
     def work(rank: int) -> list[int]:
         runtime, layers = start(make_schedule("gpipe", ranks=3, microbatches=5), rank)
@@ -184,8 +184,8 @@ def test_an_output_is_gone_once_it_has_arrived() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb_v"])
-def test_forward_alone_takes_any_number_of_micro_batches(name: str) -> None:
-    """Also fewer and more than the schedule trains, on the ranks that train them."""
+def test_runtime_forward_runs_any_number_of_micro_batches(name: str) -> None:
+    """Fewer or more than the schedule trains. A micro-batch runs on the ranks that train the micro-batch of the same number modulo 4."""
 
     def work(rank: int) -> list[dict[int, float]]:
         runtime, layers = start(make_schedule(name, ranks=2, microbatches=4), rank)
@@ -221,8 +221,8 @@ def test_bytes_sent_are_those_of_the_messages() -> None:
         assert sent == expected > 0
 
 
-def test_ranks_with_different_orders_are_told_so() -> None:
-    """Every rank is told before anything is sent, and afterwards the same group works with equal orders."""
+def test_ranks_with_different_schedules_all_raise_bad_input() -> None:
+    """Before anything is sent, so that the same process group works afterwards."""
 
     def work(rank: int) -> str:
         schedules = [make_schedule(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b")]
@@ -236,7 +236,7 @@ def test_ranks_with_different_orders_are_told_so() -> None:
     assert "got schedule gpipe of 4 micro-batches [3, 5]" in said[0] and "got schedule 1f1b" in said[1]
 
 
-def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
+def test_an_error_on_one_rank_does_not_hang_the_others() -> None:
     def work(rank: int) -> None:
         runtime, layers = start(make_schedule("1f1b", ranks=2, microbatches=4), rank)
         if rank == 1:
@@ -248,32 +248,32 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
 
 
 class _Noted(Watcher):
-    """A Watcher that records its calls."""
+    """Watcher that records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def begin(self) -> None:
-        self.told.append("begin")
+        self.calls.append("begin")
 
     def before(self, action: Action) -> None:
-        self.told.append(f"before {action}")
+        self.calls.append(f"before {action}")
 
     def after(self, at: int, took: Span) -> None:
-        self.told.append(f"after {at} {took.action}")
+        self.calls.append(f"after {at} {took.action}")
 
 
-def test_watchers_are_told_before_and_after_every_action() -> None:
+def test_watchers_are_called_before_and_after_every_action() -> None:
     def work(rank: int) -> list[str]:
         runtime, layers = start(make_schedule("1f1b", ranks=2, microbatches=3), rank)
         noted, recorder = _Noted(), Recorder()
         runtime.run(layers, watchers=[noted, recorder])
         order = runtime.schedule.orders[rank]
-        assert noted.told == ["begin", *(text for at, action in enumerate(order) for text in (f"before {action}", f"after {at} {action}"))]
+        assert noted.calls == ["begin", *(text for at, action in enumerate(order) for text in (f"before {action}", f"after {at} {action}"))]
         record = recorder.record
         assert [took.action for took in record] == list(order)
         assert all(a.end <= b.start for a, b in zip(record, record[1:], strict=False))
-        return noted.told
+        return noted.calls
 
     for found in run_on_ranks(work, 2, timeout_s=30):
-        assert len(found) == 1 + 2 * 7  # F and B of each, and the update
+        assert len(found) == 1 + 2 * 7  # `begin`, and two calls for each of 3 F, 3 B and U

@@ -1,4 +1,4 @@
-"""Laws of searched orders: never slower than the catalog at equal memory, within the limit, never below the optimum of brute force."""
+"""Tests of `search`: results are within memory, never slower than the catalog's schedules, and on small sizes equal the optimum."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ON = {"line": ["1f1b", "gpipe", "naive", "zb_h1", "zb_h2"], "loop": ["interleave
 
 
 def took(schedule: Schedule, F: Sequence[int], B: Sequence[int], share: float, transfer: float) -> float:
-    """Time of the schedule by the plain simulator."""
+    """Return the makespan of a schedule by the plain simulator. F, B: times by stage. share: fraction of B that is W."""
     spans, _ = plain_simulate(schedule, costs(F, B, weight_share=share), lambda message: transfer, overlap=True)
     return max(span.end for row in spans for span in row)
 
 
 def test_never_slower_than_the_catalog_at_equal_memory() -> None:
-    """300 draws of unequal stages, a share of W and a time of messages. The limit is what one of the schedules keeps."""
+    """300 random problems with unequal stages. The memory limit is the peak memory of one of the catalog's schedules."""
     draw = random.Random(11)
     compared = faster = 0
     for _ in range(300):
@@ -59,10 +59,9 @@ def test_never_slower_than_the_catalog_at_equal_memory() -> None:
 
 
 def optimum(p: int, m: int, F: Sequence[int], I: Sequence[int], W: Sequence[int], most: int, limit: float) -> float:  # noqa: E741
-    """The least time of any orders on a line, or `limit` if none takes less: all of them, depth first, with bounds from below.
-
-    Actions of one kind go by micro-batch, as micro-batches are alike. An order is built by start times, so that each is met once.
-    """
+    """Return the smallest makespan of all orders with one stage a rank, or `limit` if it is not smaller: branch and bound, depth first.
+    most: maximum number of micro-batches kept on a rank. Micro-batches keep their order, because all have the same times. Actions are
+    appended by start time, so that each order is built once."""
     best = limit
     last = p - 1
 
@@ -104,8 +103,8 @@ def optimum(p: int, m: int, F: Sequence[int], I: Sequence[int], W: Sequence[int]
 
 
 @pytest.mark.parametrize(("p", "m", "draws"), [(2, 1, 5), (2, 2, 15), (2, 3, 15), (3, 1, 5), (3, 2, 10), (3, 3, 4)])
-def test_small_cases_against_every_order(p: int, m: int, draws: int) -> None:
-    """No order is faster, in these draws, whose stages differ in each time and whose memory holds 1 to m micro-batches."""
+def test_search_finds_the_optimum_of_small_problems(p: int, m: int, draws: int) -> None:
+    """Random times of each stage, and a memory of 1 to m micro-batches."""
     draw = random.Random(10 * p + m)
     for _ in range(draws):
         F, I, W = ([draw.randint(1, 5) for _ in range(p)] for _ in range(3))  # noqa: E741
@@ -117,15 +116,15 @@ def test_small_cases_against_every_order(p: int, m: int, draws: int) -> None:
         assert optimum(p, m, F, I, W, most, time + 1) == time, (F, I, W, most)
 
 
-def test_a_searched_order_is_a_file_like_any_other(tmp_path: object) -> None:
+def test_a_searched_schedule_can_be_written_and_read_as_csv(tmp_path: object) -> None:
     found = search("v", 2, 3, costs(1, 2), memory=2)
     write_order(found, f"{tmp_path}/order.csv")
     assert read_order(f"{tmp_path}/order.csv").orders == found.orders
-    assert search("v", 2, 3, costs(1, 2), memory=2) == found  # the same each time
+    assert search("v", 2, 3, costs(1, 2), memory=2) == found  # the search is deterministic
 
 
-def test_of_a_long_order_fewer_moves_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as have MOVED actions in all, and of an order that has more than that alone none; else as many as `rounds` says."""
+def test_fewer_changes_are_tried_for_long_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`search` tries `rounds` changes, or fewer if the tried schedules would together have more than MAX_TRIED_ACTIONS actions."""
     moved, tried = search_file._moved, [0]
 
     def counted(schedule: Schedule, rng: random.Random) -> Schedule | None:
@@ -134,21 +133,21 @@ def test_of_a_long_order_fewer_moves_are_tried(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(search_file, "_moved", counted)
     for most, rounds in ((1000, 300), (30, 300), (1000, 7)):
-        monkeypatch.setattr(search_file, "MOVED", most)
+        monkeypatch.setattr(search_file, "MAX_TRIED_ACTIONS", most)
         tried[:] = [0]
         search("line", 3, 5, costs([3, 1, 2], [5, 4, 7]), rounds=rounds)
-        assert len(tried) - 1 == rounds if rounds == 7 else most - 48 < sum(tried) <= most  # an order has at most 48 actions
+        assert len(tried) - 1 == rounds if rounds == 7 else most - 48 < sum(tried) <= most  # a schedule has at most 48 actions
 
 
-def test_a_memory_in_which_nothing_fits_is_refused() -> None:
+def test_search_refuses_a_memory_into_which_no_schedule_fits() -> None:
     with pytest.raises(BadInput, match="memory: got 0.5, needed at least 1"):
         search("line", 2, 2, costs(1, 2), memory=0.5)
     assert max(peak_held(search("v", 3, 4, costs(1, 2), memory=1))) == 2
 
 
 @pytest.mark.parametrize(("name", "placement", "p", "m", "least"), [("zb_v", "v", 4, 4, 1.1), ("zb_h2", "line", 4, 4, 1.05)])
-def test_few_microbatches_gain_most(name: str, placement: str, p: int, m: int, least: float) -> None:
-    """Where zb_v and zb_h2 have too few micro-batches to fill, at the memory that they keep."""
+def test_search_beats_zb_v_and_zb_h2_with_few_micro_batches(name: str, placement: str, p: int, m: int, least: float) -> None:
+    """The result is at least `least` times as fast at equal memory, because so few micro-batches do not fill these schedules' warm-up."""
     assert name in SCHEDULES
     rival = make_schedule(name, ranks=p, microbatches=m)
     v = rival.num_stages // p
@@ -157,8 +156,8 @@ def test_few_microbatches_gain_most(name: str, placement: str, p: int, m: int, l
     assert took(rival, stages, [2] * p * v, 0.5, 0) >= least * took(found, stages, [2] * p * v, 0.5, 0)
 
 
-def test_the_papers_rules_give_whole_orders_within_memory_and_without_waits_where_the_paper_has_none() -> None:
-    """2401.10241, section 3.1: any times and memory; and with F = I = W and 2 p - 1 micro-batches kept, H2's step."""
+def test_alternating_gives_complete_orders_within_memory() -> None:
+    """For random times and memory. With F = I = W and memory for 2 p - 1 micro-batches, the step is as short as H2's (2401.10241)."""
     draw = random.Random(3)
     for _ in range(40):
         p, m, sent, most = draw.randint(1, 5), draw.randint(1, 9), draw.choice([0, 1]), draw.randint(1, 9)

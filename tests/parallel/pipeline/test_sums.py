@@ -1,4 +1,5 @@
-"""Sums of gradients beside a pipeline's actions: when they begin, what they leave to wait for, and that no number changes."""
+"""Data-parallel reductions of gradients that overlap with a pipeline's actions: when they start, how long the step still waits for them,
+and that gradients stay equal."""
 
 from __future__ import annotations
 
@@ -34,8 +35,10 @@ def test_gradients_are_whole_when_no_action_adds_to_them(name: str) -> None:
             assert sorted(adds) == sorted(mine) and not any(a.stage == stage and a.op in (Op.F, Op.I) for a in order[at + 1 :])
 
 
-def left(timeline: Timeline, seconds: float) -> float:
-    """The wait by another formula: sums in a queue end with the latest of (a stage's end and all sums from it on)."""
+def exposed_seconds(timeline: Timeline, seconds: float) -> float:
+    """Return how long the step still waits for reductions after its last action, if each stage's reduction takes `seconds`.
+    A rank's reductions run one after another, so the last ends at the maximum over its stages of the stage's last gradient plus the time of
+    this reduction and all later ones."""
     latest = timeline.makespan
     for spans in timeline.spans:
         ends: dict[int, float] = {}
@@ -49,25 +52,26 @@ def left(timeline: Timeline, seconds: float) -> float:
 
 @pytest.mark.parametrize("name", DRAINED)
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 40.0])
-def test_what_is_waited_for_is_the_end_of_the_queue(name: str, seconds: float) -> None:
+def test_the_step_waits_for_the_last_reduction_in_each_ranks_queue(name: str, seconds: float) -> None:
     timeline = simulate(make_schedule(name, ranks=4, microbatches=8), costs([1, 1.5, 1, 2] * 2, [2, 3, 2, 5] * 2))
     beside, after = (exposed(timeline, lambda rank, stage: seconds, begin=begin) for begin in ("stage", "rank"))  # type: ignore[arg-type]
-    assert beside == pytest.approx(left(timeline, seconds)) and 0 < beside <= after
+    assert beside == pytest.approx(exposed_seconds(timeline, seconds)) and 0 < beside <= after
     stages = max(len(timeline.schedule.stages_of(rank)) for rank in range(4))
     assert stages > 1 or beside == after
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
-def test_of_several_stages_a_rank_waits_for_one_alone(chunks: int) -> None:
-    """Rank 0's last p micro-batches go back through one stage after another: p B / v each, in which the stage before is summed."""
+def test_a_rank_with_several_stages_waits_for_one_reduction_only(chunks: int) -> None:
+    """Rank 0's last p micro-batches run backward through its stages one after another, p B / v each. Meanwhile the reduction of the stage
+    before runs, so only the last stage's reduction is exposed."""
     timeline = simulate(make_schedule("interleaved", ranks=4, microbatches=8, chunks=chunks), costs(1 / chunks, 2 / chunks))
-    whole = 8.0  # p B: the most that is hidden
+    whole = 8.0  # p B: the longest reduction of all stages that can overlap
     assert exposed(timeline, lambda rank, stage: whole / chunks, begin="rank") == pytest.approx(whole)
     assert exposed(timeline, lambda rank, stage: whole / chunks) == pytest.approx(whole / chunks)
 
 
 class Late:
-    """Sums that all begin after the rank's last action."""
+    """Collects the reductions to start, and starts all of them after the rank's last action."""
 
     def __init__(self, start: Callable[[Sequence[str]], None], actions: int) -> None:
         self.start, self.actions, self.kept = start, actions, list[Sequence[str]]()
@@ -78,7 +82,8 @@ class Late:
 
 
 def _gradients(rank: int, case: Case) -> tuple[bool, list[str], dict[int, int]]:
-    """Whether all gradients are those of sums that begin last, to the bit; sums and actions in the order of their beginning."""
+    """Return (whether all gradients equal, bit for bit, those of reductions that start after the last action; "action" and "sum" in the
+    order of their starts; index of an action -> stage that it completes)."""
     found: list[dict[str, Tensor]] = []
     log: list[str] = []
     for late in (False, True):
@@ -108,10 +113,10 @@ def _gradients(rank: int, case: Case) -> tuple[bool, list[str], dict[int, int]]:
 
 
 @pytest.mark.parametrize(("schedule", "layers"), [("interleaved", 5), ("zb_v", 5)])
-def test_sums_begin_when_a_stage_is_done_and_are_bit_for_bit_those_after_all(schedule: str, layers: int) -> None:
-    """Three replicas, of which a ring adds up each element in an order that depends on its place in the buffer."""
+def test_reductions_start_when_a_stage_is_complete_and_gradients_equal_those_of_late_reductions(schedule: str, layers: int) -> None:
+    """Bit for bit, on three data-parallel ranks. With three, a ring's order of summation depends on an element's position in the buffer."""
     case = Case("gshard", "ddp", 6, 1, 4, "fp32", pp=2, schedule=schedule, layers=layers)
     for equal, log, places in run_on_ranks(_gradients, case.world, case, timeout_s=90):
         assert equal
         begun = [log[:here].count("action") - 1 for here, what in enumerate(log) if what == "sum"]
-        assert begun == sorted(places) and begun[0] < begun[1]  # right after the action with which the stage is whole
+        assert begun == sorted(places) and begun[0] < begun[1]  # right after the action that completes the stage

@@ -1,4 +1,4 @@
-"""Laws of parallel.process.fork: results in order of rank; every error told with its rank; no set of ranks outlives its limit."""
+"""Laws of parallel.process.fork: results are in rank order, every error names its rank, and all ranks end by the time limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nothing_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def failure(function: Callable[..., Any], world_size: int, *, timeout_s: float = 30.0) -> tuple[str, float]:
-    """(the error of a set of ranks that must fail, seconds)."""
+    """Return (message of the error that run_on_ranks must raise, seconds until it came)."""
     started = time.monotonic()
     with pytest.raises(RuntimeError) as failed:
         run_on_ranks(function, world_size, timeout_s=timeout_s)
@@ -113,7 +113,7 @@ def test_ranks_that_ignore_every_signal_are_gone_all_the_same() -> None:
 
 
 def test_each_result_is_there_before_the_ranks_make_the_next(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The ranks wait with their second result until the first one has been read."""
+    """each_on_ranks yields the first results before ranks have computed the second: here they wait until the first are read."""
     read = tmp_path_factory.mktemp("read") / "first"
 
     def work(rank: int, factor: int) -> Iterator[torch.Tensor]:
@@ -132,7 +132,8 @@ def test_each_result_is_there_before_the_ranks_make_the_next(tmp_path_factory: p
 
 @pytest.mark.parametrize("end", ["raise", "SIGKILL", "hang"])
 def test_ranks_that_fail_half_way_lose_nothing_of_what_they_handed_over(end: str) -> None:
-    """Though rank 0, which needs nobody, is ahead of the other, and nothing is read until both are done with it."""
+    """If rank 1 fails at its third result, the first two results of both ranks are yielded, and then the error is raised. Rank 0, which
+    does not wait for rank 1, may be further by then."""
 
     def work(rank: int) -> Iterator[int]:
         for number in range(5):
@@ -181,13 +182,13 @@ def test_the_parent_is_untouched() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
 def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
-    """The signal is SIGKILL, as from a scheduler: ranks must not continue without their parent."""
+    """Ranks end if their parent gets SIGKILL, as from a cluster's scheduler."""
     words = f"import sys, time; sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r}); "
     words += "from parallel.process.fork import run_on_ranks; "
     words += "run_on_ranks(lambda rank: (print(flush=True), time.sleep(60)), 2)"
     with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}) as parent:
         assert parent.stdout is not None
-        for _ in range(2):  # both ranks run
+        for _ in range(2):  # each rank prints a line when it has started
             parent.stdout.readline()
         ranks = psutil.Process(parent.pid).children()
         parent.kill()

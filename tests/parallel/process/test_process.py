@@ -1,4 +1,4 @@
-"""A process finds its place whoever started it, and one that nobody started is alone."""
+"""A process reads its rank from the variables of any launcher. Without a launcher it is a world of one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_rank_that_is_no_number_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("environment", [{"RANK": "", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": ""}], ids=str)
 def test_half_of_a_place_is_refused_in_one_line(environment: dict[str, str]) -> None:
-    """Otherwise each process would train alone as rank 0, all in one folder."""
+    """Incomplete variables of a launcher are refused. Otherwise each process would train alone as rank 0, all in one folder."""
     with pytest.raises(BadInput, match="on rank") as refused:
         read_environment(environment)
     assert "; fix: start with moe train --nproc N" in str(refused.value) and "\n" not in str(refused.value)
@@ -75,7 +75,8 @@ def test_a_master_without_an_address_is_one_line(capfd: pytest.CaptureFixture[st
 
 
 def test_rank_0_stays_until_the_others_have_read_its_problem() -> None:
-    """Rank 0 holds the store: without it, a rank that comes seconds later would wait for minutes at an address without a listener."""
+    """Rank 0, which holds the store, waits with its error until a rank that comes 2 s later has read it. Otherwise that rank would wait
+    for minutes for a store."""
     said: list[str] = []
     port = free_port()
 
@@ -127,7 +128,7 @@ def test_the_interface_is_the_one_by_which_the_master_is_reached() -> None:
 
 @pytest.mark.packages
 def test_two_machines_meet_by_the_cable_between_them() -> None:
-    """They are seen by nobody else, and touch nothing that is there."""
+    """two_machines() makes two network namespaces joined by a link. They reach each other, and the host's own network does not change."""
     if reason := why_not():
         pytest.skip(reason)
 

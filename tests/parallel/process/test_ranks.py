@@ -1,4 +1,4 @@
-"""Laws of the multi-process runner itself: right results, every error with its rank, no hang, nothing left running."""
+"""Laws of run_on_ranks: correct results, every error with its rank, no hang, no process left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_all_reduce_sums_over_every_rank(world_size: int) -> None:
 
 def test_results_come_back_by_value_in_order_of_rank() -> None:
     def work(rank: int) -> dict[str, object]:
-        time.sleep(0.1 * (2 - rank))  # the last rank is the first to end
+        time.sleep(0.1 * (2 - rank))  # ranks end in reverse order
         x = torch.full((2, rank), rank, dtype=torch.bfloat16)
         return {"rank": rank, "seen": dist.get_rank(), "size": dist.get_world_size(), "x": x}
 
@@ -64,7 +64,7 @@ def test_ranks_have_one_thread_and_leave_this_process_as_it_was() -> None:
 
 
 def test_uneven_all_to_all_with_empty_rows() -> None:
-    sent = [[0, 2, 1], [0, 0, 0], [3, 0, 4]]  # rows from rank (line) to rank (column): rank 1 sends none at all
+    sent = [[0, 2, 1], [0, 0, 0], [3, 0, 4]]  # [source, destination]: rank 1 sends no rows
 
     def work(rank: int) -> Tensor:
         rows = torch.tensor([[10.0 * rank + to] * 2 for to in range(3) for _ in range(sent[rank][to])]).reshape(-1, 2)
@@ -96,7 +96,7 @@ def test_an_error_is_shown_with_its_rank_though_the_others_wait() -> None:
 def test_errors_of_several_ranks_are_all_shown() -> None:
     def work(rank: int) -> None:
         dist.barrier()
-        time.sleep(0.2)  # all have left the barrier: none fails only because another has gone
+        time.sleep(0.2)  # all ranks have left the barrier, so no rank loses a connection
         raise KeyError(f"from {rank}")
 
     with pytest.raises(AssertionError) as failed:

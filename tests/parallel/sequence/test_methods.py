@@ -1,6 +1,6 @@
-"""Every sequence-parallel attention against plain attention on one process: output, gradients of q, k, v and of the bias table, bytes.
+"""Every method of sequence parallelism equals plain attention on one process: output, gradients of q, k, v and bias table, sent bytes.
 
-Three and four ranks beside two, where a wrong direction round the ring shows; in fp64, so that only the order of sums may differ.
+With three and four ranks too, because with two a wrong direction around the ring has no effect. In fp64.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
-from parallel.sequence.kinds.catalog import SEQUENCES
-from parallel.sequence.kinds.kind import Attention
+from parallel.sequence.kinds import SEQUENCES, Attention
 from parallel.sequence.method import Known, Method
 from parallel.sequence.order import ORDERS, Order
 from parallel.sequence.ring import Ring
@@ -29,7 +28,7 @@ from parallel.sequence.softmax import Bias, Tokens
 from parallel.sequence.ulysses import Ulysses
 from tests.support.ranks import run_on_ranks
 
-B, H, K, C, EACH = 2, 12, 3, 10, 8  # batch, heads, key-value heads, channels, places a rank
+B, H, K, C, EACH = 2, 12, 3, 10, 8  # batch, heads, key-value heads, channels, positions a rank
 METHODS: dict[str, Callable[[Axis, int, int | None], Any]] = {
     "ring contiguous": lambda axis, length, window: Ring(axis, Order("contiguous", axis.size, length), window),
     "ring striped": lambda axis, length, window: Ring(axis, Order("striped", axis.size, length), window),
@@ -38,7 +37,7 @@ METHODS: dict[str, Callable[[Axis, int, int | None], Any]] = {
     "colossal ring": lambda axis, length, window: ColossalRing(axis, Order("contiguous", axis.size, length), window),
     "ulysses": lambda axis, length, window: Ulysses(axis, Ring(Axis("alone"), Order("contiguous", 1, length), window)),
 }
-# with a bias, with documents, with sinks; a window within a rank's part, over the next one's edge, and a token's own place alone
+# (bias, documents, sinks, window). Windows: within a rank's positions, over more than one rank's, a token's own position only
 GIVEN = [(*given, False, None) for given in product((False, True), repeat=2)]
 GIVEN += [(False, False, False, 5), (False, False, True, EACH + 3), (True, True, True, 1), (False, False, True, None)]
 CASES = [(name, *given) for name in METHODS for given in GIVEN]
@@ -63,7 +62,7 @@ def given(size: int) -> dict[str, Tensor]:
 
 @cache
 def plain(size: int, biased: bool, documents: bool, sinks: bool, window: int | None) -> dict[str, Tensor]:
-    """Scores of all pairs, a mask, softmax; differentiated by autograd."""
+    """Return output and gradients of plain attention: scores of all pairs, mask, softmax, differentiated by autograd."""
     g = given(size)
     leaf = {name: g[name].clone().requires_grad_() for name in ("q", "k", "v", "table", "sinks")}
     k, v = (leaf[name].repeat_interleave(H // K, dim=1) for name in "kv")
@@ -133,7 +132,7 @@ def close(got: Any, expected: Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_bytes_are_those_of_the_formulas(size: int) -> None:
-    """Forward and backward, summed over the ranks; three key-value heads on four ranks of Ulysses are repeated."""
+    """Bytes that all ranks send forward and backward equal `SequenceKind.cost`, also if Ulysses repeats 3 key-value heads for 4 ranks."""
     ranks = run_on_ranks(work, size, size)
     of = Attention(B, size * EACH, H, K, C, itemsize=8)
     for number, (name, *_) in enumerate(CASES):
@@ -153,8 +152,8 @@ def test_tokens_are_those_of_the_places_and_so_is_a_part_of_them(kind: str) -> N
 
 
 @pytest.mark.parametrize("name", ["ring zigzag", "ring striped", "balanced"])
-def test_without_a_bias_and_documents_nobody_asks_for_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For long sequences, positions would be built in every layer."""
+def test_without_a_bias_and_documents_no_positions_are_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of positions would cost time in every layer, so they are made only for a bias or documents."""
     monkeypatch.setattr(Tokens, "place_L", property(lambda tokens: pytest.fail("places are built")))
     q, k, v = (given(2)[name].clone().requires_grad_() for name in "qkv")
     out = METHODS[name](Axis("alone"), 2 * EACH, None)(q, k, v)
@@ -173,7 +172,7 @@ def test_a_method_has_both_its_passes() -> None:
 
 @pytest.mark.parametrize("kind", ["lightseq", "ring"])
 def test_a_pass_that_is_computed_again_attends_once_where_its_output_is_kept(kind: str) -> None:
-    """At the recompute point nothing is sent again, and the result is the first pass's."""
+    """With `once`, a recomputed pass returns the stored output of the first pass, and sends nothing."""
 
     def passes(rank: int) -> list[tuple[int, Tensor]]:
         axis, g = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), given(3)
@@ -184,7 +183,7 @@ def test_a_pass_that_is_computed_again_attends_once_where_its_output_is_kept(kin
             q, k, v = (g[name][:, :, places].clone().requires_grad_() for name in "qkv")
             out = method(q, k, v, once=lambda attend: replay.once("attention", attend))
             found.append((sum(count.sent for count in axis.communicator.counts().values()), out.detach().clone()))
-            out.detach().zero_()  # what a user does to it does not reach what is kept
+            out.detach().zero_()  # a changed output must not change the stored one
         out.backward(g["g"][:, :, places])
         assert q.grad is not None
         return [*found, (0, q.grad)]

@@ -1,4 +1,4 @@
-"""Who holds which places, and who computes which block: arithmetic, counted by hand."""
+"""Compares the positions that each rank holds, and the blocks that it computes, with lists written by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_zigzag_is_even_striped_nearly_and_contiguous_waits(size: int) -> None:
         return [sum(order.seen(rank, other) for other in range(size)) for rank in range(size)]
 
     assert len(set(work("zigzag"))) == 1
-    assert max(work("striped")) - min(work("striped")) == (size - 1) * 8  # a pair for each query and rank between
+    assert max(work("striped")) - min(work("striped")) == (size - 1) * 8  # one pair for each of the 8 queries and each rank of distance
     blocks = [sum(bool(Order("contiguous", size, size).blocks(rank, other)) for other in range(size)) for rank in range(size)]
     assert 1 - Fraction(sum(blocks), size * max(blocks)) == Fraction(size - 1, 2 * size)
 

@@ -1,4 +1,4 @@
-"""Laws of checkpoints: bitwise on any mesh, whole at every instant, and nothing damaged, foreign or outside is ever read."""
+"""Laws of checkpoints: bitwise equal on any mesh, complete after a crash at any moment; damaged or foreign files are never read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tensor(name: str, kind: str, salt: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def held(mesh: Mesh, salt: int) -> Iterator[tuple[str, Piece]]:
-    """The pieces that one rank owns of the tensors of LAYOUTS. `salt` makes the values of two checkpoints differ."""
+    """Yield (kind, piece) for the pieces of LAYOUTS' tensors that one rank owns. salt: different numbers give different values."""
     for name, layout in LAYOUTS.items():
         for kind in KINDS:
             if layout.is_owner(mesh):
@@ -70,7 +70,7 @@ def put(folder: Path, step: int, *, keep: int = 9) -> Path:
 
 
 def is_whole(path: Path, step: int) -> bool:
-    """True if the checkpoint verifies and every number equals the saved one."""
+    """Return whether the checkpoint verifies, and every value equals the saved one. step: the salt of the values."""
     verify(path)
     reader = Reader(path)
     mesh = Mesh.of(Degrees())
@@ -85,14 +85,14 @@ def silent(_: str) -> None:
     pass
 
 
-# --- the same bits, on any mesh -----------------------------------------------------------------------------------------------
+# --- equal bits on any mesh -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4)])
 def test_a_tensor_comes_back_to_the_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     size = torch.empty((), dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (size * max(1, torch.Size(shape).numel()),), dtype=torch.uint8)  # any bits of a number: -0, subnormal
+    raw = torch.randint(0, 256, (size * max(1, torch.Size(shape).numel()),), dtype=torch.uint8)  # random bits, so -0 and subnormals too
     whole = raw.view(dtype).view(shape)
     whole[~whole.isfinite()] = -0.0
     piece = Piece("x", shape, (0,) * len(shape), whole)
@@ -104,7 +104,7 @@ def test_a_tensor_comes_back_to_the_bit(tmp_path: Path, dtype: torch.dtype, shap
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 @settings(max_examples=50)
 def test_any_box_of_any_tensor_is_read(tmp_path_factory: pytest.TempPathFactory, shape: list[int], data: st.DataObject) -> None:
-    """Saved in two pieces, or whole: against a slice of the tensor in memory."""
+    """Reader.region of any box equals the slice of the saved tensor, whether it was saved whole or in two pieces."""
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).reshape(shape) + 7
     held = [Piece("whole", tuple(shape), (0,) * len(shape), whole)]
     if shape:
@@ -121,7 +121,7 @@ def test_any_box_of_any_tensor_is_read(tmp_path_factory: pytest.TempPathFactory,
 
 
 def test_files_are_read_and_not_mapped(tmp_path: Path) -> None:
-    """Mapped pages count as the process's memory, and the whole mapping counts under a limit on data."""
+    """Reader does not map files, because mapped pages would count as the process's memory and under `ulimit -d`."""
     reader = Reader(put(tmp_path, 1))
     kept = reader.region("embedding", "weight", (slice(2, 30), slice(0, 12)))
     assert kept.shape == (28, 12) and ".safetensors" not in Path("/proc/self/maps").read_text()
@@ -129,7 +129,7 @@ def test_files_are_read_and_not_mapped(tmp_path: Path) -> None:
 
 @st.composite
 def meshes(draw: st.DrawFn) -> Degrees:
-    """Degrees that cut four experts and a dim of 12."""
+    """Draw degrees that divide 4 experts and a dim of 12."""
     dp, tp, sp = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (6, 1, 1), (2, 3, 2)]))
     ep = draw(st.sampled_from([d for d in divisors(dp * tp * sp) if 4 % d == 0]))
     return Degrees(dp=dp, tp=tp, sp=sp, ep=ep, etp=draw(st.sampled_from([d for d in divisors(dp * tp * sp // ep) if 12 % d == 0])))
@@ -138,7 +138,7 @@ def meshes(draw: st.DrawFn) -> Degrees:
 @given(meshes(), meshes())
 @settings(max_examples=25)
 def test_every_mesh_reads_what_any_other_wrote(tmp_path_factory: pytest.TempPathFactory, writer: Degrees, reader: Degrees) -> None:
-    """Parameters cut in other dims, other numbers of parts, and by both views, as later parallel kinds will."""
+    """Shards saved by all ranks of one mesh are read bit by bit on any other mesh, for parameters cut along different dims and views."""
     layouts = {
         "dense": Layout((5, 12)),
         "column": Layout((12, 5), {0: "tp"}),
@@ -165,7 +165,7 @@ def test_every_mesh_reads_what_any_other_wrote(tmp_path_factory: pytest.TempPath
 
 
 def contents(path: Path) -> dict[str, str]:
-    """SHA-256 of every logical tensor, whole, by its global name."""
+    """Return "name/kind" -> SHA-256 of the whole tensor, for every tensor of a checkpoint."""
     reader = Reader(path)
     found = {}
     for (name, kind), entries in sorted(reader.entries.items()):
@@ -208,7 +208,8 @@ TOPOLOGIES = [
 
 
 def test_no_expert_is_lost_or_swapped_between_layouts(tmp_path: Path) -> None:
-    """dp4 ep4 to every other layout and back: weight and moments of every global expert, to the bit; counters and scale too."""
+    """A checkpoint of dp 4, ep 4 that is loaded and saved on another layout keeps each expert's weights and moments bit by bit, and also
+    counters and loss scale."""
     load_deepspeed()
 
     def write(rank: int) -> None:
@@ -245,11 +246,12 @@ def test_no_expert_is_lost_or_swapped_between_layouts(tmp_path: Path) -> None:
             assert contents(tmp_path / name / "step-3") == original, name
 
 
-def test_a_rank_writes_as_many_files_as_it_has_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tensors in one file and in many, of the limit and one tensor at most: states that lie elsewhere may stay there."""
+def test_a_rank_begins_another_file_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's tensors are equal in one file and in several. A file ends when FILE_BYTES are reached, and only one file's tensors are
+    taken from the iterator at a time."""
     named = {f"w{number}": torch.randn(number, 100) for number in range(1, 8)}  # 400, 800 ... 2800 bytes
     asked: list[str] = []
-    before: list[int] = []  # how many tensors had been asked for when a file was written
+    before: list[int] = []  # for each file: number of tensors taken from `held` when it was written
     write = checkpoint.save_file
 
     def held() -> Iterator[tuple[str, Piece]]:
@@ -267,23 +269,23 @@ def test_a_rank_writes_as_many_files_as_it_has_much(tmp_path: Path, monkeypatch:
     (one, files, at_end), (many, parts, on_the_way) = found
     assert one == many and files == ["rank-00000.safetensors"] and at_end == [7]
     assert parts == [*(f"rank-00000-{n}.safetensors" for n in range(1, 6)), "rank-00000.safetensors"]
-    assert on_the_way == [3, 4, 5, 6, 7, 7]  # the next one is here already
+    assert on_the_way == [3, 4, 5, 6, 7, 7]  # one more than the files so far contain
 
 
-# --- at every instant -----------------------------------------------------------------------------------------------------------
+# --- a crash at any moment --------------------------------------------------------------------------------------------
 
 
 class Boundaries:
-    """Every call of the system that a save makes, counted. At each, `act(count, writes)` is called, which may copy the folder or raise."""
+    """Counts the system calls of a save, and calls `act(count, writes)` before each. `act` may copy the folder, or raise."""
 
     SEEN = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
-    hears: ClassVar[list[Boundaries]] = []  # Python never removes an audit hook, so there is one, which asks this list
+    hears: ClassVar[list[Boundaries]] = []  # Python cannot remove an audit hook, so one hook serves the objects in this list
 
     def __init__(self, act: Callable[[int, bool], None]) -> None:
         self.act, self.count = act, 0
 
     def save(self, folder: Path, keep: int) -> int:
-        """Save step 3. Returns 0, or 3 if that was refused as BadInput."""
+        """Save step 3. Return 0, or 3 if the save raised BadInput."""
         save_file = checkpoint.save_file
 
         def in_halves(tensors: dict[str, Tensor], path: Path) -> None:
@@ -324,7 +326,8 @@ sys.addaudithook(_hear)
 
 
 def killed(origin: Path, copies: Path, keep: int) -> Iterator[tuple[int, Path, int]]:
-    """For each boundary with a changed folder: (boundary, copy of the folder as a dead process leaves it, 77)."""
+    """Yield (number of a system call, copy of the folder before this call, 77) for each call before which the folder changed. The copy is
+    the folder that a process killed at this point would leave."""
     last: dict[str, bytes | None] = {}
 
     def copy(at: int, writes: bool) -> None:
@@ -341,7 +344,8 @@ def killed(origin: Path, copies: Path, keep: int) -> Iterator[tuple[int, Path, i
 
 
 def failing(origin: Path, copies: Path, keep: int, *, ever: bool) -> Iterator[tuple[int, Path, int]]:
-    """For each boundary: the call fails for want of space, with `ever` all later writes too: (boundary, folder, result of the save)."""
+    """Yield (number of a system call, folder, result of the save) for saves in which this call fails with ENOSPC; with `ever`, all later
+    writes fail too."""
     for stop in range(1, 1000):
 
         def fail(at: int, writes: bool, stop: int = stop) -> None:
@@ -377,7 +381,7 @@ def the_same_one_damaged(folder: Path) -> None:
     (folder / "step-3" / "rank-00000.safetensors").write_bytes(b"damaged")
 
 
-# What fails is a call, whatever stands beside it: for calls that fail the fullest folders are enough, which have all that others have.
+# Failing calls are tried only in the folders with the most files, which contain the files of all other cases.
 @pytest.mark.parametrize(
     "before, keep, what",
     [
@@ -391,8 +395,9 @@ def the_same_one_damaged(folder: Path) -> None:
 def test_at_every_boundary_what_has_a_name_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None], keep: int, what: str
 ) -> None:
-    """Saving step 3: older ones go only when it stands; what is read next is the newest that was whole; the next save succeeds."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a process that dies takes nothing from the page cache; disks are slow
+    """A save of step 3 is interrupted at each of its system calls. Older checkpoints are removed only after it is committed, the newest
+    complete checkpoint is read afterwards, and the next save succeeds."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # for speed: a killed process loses nothing that is in the page cache
     origin = tmp_path / "origin"
     origin.mkdir()
     before(origin)
@@ -409,12 +414,12 @@ def test_at_every_boundary_what_has_a_name_is_whole(
         found = newest(folder, world=ALONE, log=silent)
         assert (found.name if found else None) == ("step-3" if stands else f"step-{max(good)}" if good else None), at
         assert is_whole(put(folder, 4, keep=keep), 4)
-        assert not list(folder.glob("*.tmp")), at  # what the dead left is gone
+        assert not list(folder.glob("*.tmp")), at  # temporary folders of the killed save are removed
         shutil.rmtree(folder)
 
 
 def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsync of each file as it will stay, of the folder, then the rename, then fsync of the parent, and only then the old one goes."""
+    """The order of a save: fsync each complete file, fsync the folder, rename it, fsync its parent, then remove the old checkpoint."""
     put(tmp_path, 1)
     told: list[tuple[str, str, int]] = []
     fsync, rename = os.fsync, Path.rename
@@ -439,7 +444,7 @@ def test_everything_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypat
     assert order[named + 2 :] == [("rename", "step-1 step-1.old.tmp")]
 
 
-# --- damage ---------------------------------------------------------------------------------------------------------------------
+# --- damage -----------------------------------------------------------------------------------------------------------
 
 SHARDS = ("rank-00000.safetensors", "rank-00001.safetensors")
 FILES = (*SHARDS, "manifest.json", "manifest.sha256")
@@ -447,7 +452,7 @@ FILES = (*SHARDS, "manifest.json", "manifest.sha256")
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two good checkpoints of two ranks, experts apart."""
+    """Return a folder with two intact checkpoints of two ranks with ep 2."""
     folder = tmp_path_factory.mktemp("two")
 
     def work(rank: int) -> None:
@@ -460,13 +465,13 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewritten(path: Path, manifest: str) -> None:
-    """Write another manifest with its correct digest, as only an intentional change does."""
+    """Replace a checkpoint's manifest, and write the digest that matches."""
     (path / "manifest.json").write_text(manifest)
     (path / "manifest.sha256").write_text(f"{hashlib.sha256(manifest.encode()).hexdigest()}  manifest.json\n")
 
 
 def mutants() -> dict[str, tuple[str, Callable[[Path], object]]]:
-    """Name -> (file that the error must name, function that damages the folder step-2)."""
+    """Return name of a kind of damage -> (file that the error must name, function that damages a checkpoint's folder)."""
     chance = random.Random(7)
     found: dict[str, tuple[str, Callable[[Path], object]]] = {}
 
@@ -495,17 +500,7 @@ def mutants() -> dict[str, tuple[str, Callable[[Path], object]]]:
     found["one shard twice"] = SHARDS[1], lambda path: shutil.copy(path / SHARDS[0], path / SHARDS[1])
     found["another step's whole manifest"] = SHARDS[0], lambda path: [shutil.copy(path.parent / "step-1" / f, path / f) for f in FILES[2:]]
     found["no file at all"] = "manifest.json", lambda path: [(path / f).unlink() for f in FILES]
-    for text in (
-        "",
-        "hello",
-        "5",
-        "null",
-        "[]",
-        "{}",
-        '"x"',
-        '{"format": 1}',
-        '{"format": 1, "files": []}',
-    ):
+    for text in ("", "hello", "5", "null", "[]", "{}", '"x"', '{"format": 1}', '{"format": 1, "files": []}'):
         found[f"a manifest that is {text!r}"] = "manifest.json", lambda path, t=text: rewritten(path, t)
     found["a record that is none"] = "a damaged a:", lambda path: rewritten(path, _with(path, files={"a": 5}))
     found["a manifest without end"] = "manifest.json", lambda path: rewritten(path, "[" * 200_000)
@@ -535,7 +530,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut_short(path: Path) -> None:
-    """Cut a file, and write the size and hash of the rest into the manifest."""
+    """Remove the last byte of a file, and write the new size and hash into the manifest."""
     shard = path / SHARDS[0]
     shard.write_bytes(shard.read_bytes()[:-1])
     files = json.loads((path / "manifest.json").read_text())["files"]
@@ -573,7 +568,7 @@ def test_all_damaged_is_refused_and_says_each(two_steps: Path, tmp_path: Path) -
     for step in (1, 2):
         _swap(folder / f"step-{step}")
     told: list[str] = []
-    with pytest.raises(BadInput, match="--fresh"):  # a silent start from step 0 would bury them
+    with pytest.raises(BadInput, match="--fresh"):  # a silent start from step 0 would replace them
         newest(folder, world=ALONE, log=told.append)
     assert [line.split(":")[1].strip() for line in told] == ["checkpoint step-2", "checkpoint step-1"]
     assert newest(tmp_path / "nowhere", world=ALONE, log=told.append) is None and len(told) == 2
@@ -598,7 +593,7 @@ def test_every_rank_takes_the_same_one_and_the_first_says_why(two_steps: Path, t
     ("starts", "whole"), [([(0, 0), (2, 0), (2, 3)], True), ([(0, 0), (0, 0), (2, 3)], False), ([(0, 0), (1, 2), (2, 3)], False)]
 )
 def test_pieces_make_up_the_whole_each_element_once(tmp_path: Path, starts: list[tuple[int, int]], whole: bool) -> None:
-    """Counting elements is not enough: two pieces in one place leave another part of the tensor without any."""
+    """Pieces must cover a tensor without overlap. Counting their elements is not enough: overlapping pieces leave a gap elsewhere."""
     sizes = [(2, 5), (2, 3), (2, 2)]
     pieces = [("weight", Piece("w", (4, 5), start, torch.ones(size))) for start, size in zip([(0, 0), (2, 0), (2, 3)], sizes, strict=True)]
     path = save(tmp_path, 1, pieces, state={}, world=ALONE, keep=1)
@@ -610,7 +605,7 @@ def test_pieces_make_up_the_whole_each_element_once(tmp_path: Path, starts: list
         verify(path)
 
 
-# --- what cannot be read is not damaged ------------------------------------------------------------------------------------------
+# --- unreadable files, which may be intact ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE], ids=errno.errorcode.get)
@@ -618,12 +613,12 @@ def test_pieces_make_up_the_whole_each_element_once(tmp_path: Path, starts: list
 def test_a_file_that_cannot_be_read_ends_the_resume_in_a_line_that_names_it(
     two_steps: Path, tmp_path: Path, name: str, number: int
 ) -> None:
-    """On every rank, the checkpoint stays, and no older one is taken: it may be whole."""
+    """`newest` raises one line about an unreadable file on all ranks, removes nothing, and takes no older checkpoint, because the
+    file may be intact."""
     folder = shutil.copytree(two_steps, tmp_path / "x")
     before, where = trained.files(folder), folder / name
 
     def work(rank: int) -> str:
-        """A rank that the system refuses the file: root may read all."""
         told: list[str] = []
 
         def refused(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -653,8 +648,8 @@ def test_a_file_that_cannot_be_read_ends_the_resume_in_a_line_that_names_it(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_is_told_and_takes_no_older_one(two_steps: Path) -> None:
-    """By the system itself, in a process without root's rights."""
+def test_a_file_of_another_user_is_unreadable(two_steps: Path) -> None:
+    """A process without root's rights gets the error for a file without read permission, and takes no older checkpoint."""
     with tempfile.TemporaryDirectory() as home:
         folder = shutil.copytree(two_steps, Path(home) / "x")
         for place in (folder, folder.parent):
@@ -688,13 +683,13 @@ def test_modes_of_all_files_follow_the_umask(tmp_path: Path, mask: int) -> None:
     assert all(mode == (0o777 if name in ("run", "step-1") else 0o666) & ~mask for name, mode in modes.items()), modes
 
 
-# --- numbers that are not finite --------------------------------------------------------------------------------------------------
+# --- numbers that are not finite --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1])
 def test_what_is_not_finite_is_not_saved_and_older_ones_stay(two_steps: Path, tmp_path: Path, where: int, value: float) -> None:
-    """One number of one rank's part; written by a save that waits, or by a thread. Every rank learns it in the same line."""
+    """If one rank has a NaN or infinity, `save` and `begin` raise the same line on all ranks. Older checkpoints are not changed."""
     folder = shutil.copytree(two_steps, tmp_path / "x")
     before = trained.files(folder)
 
@@ -720,7 +715,7 @@ def test_what_is_not_finite_is_not_saved_and_older_ones_stay(two_steps: Path, tm
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_that_is_not_finite_is_passed_over_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """As it was written before finite numbers were asked for. The last of many parts that are looked at has it."""
+    """`newest` skips a checkpoint with a NaN in its last chunk, with one line, and takes the one before. (Old versions saved NaNs.)"""
     put(tmp_path, 1)
     bad = torch.ones(5, 7, dtype=dtype)
     bad[4, 6] = math.nan
@@ -734,12 +729,12 @@ def test_one_that_is_not_finite_is_passed_over_in_a_line(tmp_path: Path, monkeyp
     assert told == [f"skipped: {said}"]
 
 
-# --- nothing outside --------------------------------------------------------------------------------------------------------------
+# --- files outside the checkpoint -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["../outside", "../../x/outside", "{}/outside", "sub/../../outside", "..", "/", ""])
 def test_a_manifest_cannot_name_files_outside(tmp_path: Path, way: str) -> None:
-    """Their hashes are right and they hold the tensors, but files outside the folder are not read."""
+    """A manifest with paths of files outside the checkpoint's folder is refused as damaged, even if their hashes are correct."""
     folder = tmp_path / "x"
     path = put(folder, 1)
     shard = path / SHARDS[0]
@@ -756,12 +751,12 @@ def test_a_manifest_cannot_name_files_outside(tmp_path: Path, way: str) -> None:
     shard.unlink()
     with pytest.raises(Exception):  # noqa: B017 (whatever it is, no tensor comes back)
         Reader(path).region("norm.weight", "weight", (slice(0, 7),))
-    if name.endswith("outside"):  # of its own folder it may be read
+    if name.endswith("outside"):  # the same name inside the checkpoint's folder is allowed
         shutil.copy(put(tmp_path / "y", 2) / SHARDS[0], path / "outside")
         assert torch.equal(Reader(path).region("norm.weight", "weight", (slice(0, 7),)), tensor("norm.weight", "weight", 2, (7,)))
 
 
-# --- another model ------------------------------------------------------------------------------------------------------------------
+# --- another model ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -852,7 +847,7 @@ def test_resuming_says_what_moves_the_order_of_samples(tmp_path: Path) -> None:
     assert told[1].endswith(": train.steps: 300 -> 5") and told[2].endswith(": train.global_batch: 12 -> 24, train.seed: 7 -> 8")
 
 
-# --- disks ------------------------------------------------------------------------------------------------------------------------------
+# --- disks ------------------------------------------------------------------------------------------------------------
 
 
 def full_disk(*_: Any, **__: Any) -> None:
@@ -883,7 +878,7 @@ def test_a_full_disk_on_one_rank_is_bad_input_on_every_rank(two_steps: Path, tmp
     reason = "File too large" if what == "a real limit" else os.strerror(errno.ENOSPC)
     assert told[0] == told[1] and reason in told[0] and f"on rank {where}" in told[0]
     assert all(str(folder) in text and "free disk space" in text for text in told)
-    assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-2"]  # nothing half written, and its room is free again
+    assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-2"]  # no unfinished save takes disk space
     assert is_whole(folder / "step-1", 1) and is_whole(folder / "step-2", 2)
 
 
@@ -914,7 +909,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_older_one(two_steps: Path, tmp
     assert newest(folder, world=ALONE, log=silent) == folder / "step-2" and {step for step, _ in numbered(folder)} == {1, 2}
 
 
-# --- how many are kept --------------------------------------------------------------------------------------------------------------
+# --- number of checkpoints that are kept ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 9])
@@ -928,7 +923,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_one_of_a_higher_number_does_not_push_out_the_new(tmp_path: Path, keep: int) -> None:
-    """Step 100 was damaged, the run went on from 80 and saves at 90."""
+    """A run that skipped the damaged step 100 and resumed from 80 saves at 90: step 100 does not count among the `keep` newest."""
     for step in (80, 100):
         put(tmp_path, step)
     (tmp_path / "step-100" / SHARDS[0]).unlink()
@@ -949,8 +944,9 @@ NO_STEPS = ("step-999999999999999999999", f"step-{2**53}", "step-+9", "step-٣",
 
 
 @pytest.mark.parametrize("name", [*NO_STEPS, "a file", "a dangling link", "a link in a circle"])
-def test_what_is_no_checkpoint_is_named_and_does_not_decide_where_a_run_goes_on(tmp_path: Path, name: str) -> None:
-    """Nor does it stop the save of that step, nor take the place of a checkpoint that is kept."""
+def test_other_files_in_the_folder_are_named_and_ignored(tmp_path: Path, name: str) -> None:
+    """`newest` names entries that are no checkpoints, and takes the newest checkpoint. A later save of that step replaces such an entry,
+    which does not count among the kept checkpoints."""
     put(tmp_path, 4), put(tmp_path, 6)
     there = tmp_path / (name if name in NO_STEPS else "step-9")
     if name == "a file":
@@ -976,7 +972,7 @@ def test_a_named_step_is_taken_or_refused_with_those_that_are_there(tmp_path: Pa
     with pytest.raises(BadInput, match="^--from_step: got 11, needed a checkpoint in .*nowhere; fix: train first$"):
         newest(tmp_path / "nowhere", world=ALONE, log=silent, step=11)
     (tmp_path / "step-10" / SHARDS[0]).unlink()
-    with pytest.raises(BadInput, match="^checkpoint step-10: got a damaged"):  # and no other one instead
+    with pytest.raises(BadInput, match="^checkpoint step-10: got a damaged"):  # another step is not taken instead
         newest(tmp_path, world=ALONE, log=silent, step=10)
 
 

@@ -1,4 +1,4 @@
-"""Small files are replaced atomically."""
+"""replace_file is atomic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.store.files import replace_file
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Content is on disk before it gets the name; after a failure the old content is there, and nothing else."""
+    """The new content is synced to disk before the rename. After a failure, the folder has only the file with its old content."""
     path = tmp_path / "a.json"
     replace_file(path, "old")
     order: list[str] = []

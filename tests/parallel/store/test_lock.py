@@ -1,4 +1,4 @@
-"""One run at a time in a folder, whatever starts, dies, removes or renames in which moment."""
+"""A folder is locked for one run at a time, also if processes start together, die, or remove or rename files and folders."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ def refused(folder: Path, by: int) -> None:
 
 
 def test_of_starts_at_once_in_a_new_folder_one_holds_it_and_the_others_name_it(tmp_path: Path) -> None:
-    """Double submit: four processes start again and again, and each holder removes what it has made."""
+    """Four processes start again and again in a new folder: one holds it at a time, the others' errors name the holder. A holder removes
+    the folder at its end."""
     out, alone = tmp_path / "runs" / "new", tmp_path / "alone"
 
     def begin(draw: random.Random) -> bool:
-        """True if this process held the folder; otherwise it was told the process that did."""
+        """Return whether this process got the lock; if not, check that the error names the process that holds it."""
         time.sleep(draw.uniform(0, 0.004))
         try:
             with alone_in(out):
@@ -95,7 +96,7 @@ def test_a_folder_is_held_until_its_holder_ends_however_it_does(tmp_path: Path, 
     pid = holder(out)
     for _ in range(2):
         refused(out, pid)
-    monkeypatch.setenv(HELD, str(out.resolve()))  # the rank of a parent that holds it
+    monkeypatch.setenv(HELD, str(out.resolve()))  # as in a rank whose launcher holds the lock
     with alone_in(out):
         pass
     monkeypatch.delenv(HELD)
@@ -110,7 +111,8 @@ def test_a_folder_is_held_until_its_holder_ends_however_it_does(tmp_path: Path, 
 
 
 def test_it_is_an_open_folder_that_is_held_and_no_name(tmp_path: Path) -> None:
-    """Without its file, and under another name; and in a folder that has the old name now, the holder removes nothing."""
+    """The lock is on the open folder: it holds after the lock file is removed, and after the folder is renamed. If a new folder gets the
+    old name, the holder removes nothing there."""
     out, moved = tmp_path / "run", tmp_path / "moved"
     pid = holder(out)
     (out / NAME).unlink()
@@ -127,7 +129,8 @@ def test_it_is_an_open_folder_that_is_held_and_no_name(tmp_path: Path) -> None:
 
 
 def test_only_what_the_lock_has_made_is_removed(tmp_path: Path) -> None:
-    """Not a child's part, not a user's file of that name, nor what a link of that name leads to; not a folder that holds something."""
+    """The lock removes only its own file and empty folders that it made: no user's file named like it, no target of a link, no folder with
+    files. A forked child removes nothing."""
     users = tmp_path / "users"
     users.mkdir()
     (users / NAME).write_text("a lock of something else")
@@ -145,7 +148,7 @@ def test_only_what_the_lock_has_made_is_removed(tmp_path: Path) -> None:
 
 
 def _leaves(folder: Path) -> int:
-    """A child's end, through its parent's `with`, while that holds the folder; and another start after it."""
+    """In a forked child, leave the parent's lock. Then return REFUSED if the parent still holds the folder, else 0."""
     from parallel.store import lock
 
     for held in [each for each in _objects() if isinstance(each, lock._Held)]:

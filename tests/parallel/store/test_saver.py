@@ -1,4 +1,4 @@
-"""Asynchronous saving: the same files as a save that waits, of the moment at which it was begun, and no failure goes unsaid."""
+"""An asynchronous save writes the same files as a synchronous one, with the values at its begin, and reports every failure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from parallel.store.checkpoint import Piece, numbered
 from parallel.store.saver import Saver, _Writer
 from tests.support.ranks import run_on_ranks
 
-ROWS, WIDTH = 5, 300  # of each rank's part
+ROWS, WIDTH = 5, 300  # shape of each rank's shard
 
 
 def held(rank: int, ranks: int, fill: float = 0.0) -> list[tuple[str, Piece]]:
-    """Weights and moments of one tensor that ranks hold by rows; in 16 bits too."""
+    """Return (kind, piece) of a rank's rows of one tensor: a weight, a moment, and a bf16 state."""
     values = torch.arange(ROWS * WIDTH, dtype=torch.float32).reshape(ROWS, WIDTH) + 1000 * rank + fill
     kinds = {"weight": values, "exp_avg": -values, "half": values.bfloat16()}
     return [(kind, Piece("layer.w", (ROWS * ranks, WIDTH), (ROWS * rank, 0), tensor)) for kind, tensor in kinds.items()]
@@ -40,7 +40,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_files_are_those_of_a_save_that_waits_whatever_comes_after_it_began(tmp_path: Path) -> None:
-    """Tensors and the state change while the copy is written; a second save reuses the copies of the first."""
+    """Files equal a synchronous save's, although tensors and state change during writing. A second save reuses the first one's buffers."""
 
     def work(rank: int) -> list[int | None]:
         world, counters = connected(rank, 2), {"step": 3}
@@ -114,14 +114,14 @@ def test_a_run_that_fails_gives_the_last_save_time_to_be_written(tmp_path: Path,
     monkeypatch.setattr(checkpoint, "write_part", slow)
     saver = Saver(tmp_path, Axis("world"), keep=1)
     saver.begin(5, held(0, 1), state={})
-    assert saver.news() is None and not numbered(tmp_path)  # nobody waits for it
+    assert saver.news() is None and not numbered(tmp_path)  # the save is still in progress
     threading.Timer(0.2, go_on.set).start()
     saver.leave()
     assert saver.news() == 5 and [step for step, _ in numbered(tmp_path)] == [5]
 
 
 def test_no_rank_waits_for_parts_in_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """The run's folder was renamed or removed: the other rank's part cannot come."""
+    """Rank 0's writer ends with an error if the folder was renamed or removed, because the other rank cannot write its part."""
     folder = checkpoint.temporary(tmp_path, 3)
     folder.mkdir()
     writer = _Writer(tmp_path, 3, list(held(0, 2)), {}, Axis("world", (0, 1), 0), 1)
@@ -133,7 +133,7 @@ def test_no_rank_waits_for_parts_in_a_folder_that_is_gone(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_run_that_fails_does_not_wait_for_a_part_that_failed(tmp_path: Path, failing: int) -> None:
-    """The older checkpoint stays, and the next save has no trace of this one."""
+    """Saver.leave returns soon if a rank's part failed. The older checkpoint stays, and the next save succeeds."""
 
     def work(rank: int) -> float:
         saver = Saver(tmp_path, connected(rank, 2), keep=1)

@@ -1,4 +1,4 @@
-"""Annotated graphs by DTensor on four ranks: all tensors, all gradients and one step are those of one process; so is what travels."""
+"""Annotated graphs by DTensor on four ranks: tensors, gradients and one step equal one process; collectives equal the program's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode  # before ranks are forked: it takes seconds
+from torch.distributed.tensor.debug import CommDebugMode  # imported before the forks, because it takes seconds
 
 from moe.plan.operators import gspmd, mesh_tensorflow
 from parallel.annotations.annotated import Annotated, Rank, device_mesh, product
@@ -60,7 +60,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def compute(op: Operator, inputs: Sequence[Tensor], rank: Rank | None) -> Tensor:
-    """Of this file's operators; on one process without a rank."""
+    """Return an operator's output. rank: the rank that computes its shard; None: one process computes the whole tensor."""
     if op.kind == "norm":
         x, scale = inputs
         squares = x.square().sum(-1, keepdim=True)
@@ -81,7 +81,7 @@ def weights_of_outputs(graph: Graph) -> Tensor:
 
 
 def alone(graph: Graph) -> dict[str, Tensor]:
-    """Every output, gradient, and weight after a step, by name, on one process."""
+    """Return name -> output, gradient or stepped weight, computed on one process."""
     leaves = {name: value.requires_grad_() for name, value in values(graph).items()}
     held = dict(leaves)
     for op in graph.operators:
@@ -123,8 +123,8 @@ def test_four_ranks_are_one_process(label: str, on_ranks: list[dict[str, dict[st
             torch.testing.assert_close(of_rank[label][name], value, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_what_travels_is_what_the_program_says(on_ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """Counted by torch; the scalar at the end is summed over each axis that cuts y."""
+def test_collectives_equal_the_programs(on_ranks: list[dict[str, dict[str, Any]]]) -> None:
+    """The number of all-reduces that torch counts equals the program's, and one for each axis that cuts y, for the loss."""
     program, counted = PROGRAMS["megatron"], on_ranks[0]["megatron"]["travels"]
     assert {move.step.kind for move in program.collectives} == {"all_reduce"}
     assert list(counted.values()) == [len(program.collectives) + len(program.shardings["y"].axes)]

@@ -1,4 +1,4 @@
-"""1D by torch's DTensor: against the whole layer, and against torch's own styles on torch's own modules; what travels, counted by torch."""
+"""1D by DTensor equals the whole layer, and torch's own styles applied to torch's modules, also in the collectives that torch counts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def drawn(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def weight(shape: tuple[int, ...], name: str) -> Tensor:
-    """Weights so small that a layer's outputs are of the size of its inputs."""
+    """Return random weights, scaled so that a layer's outputs are about as large as its inputs."""
     return 0.3 * drawn(shape, without_tiles(name))
 
 
@@ -76,12 +76,12 @@ def context() -> Context:
 
 
 def of_rank(whole: Tensor, mesh: Mesh, *, sliced: bool) -> Tensor:
-    """This rank's slice of the sequences; all sequences if not `sliced`."""
+    """Return this rank's shard of the sequences' positions if `sliced`, else all."""
     return (whole.chunk(mesh.axis("tp").size, 1)[mesh.axis("tp").index] if sliced else whole).clone()
 
 
 def held(model: nn.Module, mesh: Mesh, *, sliced: bool) -> dict[str, Layout]:
-    """Give a model that is on the meta device what a rank holds of it."""
+    """Apply the plan to a model on the meta device, and set the rank's shards of the weights. Return the layouts."""
     layouts = lay_out(model, plan(sliced=sliced), tiled_dim=tiled_dim)
     if mesh.axis("tp").size > 1:
         apply(model, plan(sliced=sliced), layouts, mesh)
@@ -92,7 +92,7 @@ def held(model: nn.Module, mesh: Mesh, *, sliced: bool) -> dict[str, Layout]:
 
 
 def both_ways(forward: Callable[[Tensor], Tensor], mesh: Mesh, *, sliced: bool) -> tuple[Tensor, Tensor]:
-    """(output, gradient of the input)."""
+    """Return (output, gradient of the input) of this rank."""
     x = of_rank(drawn((B, L, D), "x"), mesh, sliced=sliced).requires_grad_()
     y = forward(x)
     (y * of_rank(drawn((B, L, D), "weights of outputs"), mesh, sliced=sliced)).sum().backward()
@@ -101,7 +101,7 @@ def both_ways(forward: Callable[[Tensor], Tensor], mesh: Mesh, *, sliced: bool) 
 
 
 def computed(kind: str, mesh: Mesh, *, sliced: bool) -> tuple[Tensor, Tensor, dict[str, tuple[Layout, Tensor]]]:
-    """(output, gradient of the input, each parameter's layout and gradient)."""
+    """Return (output, gradient of the input, name -> (layout, gradient) of each parameter) of this rank."""
     with torch.device("meta"):
         model = nn.ModuleDict({"layer": LAYERS[kind]()})
     layouts, layer = held(model, mesh, sliced=sliced), model.get_submodule("layer")
@@ -110,7 +110,7 @@ def computed(kind: str, mesh: Mesh, *, sliced: bool) -> tuple[Tensor, Tensor, di
 
 
 def joined(grads: dict[str, tuple[Layout, Tensor]]) -> dict[str, Tensor]:
-    """Whole gradients of one process: tiles are joined into the parameters that they are parts of."""
+    """Return name of each whole parameter -> gradient, joined from its tiles. grads: computed on one process."""
     whole: dict[str, Tensor] = {}
     for name, (layout, grad) in grads.items():
         whole.setdefault(without_tiles(name), torch.zeros(layout.shape, dtype=grad.dtype))[layout.region(ALONE)] = grad
@@ -119,7 +119,7 @@ def joined(grads: dict[str, tuple[Layout, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sliced", [False, True])
 def test_a_cut_layer_is_the_whole_one(sliced: bool) -> None:
-    """Output and input's gradient; each parameter is a plain tensor, and its gradient the whole one's part without any further sum."""
+    """A rank's output and gradients equal its shards of the whole layer's, without further sums. Parameters are plain tensors."""
     whole = {kind: computed(kind, ALONE, sliced=False) for kind in LAYERS}
 
     def work(rank: int) -> None:
@@ -137,13 +137,13 @@ def test_a_cut_layer_is_the_whole_one(sliced: bool) -> None:
     run_on_ranks(work, 2)
 
 
-# --- torch's own ------------------------------------------------------------------------------------------------------------
+# --- torch's own styles -----------------------------------------------------------------------------------------------
 
 SIZES = {"q": (H * C, D), "k": (K * C, D), "v": (K * C, D), "out": (D, H * C), "w1": (HIDDEN, D), "w3": (HIDDEN, D), "w2": (D, HIDDEN)}
 
 
 class Theirs(nn.Module):
-    """A Transformer layer of torch's modules, for torch's styles to cut; heads are counted from what is there."""
+    """A Transformer layer of torch's modules, to which torch's styles are applied. The number of heads follows from the shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Theirs(nn.Module):
 
 
 def styles(*, sliced: bool) -> dict[str, ParallelStyle]:
-    """Torch's plan, as its tutorial of tensor parallelism has it."""
+    """Return the plan of torch's tutorial of tensor parallelism: path of a module -> style."""
     columns: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
     columns |= {f"ffn.{name}": ColwiseParallel() for name in ("w1", "w3")}
     between = Shard(1) if sliced else Replicate()
@@ -180,7 +180,7 @@ def styles(*, sliced: bool) -> dict[str, ParallelStyle]:
 
 
 class Ours(nn.Module):
-    """The same layer of the project's modules, with torch's norm, which works in float64."""
+    """The layer of `Theirs` made of the project's modules, with torch's norm, which computes in float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class Ours(nn.Module):
 
 @pytest.mark.parametrize("sliced", [False, True])
 def test_torchs_styles_give_the_same_by_the_same_collectives(sliced: bool) -> None:
-    """ColwiseParallel, RowwiseParallel and SequenceParallel: outputs, gradients, and a layer's calls: 4 sums, or 4 gathers and 4
-    reduce-scatters."""
+    """Outputs, gradients and collectives equal those of torch's ColwiseParallel, RowwiseParallel and SequenceParallel: for a layer 4 sums,
+    or 4 gathers and 4 reduce-scatters."""
 
     def work(rank: int) -> None:
         mesh = process.connect(Degrees(tp=2), World(rank, 2))
@@ -228,11 +228,11 @@ def test_torchs_styles_give_the_same_by_the_same_collectives(sliced: bool) -> No
     run_on_ranks(work, 2)
 
 
-# --- the whole model --------------------------------------------------------------------------------------------------------
+# --- the whole model --------------------------------------------------------------------------------------------------
 
 
 def test_the_plan_is_laid_out_without_processes_and_as_1d() -> None:
-    """`moe show --plan`: the same parts, in the same copies; styles have other names, and keys lie over tp, not tp_row."""
+    """The table of `moe show --plan` has the same shards and copies for `dtensor` as for `1d`."""
     for one, other in (("1d", "dtensor"), ("sliced", "dtensor_sliced")):
         rows = [plan_rows(check_run(Case("gshard", "ddp", 2, 2, 1, "fp32", tp=2, tensor=t).run(), 2), rank=1) for t in (one, other)]
         assert {row["style"] for row in rows[1]} >= {"DTensorColumn", "DTensorRow", "VocabularyRows", "Spread"}

@@ -1,4 +1,4 @@
-"""2D, 2.5D and 3D tensor parallelism against the whole layer: outputs, every gradient, what lies where, and what travels, to the byte."""
+"""2D, 2.5D and 3D tensor parallelism equal the whole layer in outputs and gradients. Shards and bytes sent equal the formulas."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def drawn(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 class PlainNorm(nn.Module):
-    """In fp64, where the model's is in fp32."""
+    """The model's norm, computed in fp64."""
 
     def __init__(self, norm: Norm) -> None:
         super().__init__()
@@ -60,9 +60,8 @@ class PlainNorm(nn.Module):
 
 
 class Network(nn.Module):
-    """Two products of one x, and one of what comes of both: what a layer's look like from outside. Each gate is that of a run of hidden
-    units, as a key-value head is that of some heads of queries.
-    """
+    """A layer with two products of x, and one product of their result. Each of the `gates` outputs of the second product multiplies
+    several hidden units, as a key-value head serves several query heads."""
 
     def __init__(self, gates: int) -> None:
         super().__init__()
@@ -118,7 +117,7 @@ TARGETS = torch.randint(V, (B, L), generator=torch.Generator().manual_seed(2)).i
 
 
 def part_of(mesh: Mesh) -> tuple[slice, slice]:
-    """This rank's sequences, over depth and rows, and its channels."""
+    """Return the slices of the batch and of the channels that this rank has."""
     place = mesh.axis("tp_depth", "tp_row")
     each, width = B // place.size, D // mesh.axis("tp_col").size
     column = mesh.axis("tp_col").index
@@ -137,10 +136,9 @@ def part_of(mesh: Mesh) -> tuple[slice, slice]:
     ],
 )
 def test_a_model_on_a_grid_is_the_whole_one(kind: str, gates: int, chunks: int, waits: bool) -> None:
-    """Embedding, norms, products and the loss: this rank's part of the output, each weight's gradient once copies are summed.
+    """A rank's output and gradients equal its shards of the whole model's: embedding, norms, products and loss.
 
-    `gates`: fewer than the ranks of a side are held in copies. `waits`: gradients of weights are put off, all of one x together.
-    """
+    gates: if fewer than the ranks of a side, ranks hold copies. waits: gradients of weights are deferred."""
     whole, _ = held(kind, Mesh.of(Degrees()), gates)
     weights = drawn((B, L, D), "weights of outputs")
     x, _ = whole(TOKENS, TARGETS, 1)
@@ -180,7 +178,7 @@ def test_a_model_on_a_grid_is_the_whole_one(kind: str, gates: int, chunks: int, 
 
 
 def test_tokens_come_to_one_rank_whole_and_go_back() -> None:
-    """Channels of all ranks of a row against some sequences of each, forward and backward; or all channels of all sequences."""
+    """Exchanged(dim=2) exchanges shards of the channels for whole sequences, and back, with correct gradients."""
     x = drawn((4, L, 6), "tokens")
 
     def work(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""1D tensor parallelism against the whole layer and against torch's own: outputs and every gradient, and what travels, to the byte."""
+"""1D tensor parallelism equals the whole layer, and torch's own styles, in outputs and gradients. Bytes equal the formula."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def drawn(shape: tuple[int, ...], name: str) -> Tensor:
 
 
 def weight(shape: tuple[int, ...], name: str) -> Tensor:
-    """Weights so small that a layer's outputs are of the size of its inputs."""
+    """Return random weights, scaled so that a layer's outputs are about as large as its inputs."""
     return 0.3 * drawn(shape, name)
 
 
 def held(make: Callable[[], nn.Module], mesh: Mesh) -> tuple[nn.Module, dict[str, Layout], dict[str, Tensor]]:
-    """This rank's part of a layer, its layouts, and the whole values by parameter."""
+    """Return (the layer with this rank's shards, its layouts, name -> whole value of each parameter)."""
     with torch.device("meta"):
         model = nn.ModuleDict({"layer": make()})
     layouts = lay_out(model, PLAN, tiled_dim=tiled_dim)
@@ -84,7 +84,7 @@ def held(make: Callable[[], nn.Module], mesh: Mesh) -> tuple[nn.Module, dict[str
 
 
 def computed(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """(output, gradient of the input). Gradients of parameters stay on the parameters."""
+    """Return (output, gradient of the input), and leave the parameters' gradients in .grad."""
     x = drawn((B, L, D), "x").requires_grad_()
     layer = model.layer
     assert isinstance(layer, nn.Module)
@@ -103,7 +103,7 @@ def degrees_of(tp: int, kv_heads: int) -> Degrees:
     [("attention", 2, H), ("grouped heads", 4, 2), ("one key-value head, T5", 2, 1), ("gated network", 4, H), ("network in tiles", 2, H)],
 )
 def test_a_cut_layer_is_the_whole_one(kind: str, tp: int, kv_heads: int) -> None:
-    """Output and input's gradient on every rank; each parameter's gradient is the whole one's part, once copies are summed."""
+    """Every rank has the whole layer's output and gradient of the input. Gradients of weights, summed over copies, equal its shards."""
     alone, _, whole = held(LAYERS[kind], Mesh.of(Degrees()))
     y, x_grad = computed(alone)
     want: dict[str, Tensor] = {}
@@ -130,7 +130,7 @@ def test_a_cut_layer_is_the_whole_one(kind: str, tp: int, kv_heads: int) -> None
         for name, (grad, region) in parts.items():
             part = want[without_tiles(name)][tuple(slice(start, stop) for start, stop in region)]
             torch.testing.assert_close(grad, part, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-        assert counts == [(2, 2 * B * L * D * 8)]  # one sum in enter's backward pass, one in leave's forward pass
+        assert counts == [(2, 2 * B * L * D * 8)]  # one sum in the backward pass of `enter`, one in the forward pass of `leave`
 
 
 def lay_out_alone(model: nn.Module) -> dict[str, Layout]:
@@ -138,7 +138,7 @@ def lay_out_alone(model: nn.Module) -> dict[str, Layout]:
 
 
 def test_copies_of_a_key_value_head_are_named_by_their_layout() -> None:
-    """Four ranks, two heads: ranks 0 and 1 hold the first one, 2 and 3 the second; both copies' gradients are parts of one sum."""
+    """With two key-value heads on four ranks, ranks 0 and 1 hold the first and sum its gradients, ranks 2 and 3 the second."""
     layout = Column("tp_row_heads").layout("layer.k.weight", (2 * C, D))
     meshes = [Mesh.of(degrees_of(4, 2), rank) for rank in range(4)]
     assert [layout.region(mesh)[0] for mesh in meshes] == [slice(0, C)] * 2 + [slice(C, 2 * C)] * 2
@@ -146,11 +146,12 @@ def test_copies_of_a_key_value_head_are_named_by_their_layout() -> None:
     assert [layout.is_owner(mesh) for mesh in meshes] == [True, False, True, False]
 
 
-# --- torch's own ------------------------------------------------------------------------------------------------------------
+# --- torch's own styles -----------------------------------------------------------------------------------------------
 
 
 class Theirs(nn.Module):
-    """Attention and network of torch's linears, for torch's styles to cut; heads are counted from what is there."""
+    """Attention and feed-forward network of torch's linears, to which torch's styles are applied. The number of heads follows from the
+    shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class Theirs(nn.Module):
 
 
 def test_torchs_styles_give_the_same() -> None:
-    """parallelize_module with ColwiseParallel and RowwiseParallel cuts the same rows and columns, and sums the same parts."""
+    """Outputs, gradients and shards equal those of torch's parallelize_module with ColwiseParallel and RowwiseParallel."""
 
     def work(rank: int) -> None:
         mesh = process.connect(Degrees(tp=2), World(rank, 2))

@@ -1,6 +1,6 @@
-"""Collectives of tp that travel beside products: the same results and gradients, the same bytes in more calls, and in which order.
+"""1D products in chunks, with overlapped collectives, equal unchunked ones in results, gradients and bytes.
 
-What it alone would notice: a sum of the input's gradient that is waited for before the weights' gradients are computed.
+Only this test would notice if the sum of the input's gradient were awaited before the weights' gradients are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, IN inputs of all ranks, OUT outputs
 B, L, IN, OUT = 3, 10, 8, 7
-OUTS = (6, 2, 4)  # of three products of one x, each on one rank
+OUTS = (6, 2, 4)  # outputs on one rank of three products of one x
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -31,7 +31,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bool = False) -> list[Tensor]:
-    """Output, gradients of input and weight; `chunks` None: a product, then its sum. `waits`: the weight's gradient is put off."""
+    """Return [output, gradients of input and weight] of `row_product`; chunks None: of a product and a sum after it. waits: the weight's
+    gradient is deferred."""
     h = drawn(B, L, IN, seed=1).chunk(axis.size, 2)[axis.index].clone().requires_grad_()
     weight = nn.Parameter(drawn(OUT, IN, seed=2).chunk(axis.size, 1)[axis.index].clone())
     if chunks is not None:
@@ -43,7 +44,7 @@ def both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bool = Fal
 
 
 def backward(outputs: Sequence[Tensor], grads: list[Tensor], x: Tensor, weights: list[nn.Parameter], *, waits: bool) -> list[Tensor]:
-    """The gradients of input and weights."""
+    """Return the gradients of the input, then of the weights."""
     if waits:
         with defer_gradients() as pending:
             torch.autograd.backward(outputs, grads)
@@ -57,7 +58,7 @@ def backward(outputs: Sequence[Tensor], grads: list[Tensor], x: Tensor, weights:
 
 
 def columns_both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bool = False) -> list[Tensor]:
-    """The same of three products of one input; `chunks` None: what enters, then one product after another."""
+    """Return outputs and gradients of `column_products` with three weights; chunks None: of a collective, then three products."""
     x = drawn(B, L, IN, seed=4)
     x = (x.chunk(axis.size, 1)[axis.index] if sliced else x).clone().requires_grad_()
     weights = [nn.Parameter(drawn(out, IN, seed=10 * axis.index + out)) for out in OUTS]
@@ -71,8 +72,8 @@ def columns_both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bo
 
 
 @pytest.mark.parametrize("sliced", [False, True])
-def test_columns_in_runs_are_products_of_what_entered_at_once(sliced: bool) -> None:
-    """Outputs and gradients of the input and of the three weights, as in the test below."""
+def test_column_products_in_chunks_equal_unchunked_ones(sliced: bool) -> None:
+    """Also in more chunks than tokens, and with deferred weight gradients. Bytes are equal."""
 
     def work(rank: int) -> list[Any]:
         mesh = process.connect(Degrees(tp=2), World(rank, 2))
@@ -94,8 +95,8 @@ def test_columns_in_runs_are_products_of_what_entered_at_once(sliced: bool) -> N
 
 
 @pytest.mark.parametrize(("chunks", "sliced"), [(1, False), (3, False), (1, True), (3, True)])
-def test_the_inputs_gradient_travels_while_the_weights_are_computed(monkeypatch: pytest.MonkeyPatch, chunks: int, sliced: bool) -> None:
-    """All its runs have left before, and are waited for after; what is slow of both is the time that a link has."""
+def test_sums_of_the_inputs_gradient_overlap_with_the_weights_gradients(monkeypatch: pytest.MonkeyPatch, chunks: int, sliced: bool) -> None:
+    """In the backward pass, collectives of all chunks start before the weights' gradients are computed, and are awaited after that."""
     happened: list[str] = []
 
     class Noted(Started):
@@ -118,8 +119,8 @@ def test_the_inputs_gradient_travels_while_the_weights_are_computed(monkeypatch:
 
 
 @pytest.mark.parametrize("sliced", [False, True])
-def test_runs_give_what_one_product_and_its_sum_give(sliced: bool) -> None:
-    """Also in more runs than there are tokens, and where weights' gradients are put off. The same bytes, and as many calls as runs."""
+def test_row_products_in_chunks_equal_unchunked_ones(sliced: bool) -> None:
+    """Also in more chunks than tokens, and with deferred weight gradients. Bytes are equal, with one call for each chunk."""
 
     def work(rank: int) -> list[Any]:
         mesh = process.connect(Degrees(tp=2), World(rank, 2))

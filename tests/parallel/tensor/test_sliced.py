@@ -1,4 +1,4 @@
-"""Slices of the sequences between layers: the bytes of 1D, norms summed over tp, MoE layers on whole sequences."""
+"""Megatron-LM's sequence parallelism sends as many bytes as 1D. MoE layers exchange shards of sequences for whole ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ B, L, D = 4, 6, 3
 LAYERS, WIDTH = 3, 24
 
 
-def test_slices_become_whole_sequences_and_slices_again() -> None:
-    """Forward and backward: what a rank gets is its sequences, whole, and what comes back is its slice of all of them."""
+def test_shards_are_exchanged_for_whole_sequences_and_back() -> None:
+    """Exchanged(dim=1) exchanges shards of positions for whole sequences, and back, with correct gradients."""
     x = torch.randn(B, L, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def work(rank: int) -> None:
@@ -50,13 +50,13 @@ def test_a_norms_gradient_is_summed_over_tp() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_gathers_and_reduce_scatters_send_what_sums_would(microbatches: int) -> None:
-    """A dense model: each sum over tp of b s h elements is a gather and a reduce-scatter of them."""
+    """In a dense model, one gather and one reduce-scatter replace each all-reduce of 1D, with equal bytes."""
 
     def sent(tensor: str) -> dict[str, Count]:
         def work(rank: int) -> list[list[object]]:
             tiny = start(Case("dense", "ddp", 2, 1, microbatches, "fp32", layers=LAYERS, tp=2, tensor=tensor), rank)
             tiny.mesh.communicator.reset_counts()
-            tiny.executor.engine.reduce = lambda: None  # the sums of norms' gradients are counted in other tests
+            tiny.executor.engine.reduce = lambda: None  # leaves out the sums of norms' gradients
             tiny.accumulate(0)
             counts = tiny.mesh.communicator.counts()
             return [[name, c.calls, c.bytes, c.sent] for (axis, name), c in counts.items() if axis == "tp"]
@@ -64,7 +64,10 @@ def test_gathers_and_reduce_scatters_send_what_sums_would(microbatches: int) -> 
         return {name: Count(*numbers) for name, *numbers in run_on_ranks(work, 2)[0]}
 
     sums, slices = sent("1d"), sent("sliced")
-    tokens, pairs = BATCH // microbatches * LENGTH, microbatches * (2 * LAYERS + 1)  # pairs of a gather and a reduce-scatter, both ways
+    tokens, pairs = (
+        BATCH // microbatches * LENGTH,
+        microbatches * (2 * LAYERS + 1),
+    )  # pairs: of one gather and one reduce-scatter, in each pass
     assert (slices["all_gather"].calls, slices["reduce_scatter"].calls) == (2 * pairs, 2 * pairs)
     assert slices["reduce_scatter"].bytes == 2 * pairs * tokens * WIDTH * 4 and slices["all_gather"].bytes == pairs * tokens * WIDTH * 4
     assert slices["all_gather"].sent + slices["reduce_scatter"].sent + slices["all_reduce"].sent == sums["all_reduce"].sent

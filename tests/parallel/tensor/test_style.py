@@ -1,4 +1,4 @@
-"""Laws of a plan of styles: the first pattern that fits, parts as the layouts say, slots filled; a made-up layer needs ten lines."""
+"""Laws of a plan: the first matching pattern counts, parameters become the layouts' shards, slots are filled. A new style is ten lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Degrees, Mesh
 from parallel.tensor.style import Copied, Plan, Shape, Stacked, apply, fits, lay_out
 
-# --- a made-up layer and its style: ten lines each --------------------------------------------------------------------------
+# --- a made-up layer and its style: ten lines each --------------------------------------------------------------------
 
 
 class Linear(nn.Module):
-    """x W^T; `product`: the slot."""
+    """Returns x W^T by its slot `product`."""
 
     def __init__(self, into: int, out: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
 @dataclass(frozen=True)
 class Cut:
-    """Dim `dim` of [out, in] over an axis; the slot's product tells that it is of a part."""
+    """A style that splits `dim` of a weight over `axis`, and fills the slot `product` with `of_part`."""
 
     axis: str
     dim: int
@@ -47,7 +47,7 @@ class Cut:
 
 
 def of_part(x: Tensor, weight: Tensor, *, axis: Axis) -> Tensor:
-    """A real one exchanges what ranks need of each other; here the test adds up what they gave."""
+    """Return x W^T for a shard of W. There is no collective: the test adds up the ranks' outputs."""
     return F.linear(x, weight)
 
 
@@ -60,7 +60,7 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_style_for_a_made_up_layer(tp: int) -> None:
-    """Two matrices cut so that no rank needs another's numbers between them: the ranks' outputs add up to the whole network's."""
+    """The ranks' outputs of a network split by columns, then rows, add up to the whole network's output."""
     values = {name: torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for name, p in network().named_parameters()}
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(4))
     want, got = F.linear(F.linear(x, values["1.up.weight"]).relu(), values["1.down.weight"]), torch.zeros(3, 5)
@@ -79,7 +79,7 @@ def test_a_style_for_a_made_up_layer(tp: int) -> None:
     torch.testing.assert_close(got, want)
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------------
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_style_for_a_made_up_layer(tp: int) -> None:
         ("layers.**.weight", "layers.3.moe.up.weight", True),
         ("layers.*", "layers.3.up", False),
         ("**", "embedding", True),
-        ("layers.*.up.weight", "layers.3.tiles.1.up.weight", True),  # a tile has the path of its whole
+        ("layers.*.up.weight", "layers.3.tiles.1.up.weight", True),  # a tile matches by the path of the whole parameter
         ("a.b", "aXb", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""A vocabulary over ranks, evenly and not: rows, logits, loss and every gradient are those of the whole matrix, and no logits are sent."""
+"""A vocabulary split over ranks, also unevenly: looked-up rows, logits, loss and gradients equal the whole matrix's. No logits are sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def tokens_BL() -> Tensor:
-    """With padding, and with the first and the last row of the vocabulary."""
+    """Return random tokens, with padding, and with the first and the last token id of the vocabulary."""
     tokens = torch.randint(V, (B, L), generator=torch.Generator().manual_seed(1))
     tokens[0, :2] = torch.tensor([0, V - 1])
     tokens[1, L // 2 :] = PADDING
@@ -54,7 +54,7 @@ def grad_of(matrix: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize(("tp", "tiles", "chunks", "recast"), [(2, 1, 1, False), (4, 1, 1, True), (4, 3, 1, False), (3, 2, 4, False)])
 def test_a_cut_vocabulary_is_the_whole_one(tp: int, tiles: int, chunks: int, recast: bool) -> None:
-    """26 rows on 4 ranks are 6, 7, 6 and 7. Tied: the table is looked up and multiplied, and its gradient is the sum of both."""
+    """Loss and gradients equal the whole matrix's. The 26 rows are 6, 7, 6 and 7 on 4 ranks. The matrix is embedding and head (tied)."""
     targets, seen = tokens_BL(), tokens_BL().clamp(min=0)
     whole, x = drawn(2, V, D).requires_grad_(), drawn(3, B, L, D).requires_grad_()
     loss = F.cross_entropy(F.linear(x, whole).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=PADDING)
@@ -80,11 +80,13 @@ def test_a_cut_vocabulary_is_the_whole_one(tp: int, tiles: int, chunks: int, rec
             torch.testing.assert_close(project(y, matrix, recast=recast), F.linear(x, whole), rtol=1e-12, atol=1e-12)
         return counts.calls, counts.bytes
 
-    assert run_on_ranks(work, tp) == [(2, 3 * B * L * 8)] * tp  # the largest; then sums of exponentials beside targets' logits
+    assert (
+        run_on_ranks(work, tp) == [(2, 3 * B * L * 8)] * tp
+    )  # one number a token for the maximum, two for sums of exponentials and targets' logits
 
 
 def test_logits_are_differentiated_too() -> None:
-    """Whoever takes a loss of his own from the whole logits has the gradients of the whole matrix."""
+    """Gradients of a loss computed from the gathered logits (`project`) equal those of the whole matrix."""
     whole, x = drawn(2, V, D).requires_grad_(), drawn(3, B, L, D).requires_grad_()
     (F.linear(x, whole) * drawn(5, B, L, V)).sum().backward()
 

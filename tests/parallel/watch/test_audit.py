@@ -1,4 +1,4 @@
-"""Silent corruption: which copies are odd, and who is right."""
+"""Silent corruption: the audit finds corrupted copies of a tensor, and the rank with an intact one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.watch.audit import Held, by_change, by_majority, fingerprint, fing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (3,), (7, 5), (0, 4)])
 def test_every_bit_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Each flipped bit gives another hash, and so do two of them; flipped back it is the old one. Where a tensor lies does not matter."""
+    """Each flipped bit of a tensor changes its fingerprint, each to another value. The fingerprint does not depend on the address."""
     tensor = (torch.rand(shape) * 3).to(dtype)
     raw = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     before, seen = int(fingerprint(tensor)), set()
@@ -33,8 +33,8 @@ def test_every_bit_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert int(fingerprint(moved)) == before
 
 
-def test_long_tensors_and_places() -> None:
-    """Elements that change places are seen, also between the runs in which a long tensor is hashed; a transposed view is its elements."""
+def test_the_order_of_elements_counts() -> None:
+    """Swapping two elements changes a fingerprint, also across chunks of _WORDS. A view and its contiguous copy have the same one."""
     long = torch.arange(2**18 + 3, dtype=torch.float32)
     found = {int(fingerprint(long))}
     for a, b in ((0, 1), (5, 2**17 + 5), (2**18 + 1, 2**18 + 2)):
@@ -74,8 +74,9 @@ def test_the_odd_one_of_three_is_mended_and_of_two_neither_is_known() -> None:
     assert [rank[:2] for rank in two] == [[["weight of b on ranks 0, 1"], [None]]] * 2
 
 
-def test_what_changed_meanwhile_is_taken_from_who_did_not() -> None:
-    """Of two copies the unchanged one is intact; what a rank holds alone is named and has no source; lines are told to all."""
+def test_by_change_takes_the_unchanged_copy() -> None:
+    """If one of two copies has changed, the other is the source of the repair. A changed tensor without a copy has no source.
+    `lines_of_all` gives all ranks all lines."""
 
     def work(rank: int) -> list[Any]:
         mesh = _mesh(rank, 2)

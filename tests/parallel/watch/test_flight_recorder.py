@@ -1,7 +1,7 @@
-"""Traces of torch's flight recorder, made here as torch writes them, of hangs whose culprit is known: it is named, and nobody else.
+"""Diagnoses of hangs with known culprits, from traces in the format of torch's flight recorder: the culprits are named, and no other rank.
 
-It alone would notice a reading that blames ranks that only wait, one that misses a rank whose device hangs after it has entered a
-collective, and a reader of pickles that calls something.
+Only this file would notice blame of ranks that merely wait, a missed rank whose device hangs in a collective that it has entered, and a
+reader that runs code of a pickle.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write(folder: Path, entries: Callable[[int], list[Entry]], *, without: tuple
 
 
 def step(rank: int, upto: dict[str, tuple[int, int]]) -> list[Entry]:
-    """A dump in which each group has (finished, entered) collectives; entered but unfinished ones may be waiting."""
+    """Return a rank's trace. upto: group -> (number of finished collectives, number of entered ones)."""
     kinds = {"tp": "_all_gather_base", "ep": "all_to_all", "dp": "all_reduce"}
     return [
         entry(rank, kind, number, kinds[kind], done=number <= done, shape=(64 + (7 * rank if kind == "ep" else 0), 12))
@@ -78,7 +78,7 @@ def step(rank: int, upto: dict[str, tuple[int, int]]) -> list[Entry]:
 
 
 def left_out(rank: int) -> list[Entry]:
-    """Ranks 9 and 14 have not entered all-to-all 41. Their tp neighbours and the other eight wait, some for those that wait."""
+    """Return a rank's trace of a hang in which ranks 9 and 14 have not entered all-to-all 41. All others wait for them, some indirectly."""
     if rank in (9, 14):
         return step(rank, {"tp": (80, 80), "ep": (40, 40), "dp": (5, 5)})
     if rank in TP[9] + TP[14] or rank >= 8:
@@ -87,7 +87,7 @@ def left_out(rank: int) -> list[Entry]:
 
 
 def stuck_device(rank: int) -> list[Entry]:
-    """Ranks 12 and 14 have entered what the others have, and finished less: 12 fewer all-to-alls entered than 14, too."""
+    """Return a rank's trace of a hang in which the devices of ranks 12 and 14 hang: they have entered collectives, but finished fewer."""
     if rank in (12, 14):
         return step(rank, {"tp": (60, 66), "ep": (29, 36 if rank == 12 else 38), "dp": (5, 5)})
     if rank >= 8:
@@ -96,7 +96,7 @@ def stuck_device(rank: int) -> list[Entry]:
 
 
 def empty(rank: int) -> list[Entry]:
-    """Ranks 2 and 3 hold Python's lock: their dumps have nothing in them."""
+    """Return a rank's trace of a hang in which ranks 2 and 3 wrote empty traces, because a thread held Python's lock."""
     return [] if rank in (2, 3) else step(rank, {"tp": (80, 80), "ep": (40, 41 if rank < 8 else 40), "dp": (5, 6 if rank >= 8 else 5)})
 
 
@@ -132,7 +132,7 @@ def test_who_made_another_collective_than_most_is_named(changed: dict[str, Any],
 
 
 def test_who_left_one_out_is_named_by_the_first_that_differs(tmp_path: Path) -> None:
-    """Rank 5 leaves out all-reduce 4, of another shape than 5 and 6: its fourth is everybody's fifth."""
+    """Rank 5 skips all-reduce 4, so its fourth call has the shape of the other ranks' fifth. Rank 5 is named, with collective 4."""
 
     def entries(rank: int) -> list[Entry]:
         shapes = [(8,), (9,), (10,), (11,), (12,), (13,)]
@@ -168,7 +168,7 @@ class _Run:
 
 
 DEEP: Any = "x"
-for _ in range(60):  # a few hundred bytes of pickle, and more text than any memory holds
+for _ in range(60):  # a pickle of a few hundred bytes, whose text would not fit into memory
     DEEP = [DEEP, DEEP]
 
 

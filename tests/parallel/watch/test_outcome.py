@@ -1,4 +1,4 @@
-"""What one rank's work raises is raised on every rank, in the same line, whatever it says."""
+"""An error of one rank's work is raised on every rank with the same line, for any text of the message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from parallel.errors import BadInput, where
 from parallel.mesh.mesh import Axis
-from parallel.watch.outcome import agree, of_all
+from parallel.watch.outcome import Failure, agree, of_all
 from tests.support.ranks import run_on_ranks
 
 LONG = {"letters": "x" * 3000, "accents": "é" * 400, "emoji": "\U0001f600" * 700, "halves": "\udcff" * 700, "lines": '"\n\\' * 500}
@@ -27,8 +27,8 @@ def test_a_long_line_is_said_on_every_rank(form: str) -> None:
             with pytest.raises(BadInput) as raised:
                 of_all(fails, world, what="a part")
             found.append(str(raised.value))
-            failure = agree(fails, world, said=where).failure
-            assert failure is not None and failure.rank == 1 and 100 < len(failure.line) < 10_000
+            failure = agree(fails, world, said=where)
+            assert isinstance(failure, Failure) and failure.rank == 1 and 100 < len(failure.line) < 10_000
         return found
 
     first, second = run_on_ranks(work, 2)

@@ -1,6 +1,6 @@
-"""What ranks' answers come to, from plain answers alone, and the sum that says whether two ranks made another collective.
+"""Diagnoses from ranks' answers written by hand, and the sum of tokens that shows whether two ranks ran different collectives.
 
-It alone would notice a line that names the wrong rank: who waits for whom is known here, because the answers are written by hand.
+Only this file would notice a diagnosis that names a wrong rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def summed(axis: str, ranks: tuple[int, ...], label: str = "", shape: tuple[int,
 
 
 def answers(records: list[Record], **said: dict[int, Any]) -> dict[int, dict[str, Any]]:
-    """`said`: fields of the answers by rank, over those of a rank that has waited 9 s in a collective."""
+    """Return rank -> answer, by default of a rank that has waited 9 s in a collective. said: field -> rank -> other value."""
     found = {record.rank: record.answer() | {"idle": 9.0, "waits": "yes", "place": "x.py:1 f"} for record in records}
     for field, values in said.items():
         for rank, value in values.items():
@@ -45,7 +45,7 @@ PAIRS = ((0, 1), (2, 3))
 
 
 def step(rank: int, **other: Any) -> Made:
-    """Two sums over pairs, an exchange over the world with splits, a sum over the world."""
+    """Return a rank's collectives of a step: two sums over pairs, an all_to_all over all ranks, a sum over all ranks."""
     pair = PAIRS[rank // 2]
     send = other.get("send", [rank + j for j in range(4)])
     receive = [j + rank for j in range(4)]
@@ -110,8 +110,8 @@ def test_a_rank_that_failed_is_named_with_its_error() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2])
-def test_who_waits_for_one_that_waits_is_not_missing(cut: int) -> None:
-    """Rank 3 computes; rank 2 waits for it on tp, and 0 and 1 wait for both on the world's axes."""
+def test_a_rank_that_waits_itself_is_not_missing(cut: int) -> None:
+    """Rank 2 waits for rank 3, which computes, and ranks 0 and 1 wait for both: only rank 3 is missing."""
     done = {0: 3, 1: 3, 2: cut + 1 if cut < 2 else 3, 3: cut}
     found = answers([record_of(r, step(r)[: done[r]]) for r in WORLD], waits={3: "no"})
     kind, ranks, line = finding(found)

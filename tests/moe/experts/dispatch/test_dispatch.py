@@ -1,6 +1,6 @@
-"""Every dispatcher gives what Local gives: output and all gradients, for any number of tokens, of choices, drops and ranks.
+"""Every dispatcher gives the output and all gradients of Local, for several routings, numbers of choices and layouts of ranks.
 
-Ranks are forked gloo processes. What is compared is made on one process and read by every rank from its copy.
+Inputs and weights are functions of seeds, so each forked gloo rank makes its own. Expected values are computed in the parent process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PLACEMENT = (5, 0, 7, 2, 6, 1, 3, 4)
 
 
 def opened(mesh: Mesh, placement: tuple[int, ...] | None = None, label: str = "", **settings: Any) -> Exchange:
-    """The dispatcher's exchange object for one layer."""
+    """Open one layer's exchange, for the dispatcher that `settings` (keys of the recipe's section `dispatch`) name."""
     return open_exchange(sections.Dispatch(**settings), mesh, Sizes(D, E, 2, choose("auto"))).layer(label, placement)
 
 
@@ -54,9 +54,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def routing_of(kind: str, rank: int, k: int) -> Routing:
-    """A routing of 5 + 3 * rank tokens (of none on the first rank for one kind); its gates require gradients."""
+    """Return one rank's routing of 5 + 3 * rank tokens, `k` choices each; gates require gradients. `kind`: one of KINDS."""
     tokens = 0 if kind == "a rank without tokens" and rank == 0 else 5 + 3 * rank
-    k += rank if kind == "another number of choices on each rank" else 0  # as expert choice makes them
+    k += rank if kind == "another number of choices on each rank" else 0  # if experts choose tokens, ranks have different K
     scores_TE = random(tokens, E, seed=rank)
     if kind == "all to one expert":
         scores_TE[:, 2] += 100
@@ -77,14 +77,14 @@ def weights() -> dict[str, Tensor]:
 
 
 def close(got: Tensor, want: Tensor, what: str, dtype: torch.dtype) -> None:
-    """Assert that the difference is a few roundings of the largest value: bf16 keeps 8 bits, and sums may have another order."""
+    """Assert that no element differs by more than a few roundings of the largest value; bf16 has 8 significant bits."""
     assert got.shape == want.shape and got.dtype == want.dtype, what
     limit = (2**-6 if dtype == torch.bfloat16 else 2e-6) * float(want.abs().max()) if want.numel() else 0.0
     assert not want.numel() or float((got.float() - want.float()).abs().max()) <= limit, what
 
 
 def experts_of(mesh: Mesh, placement: tuple[int, ...] | None) -> Experts:
-    """The experts that this rank holds, or its parts of them."""
+    """Return the experts that this rank holds, each whole or (etp) with this rank's hidden units."""
     ep, etp = mesh.axis("ep"), mesh.axis("etp")
     experts = Experts(E, d_model=D, d_ff=F, ffn="swiglu")
     each, units = E // ep.size, F // etp.size
@@ -103,7 +103,7 @@ def dropout_of(rank: int, tokens: int) -> Dropout:
 
 
 def run_once(dispatcher: Exchange, experts: Experts, rank: int, kind: str, k: int, dtype: torch.dtype, dropout: bool) -> list[Tensor]:
-    """Output, and the gradients of input, gates and weights for a fixed gradient of the output."""
+    """Return [output, gradients of input and gates, gradients of w1, w2, w3] of one layer, for a fixed gradient of the output."""
     routing = routing_of(kind, rank, k)
     x_TD = random(len(routing.expert_TK), D, seed=50 + rank).to(dtype).requires_grad_()
     y_TD = dispatcher.run(x_TD, routing, experts, dropout=dropout_of(rank, len(x_TD)) if dropout else None)
@@ -114,7 +114,9 @@ def run_once(dispatcher: Exchange, experts: Experts, rank: int, kind: str, k: in
 
 @cache
 def wanted(world: int, dtype: torch.dtype, dropout: bool) -> dict[tuple[str, int], tuple[list[list[Tensor]], list[Tensor]]]:
-    """The expected values on one process: (output, gradients of input and gates of each rank; summed gradients of weights)."""
+    """Return what Local computes on one process, for each case: (outputs and gradients of inputs and gates by rank, gradients of w1, w2, w3
+    summed over ranks).
+    """
     found = {}
     mesh = Mesh.of(Degrees())
     for kind, k in CASES:
@@ -149,7 +151,7 @@ def compare(
                 close(got, want, f"{name} {case} rank {rank} {what}", dtype)
         for i, (matrix, want) in enumerate(zip(("w1", "w2", "w3"), sums, strict=True)):
             got = torch.zeros_like(want)
-            for rank in range(world):  # copies of a part (edp) each saw the tokens of their own group
+            for rank in range(world):  # ranks of edp hold the same experts, and each has the gradient of its own tokens
                 held = (placement or tuple(range(E)))[mesh[rank].axis("ep").index * E // ep :][: E // ep]
                 units, at = F // etp, mesh[rank].axis("etp").index
                 part = got.narrow(HIDDEN_DIM[matrix], at * units, units)
@@ -172,37 +174,34 @@ def test_every_dispatcher_equals_local(name: str, degrees: dict[str, int]) -> No
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_in_bf16_too(name: str) -> None:
+def test_every_dispatcher_equals_local_in_bf16(name: str) -> None:
     compare(name, {"dp": 2, "ep": 2}, bf16=True)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_with_experts_placed_anywhere_and_dropout_inside_them(name: str) -> None:
-    """A dropout mask depends on the token and the hidden unit only, not on the rank or the split of the expert's matrices."""
+    """Dispatchers equal Local if experts are placed in another order and have dropout: a mask depends only on token and hidden unit."""
     compare(name, {"dp": 2, "ep": 2}, placement=PLACEMENT, dropout=True)
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "padded", "all_gather", "hierarchical", "chunked"])
-def test_parts_of_experts_have_parts_of_the_masks(name: str) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_dropout_masks_are_split_with_the_hidden_units(name: str) -> None:
     compare(name, {"dp": 4, "ep": 2, "etp": 2}, placement=PLACEMENT, dropout=True)
 
 
 def _bits_on_rank(rank: int) -> list[list[Tensor]]:
     mesh = process.connect(Degrees(dp=4, ep=4, ep_inner=2), World(rank, 4))
-    ways = [opened(mesh, **SETTINGS[name]) for name in ("all_to_all", "padded", "hierarchical")]
-    return [run_once(way, experts_of(mesh, None), rank, "drops", 2, torch.float32, False) for way in ways]
+    exchanges = [opened(mesh, **SETTINGS[name]) for name in ("all_to_all", "padded", "hierarchical")]
+    return [run_once(exchange, experts_of(mesh, None), rank, "drops", 2, torch.float32, False) for exchange in exchanges]
 
 
-def test_rows_reach_an_expert_in_the_same_order_by_every_way() -> None:
-    """Rows arrive by source rank, then token, so experts' outputs and gradients are bitwise equal. Chunks use the same order, but multiply
-    experts in other blocks (kernels/grouped.py), which round differently.
+def test_rows_reach_an_expert_in_the_same_order_by_every_dispatcher() -> None:
+    """Rows arrive sorted by source rank, then token, so results are bitwise equal. Overlapped chunks are left out: they multiply the same
+    rows in other blocks (moe/kernels/grouped.py), which round differently.
     """
     for first, *others in run_on_ranks(_bits_on_rank, 4, timeout_s=60):
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-# --- padded ---------------------------------------------------------------------------------------------------------------
 
 
 def _padded_on_rank(rank: int) -> list[Any]:
@@ -224,32 +223,29 @@ def _padded_on_rank(rank: int) -> list[Any]:
 
 
 def test_blocks_are_the_capacity_and_empty_slots_are_no_rows_of_a_product() -> None:
-    """Capacity 7 in 2 groups: 14 slots for each expert, whoever fills them; nothing is agreed. Expert 2's rank computes 10 rows."""
+    """With capacity 7 in 2 groups, each rank sends 14 slots for each expert. All 10 tokens choose expert 2: its rank multiplies 10 rows."""
     for rank, (seen, found) in enumerate(run_on_ranks(_padded_on_rank, 2, timeout_s=60)):
         assert seen == [10 if rank == 0 else 0]
         assert found == {"counts": E * 8, "all_to_all": 2 * E * 14 * D * 4}
 
 
-# --- chunked --------------------------------------------------------------------------------------------------------------
-
-
-class Told:
-    """Records events in order: the start of an exchange, a wait for one, or a computation."""
+class Events:
+    """Records events in order: the start of an exchange, the wait for its rows, and a chunk's computation, forward or backward."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         begin, wait = collectives._start_exchange, collectives.StartedRows.wait
 
-        def told_begin(*args: Any, **splits: Any) -> Any:
+        def noted_begin(*args: Any, **splits: Any) -> Any:
             self.events.append("start")
             return begin(*args, **splits)
 
-        def told_wait(started: Any) -> None:
+        def noted_wait(started: Any) -> None:
             self.events.append("wait")
             wait(started)
 
-        patch.setattr(collectives, "_start_exchange", told_begin)
-        patch.setattr(collectives.StartedRows, "wait", told_wait)
+        patch.setattr(collectives, "_start_exchange", noted_begin)
+        patch.setattr(collectives.StartedRows, "wait", noted_wait)
 
     def network(self, experts: Experts, rows_RD: Tensor, out_RD: Tensor) -> None:
         self.events.append("compute")
@@ -257,7 +253,7 @@ class Told:
 
 
 def in_flight(events: list[str], what: str) -> Iterator[int]:
-    """Yield the number of exchanges in flight at each computation."""
+    """Yield the number of started exchanges that have not been waited for, at each event `what`."""
     flying = 0
     for event in events:
         flying += (event == "start") - (event == "wait")
@@ -268,16 +264,16 @@ def in_flight(events: list[str], what: str) -> Iterator[int]:
 def _overlap_on_rank(rank: int) -> list[Any]:
     mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2))
     with pytest.MonkeyPatch.context() as patch:
-        told = Told(patch)
+        events = Events(patch)
         experts = experts_of(mesh, None)
-        experts.register_forward_hook(told.network)
+        experts.register_forward_hook(events.network)
         run_once(opened(mesh, overlap_chunks=4), experts, rank, "uneven", 2, torch.float32, False)
-    return [list(in_flight(told.events, "compute")), list(in_flight(told.events, "compute backward")), told.events.count("start")]
+    return [list(in_flight(events.events, "compute")), list(in_flight(events.events, "compute backward")), events.events.count("start")]
 
 
-def test_while_a_run_computes_others_travel_in_both_passes() -> None:
+def test_exchanges_overlap_the_computation_of_chunks_in_both_passes() -> None:
     for forward, backward, exchanges in run_on_ranks(_overlap_on_rank, 2, timeout_s=60):
-        assert forward == [1, 2, 3, 3]  # the next run's rows, and the results of those before
+        assert forward == [1, 2, 3, 3]  # rows of the next chunk, and results of earlier chunks
         assert len(backward) == 4 and min(backward) >= 1 and backward[0] == 3
         assert exchanges == 16
 
@@ -292,12 +288,9 @@ def _gradients_on_rank(rank: int) -> list[Any]:
     return [len(nodes), torch.equal(experts.w1.grad, 2 * experts.w1.detach() * torch.arange(1, 5).view(4, 1, 1))]
 
 
-def test_the_gradients_of_all_runs_meet_in_one_tensor() -> None:
-    """One autograd node returns all runs and receives all their gradients, so that no run allocates a whole gradient."""
+def test_the_gradients_of_all_chunks_are_written_into_one_tensor() -> None:
+    """All chunks of a weight have the same autograd node, which writes their gradients into one tensor."""
     assert run_on_ranks(_gradients_on_rank, 2, timeout_s=60) == [[1, True]] * 2
-
-
-# --- choosing -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:

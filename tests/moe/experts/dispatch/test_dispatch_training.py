@@ -1,6 +1,6 @@
-"""Training with experts spread in every way equals training on one process: losses, norms, weights, and what is saved.
+"""Training with expert parallelism, on four ranks and with every dispatcher, equals training on one process: losses, norms, saved state.
 
-The model, batches and step are those of `moe verify`; the engines are real ones on forked gloo ranks.
+Model, batches and step are those of `moe verify`; the engines are real ones on forked gloo ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.tiny import CPU, Tiny, hand_over, start
 STEPS = 3
 Trained = tuple[list[float], list[float], dict[str, Tensor]]
 
-WAYS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"dispatch": {"kind": "padded"}},
     "all_gather": {"dispatch": {"kind": "all_gather"}},
     "hierarchical": {"dispatch": {"kind": "hierarchical", "node_size": 2}},
@@ -37,8 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-# How rows travel is the same for both engines and models, but for what each adds: zero1 shards states by where an expert's copies and
-# parts are, switch drops rows and counts its losses over what arrives.
+# (engine, model) -> the layouts it is tested with; none listed: all. Exchanges do not depend on engine and model, so others take those that
+# differ for them: zero1 shards states over copies and shards of experts, switch drops rows.
 TAKEN = {
     ("zero1", "gshard"): ("etp", "chunked"),
     ("zero1", "switch"): ("padded", "etp", "etp alone", "recomputed"),
@@ -51,7 +51,7 @@ def case_of(model: str, kind: str, world: int) -> Case:
 
 
 def trained(tiny: Tiny, first: int = 0) -> Trained:
-    """Train some steps. Return losses, norms, and this rank's parts of weights by the names in checkpoints."""
+    """Train STEPS steps. Return (losses, gradient norms, this rank's pieces of weights and moments by the names in checkpoints)."""
     losses, norms = [], []
     for step in range(first, first + STEPS):
         losses.append(tiny.accumulate(step).loss)
@@ -76,7 +76,9 @@ def alone(model: str) -> Trained:
 
 
 def check(got: list[Any], want: Trained) -> None:
-    """Assert that every rank's numbers are equal, and that every piece of each parameter and moment is on some rank and is equal."""
+    """Assert that each rank has the losses and norms of `want`, and that every element of each weight and moment is on one rank, and is
+    equal.
+    """
     whole = {name.split("@")[0]: tensor for name, tensor in want[2].items()}
     seen = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     for losses, norms, parts in got:
@@ -92,14 +94,14 @@ def check(got: list[Any], want: Trained) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1"])
 @pytest.mark.parametrize("model", ["switch", "gshard"])
-def test_every_way_trains_as_one_process_does(kind: str, model: str) -> None:
-    """gshard has a random second expert, dropout in the experts and a shared one; switch drops, jitters and has a z loss."""
+def test_every_layout_trains_like_one_process(kind: str, model: str) -> None:
+    """gshard has a random second expert, dropout in the experts and a shared expert. switch has drops, jitter and a z loss."""
     if kind == "zero1":
         load_deepspeed()
 
     def work(rank: int) -> dict[str, Any]:
-        chosen = TAKEN.get((kind, model), WAYS)
-        return {name: list(trained(start(case_of(model, kind, 4), rank, **WAYS[name]))) for name in chosen}
+        chosen = TAKEN.get((kind, model), LAYOUTS)
+        return {name: list(trained(start(case_of(model, kind, 4), rank, **LAYOUTS[name]))) for name in chosen}
 
     ranks = run_on_ranks(work, 4, timeout_s=120)
     for name in ranks[0]:
@@ -107,13 +109,15 @@ def test_every_way_trains_as_one_process_does(kind: str, model: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("etp", "padded"), ("padded", "etp alone")])
-def test_a_checkpoint_of_one_way_goes_on_in_another(tmp_path: Path, before: str, after: str) -> None:
-    """Saved after three steps and resumed: the next three steps equal one process that never stopped."""
+def test_a_checkpoint_can_be_resumed_on_another_layout(tmp_path: Path, before: str, after: str) -> None:
+    """After three steps, a run saves and resumes with another dispatcher or etp. Its next three steps equal those of an uninterrupted
+    process.
+    """
 
     def work(rank: int) -> Any:
-        one = start(case_of("switch", "ddp", 4), rank, **WAYS[before])
+        one = start(case_of("switch", "ddp", 4), rank, **LAYOUTS[before])
         trained(one)
-        other = start(case_of("switch", "ddp", 4), rank, train={"seed": 8}, **WAYS[after])
+        other = start(case_of("switch", "ddp", 4), rank, train={"seed": 8}, **LAYOUTS[after])
         hand_over(tmp_path, one, other, step=STEPS)
         return list(trained(other, first=STEPS))
 
@@ -122,8 +126,7 @@ def test_a_checkpoint_of_one_way_goes_on_in_another(tmp_path: Path, before: str,
     check(run_on_ranks(work, 4, timeout_s=90), trained(unbroken, first=STEPS))
 
 
-def test_parts_of_an_expert_start_from_the_bits_of_the_whole() -> None:
-    """Initialisation draws each expert's whole matrix by its global name; a rank keeps its part."""
+def test_first_values_of_a_shard_are_bitwise_those_of_the_whole_expert() -> None:
     from moe.parallelize.build import build
     from parallel.mesh.mesh import Degrees, Mesh
 

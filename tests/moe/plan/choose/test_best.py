@@ -1,7 +1,7 @@
-"""The first plan of a ranking is the fastest that fits: against every plan there is, and against the recipe's own.
+"""`planned` ranks the fastest plan first: compared with every plan of a small cluster, and with the recipe's own plan.
 
-What this file alone would notice: a choice that is not tried (large micro-batches, the recipe's layout), and a way to cut the ranks that
-the first round leaves out. `python -m tests.planner best` has 200 draws.
+Fails if the planner does not try a setting (large micro-batches, the recipe's own layout), or if its first round drops the best degrees.
+`python -m tests.planner best` compares 200 random recipes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOUR = replace(load_cluster("h100-8"), devices_per_node=4)
 
 
 def fastest(of: Draw) -> float:
-    """Seconds of the fastest plan that fits, is recommended and is accepted by the recipe's checks, each plan asked by itself."""
+    """Return the seconds of the fastest plan that fits, is recommended, and passes the recipe's checks. Predicts the plans one by one."""
     run, cluster = of.run.resolve(of.cluster.world), of.cluster
     network, batch, made = network_of(run), run.train.global_batch, list[Plan]()
     for plan in candidates(network, world=cluster.world, global_batch=batch, base=plan_of(run), space=Space()):
@@ -60,7 +60,7 @@ def test_nothing_that_fits_is_faster_than_the_first(seed: int) -> None:
 
 
 def test_the_recipes_own_plan_is_ranked_among_the_others() -> None:
-    """Once with a micro-batch of 64 sequences, once with recomputed layers, which the planner does not try if a plan fits without."""
+    """The planner ranks the recipe's own plan even if it would not try it: a micro-batch of 64 sequences, and needless recomputation."""
     model = {"num_layers": 1, "d_model": 128, "num_heads": 2, "d_ff": 256, "max_length": 64, "vocab_size": 512}
     values = {"model": model, "train": {"global_batch": 256, "eval_sequences": 256}, "precision": {"compute": "bf16"}}
     for recompute in ("none", "full"):
@@ -88,8 +88,8 @@ def test_speeds_are_of_the_models_flops_and_the_last_tenth_of_the_memory_is_tigh
     assert full == [False, True]
 
 
-def test_a_larger_micro_batch_holds_no_less() -> None:
-    """Except for the step's only micro-batch. Therefore larger micro-batches are not tried once a plan does not fit."""
+def test_a_larger_micro_batch_needs_no_less_memory() -> None:
+    """So the planner may skip larger micro-batches of a plan that does not fit. (Not true if a step has only one micro-batch.)"""
     groups: dict[Plan, list[float]] = {}
     for seed in range(3):
         run = drawn(random.Random(seed)).run.resolve(4)

@@ -1,7 +1,7 @@
-"""Branch and bound ranks what asking every plan ranks: the bound of a pipeline is below its simulation, and the choice is the plain one.
+"""Branch and bound ranks the same plans as a search that predicts every plan exactly.
 
-What this file alone would notice: a bound that is too large for some schedule, and a plan lost by it. The plain twin simulates every
-schedule whole, without rounding or repeated rounds, and sorts.
+Fails if the lower bound of a pipeline's time is too large for some schedule, so that a good plan is lost. The reference simulates every
+schedule with all micro-batches and without rounding, and sorts the plans.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIMULATED = [name for name, kind in SCHEDULES.items() if kind.seconds is None]
 
 
 def size_of(name: str, draw: random.Random) -> tuple[int, int, int]:
-    """(ranks, micro-batches, chunks) that the schedule can have."""
+    """Return random (ranks, micro-batches, chunks) that the schedule allows."""
     p = draw.choice([2, 4, 6]) if name in ("chimera", "dualpipe") else draw.choice([2, 3, 5])
     m = p * draw.randint(1, 5) if name == "chimera" else 2 * p + 2 * draw.randint(0, 2 * p)
     return p, m, SCHEDULES[name].chunks or draw.choice([2, 3])
@@ -42,7 +42,7 @@ def size_of(name: str, draw: random.Random) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", SIMULATED)
 def test_no_simulation_is_below_the_bound(name: str) -> None:
-    """Random stages, backward times and links. If a rank has several stages, each stage has its own times."""
+    """For random times of stages and messages, pipeline_time's lower bound is at most the simulated time, which equals `simulate`."""
     draw = random.Random(name)
     for _ in range(12):
         p, m, chunks = size_of(name, draw)
@@ -96,8 +96,8 @@ def test_with_a_bound_the_same_plans_are_ranked(seed: int) -> None:
     assert all(of == sorted(of) for of in values)
 
 
-def test_the_fullest_rank_is_that_of_all() -> None:
-    """`peak` skips ranks that an earlier rank represents; here some skipped ranks have more layers, of one kind or of two."""
+def test_peak_is_the_largest_memory_of_all_ranks() -> None:
+    """`peak` computes only ranks that no earlier rank exceeds. It must not skip a rank with more layers or more micro-batches in flight."""
     draw = random.Random(1)
     for _ in range(60):
         layers, pp = draw.randint(17, 40), draw.choice([2, 4, 6])
@@ -110,14 +110,14 @@ def test_the_fullest_rank_is_that_of_all() -> None:
         how = {"recompute": draw.choice(["none", "selective", "full"]), "recompute_every": draw.choice([1, 2])}
         plan = Plan(dp=2, pp=pp, schedule=name, chunks=SCHEDULES[name].chunks or 2, microbatches=many, engine="zero1", **how)
         stages = pp * plan.chunks
-        if draw.random() < 0.5:  # as uneven as it comes, with stages that have no layers
+        if draw.random() < 0.5:  # a random cut, which may have stages without layers
             places = sorted(draw.randint(0, layers) for _ in range(stages - 1))
             plan = replace(plan, stage_layers=tuple(b - a for a, b in pairwise([0, *places, layers])))
         assert peak(network, plan) == max(memory(network, plan), key=lambda rank: rank.allocated)
 
 
-def test_what_plans_share_does_not_change_their_bytes_or_seconds() -> None:
-    """Layers and orders are cached for plans that differ elsewhere. Without caches, each plan has the same numbers."""
+def test_caches_do_not_change_bytes_or_seconds() -> None:
+    """Plans share cached times of layers and cached schedules. With empty caches, each plan has the same bytes and seconds."""
     draw, cluster = random.Random(2), CLUSTER.holding(16)
     experts = Experts(count=4, choices=2, hidden=512)
     network = Network(layers=12, width=256, heads=8, hidden=1024, vocab=5000, length=128, experts=experts, sparse_layers=(1, 2, 5, 7, 11))
@@ -140,8 +140,8 @@ def test_what_plans_share_does_not_change_their_bytes_or_seconds() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_way_to_recompute_is_the_first_that_fits(seed: int) -> None:
-    """The planner tries a few kinds of recompute, the plain search all of them. The memory limit is drawn from the plans' bytes."""
+def test_the_first_kind_of_recompute_that_fits_is_taken(seed: int) -> None:
+    """`choose`, which skips kinds of recompute, returns the same ranking as a search that tries each kind of every plan."""
     draw = random.Random(seed)
     network = Network(layers=8, width=512, heads=8, hidden=2048, vocab=3000, length=1024)
     plans = list(candidates(network, world=8, global_batch=16, base=Plan(), space=Space(tensors=("1d",), sequences=("ring",))))
@@ -164,4 +164,4 @@ def test_the_way_to_recompute_is_the_first_that_fits(seed: int) -> None:
             for one in plans
             if one.but(recompute="none") in held and held[one.but(recompute="full")] > limit
         ]
-        assert found.nearest is None if not worst else found.nearest is not None and found.nearest[1] == min(worst) - limit
+        assert found.nearest is None if not worst else found.nearest is not None and found.nearest.over_bytes == min(worst) - limit

@@ -1,4 +1,4 @@
-"""The planner's rules are the recipe's checks: what one accepts the other does, and a choice misses no better plan."""
+"""The planner's rules accept exactly the plans that the recipe's checks accept, and `planned` finds the best of these plans."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool, halves
     accepted = refused = 0
     for world in (4, 6, 8, 12, 16):
         plans = list(candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(1)), space=SPACE))
-        if halves:  # few of all run
+        if halves:  # most random plans of an encoder-decoder are refused
             alone = [plan for plan in plans if plan.pp * plan.tp * plan.sp == 1]
             plans = alone + draw.sample(plans, len(alone))
         for plan in draw.sample(plans, min(40, len(plans))):
@@ -71,7 +71,7 @@ def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool, halves
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "chimera"])
 def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
-    """Six layers drawn into stages, in every fourth list one too many: a list that leaves a rank without weights is refused by both."""
+    """For random pipeline.layers, planner and checks refuse the same: a wrong number of layers, or a rank without weights."""
     run, draw, accepted = run_of(sparse=False), random.Random(3), 0
     count = 8 if schedule in ("interleaved", "zb_v") else 4
     for _ in range(40):
@@ -88,8 +88,8 @@ def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
     assert 5 < accepted < 35
 
 
-def test_a_list_for_an_order_in_a_file_goes_by_the_places_of_the_file(tmp_path: Path) -> None:
-    """On a V-shaped placement every rank has a layer of this list; with one stage per rank, the third would have none."""
+def test_pipeline_layers_follow_the_placement_in_an_order_file(tmp_path: Path) -> None:
+    """The file places stages in a V, so that every rank has layers of this list. With placement in a line, rank 2 would have none."""
     values = {"schedule": "zb_v", "microbatches": 8, "layers": [0, 2, 0, 2, 0, 2, 0, 0]}
     run = build_run({**run_of(sparse=False).model_dump(), "pipeline": values, "degrees": {"pp": 4, "dp": 1}})
     write_order(schedule_of(run), tmp_path / "v.csv")
@@ -99,8 +99,8 @@ def test_a_list_for_an_order_in_a_file_goes_by_the_places_of_the_file(tmp_path: 
         assert refusal(network_of(made), plan_of(made)) is None
 
 
-def test_offload_with_stages_is_refused_by_both_but_for_the_optimizer_of_zero1_on_the_host() -> None:
-    """No disk is used here, because a plan does not know whether there is one."""
+def test_with_stages_only_zero1s_optimizer_can_be_offloaded() -> None:
+    """Planner and checks refuse all other offload with pp = 2. (Offload to disk is left out: a plan does not know if there is a disk.)"""
     run, works = run_of(sparse=False), []
     for stage, optimizer, parameters in ((s, o, p) for s in (1, 2, 3) for o in ("none", "cpu") for p in ("none", "cpu")):
         sharding = {"kind": "zero", "stage": stage, "allow_slow": True, "offload": {"optimizer": optimizer, "parameters": parameters}}
@@ -137,12 +137,12 @@ def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], kind: st
         check_run(run, tp)
 
 
-def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
-    """Two rounds find the same plan as a search of all, which is also the minimum of predictions made one by one."""
+def test_the_first_plan_is_the_fastest_of_all_recommended_plans() -> None:
+    """Two rounds find a plan as fast as a search of all degrees does, and as fast as the minimum of single predictions."""
     world, run, cluster = 4, run_of(sparse=True), load_cluster("a100-80-8")
     cluster = replace(cluster, devices_per_node=world)
     found = planned(run, cluster, checked=check_run, top=1, space=SPACE)
-    every = planned(run, cluster, checked=check_run, top=1, space=SPACE, ways=None)
+    every = planned(run, cluster, checked=check_run, top=1, space=SPACE, num_degrees=None)
     assert found.found.ranked[0].seconds == every.found.ranked[0].seconds
     network, times = network_of(run), []
     for plan in candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(world)), space=SPACE):
@@ -153,8 +153,8 @@ def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
     assert found.found.ranked[0].seconds <= min(times) * (1 + 1e-9)
 
 
-def test_plans_that_the_checks_refuse_are_passed_over() -> None:
-    """Here all plans with replicas are refused. Each reason is listed once."""
+def test_plans_that_the_checks_refuse_are_not_ranked() -> None:
+    """Here the checks refuse all plans with dp > 1. Each reason is listed once, with its number of plans."""
     run, cluster = run_of(sparse=False), replace(load_cluster("a100-80-8"), devices_per_node=4)
 
     def checked(run: Run, world: int) -> Run:
@@ -167,13 +167,13 @@ def test_plans_that_the_checks_refuse_are_passed_over() -> None:
     assert found.ranked[0].plan.dp == 1 and count > 4
 
 
-def test_a_head_that_is_dear_gets_a_stage_and_the_recipe_trains_what_was_priced() -> None:
-    """The plan's list of layers is also the recipe's. If the recipe leaves the cut to the trainer, the trainer's cut is priced."""
+def test_a_slow_head_gets_a_stage_of_its_own() -> None:
+    """The recipe of each ranked plan has the plan's number of layers on each stage, whether it lists them or the trainer cuts them."""
     run = run_of(sparse=False)
     run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 6000})})
     cluster = replace(load_cluster("a100-80-8"), devices_per_node=4)
     space = Space(schedules=(("1f1b", 1), ("zb_v", 2)), engines=("ddp",), largest_tp=1, largest_sp=1, largest_microbatch=2)
-    every = planned(run, cluster, checked=check_run, top=40, space=space, ways=None)
+    every = planned(run, cluster, checked=check_run, top=40, space=space, num_degrees=None)
     own = [(one.plan, made) for one, made in zip(every.found.ranked, every.runs, strict=True) if one.plan.pp == 4]
     alone = [plan for plan, _ in own if plan.stage_layers == (2, 2, 2, 0)]
     assert alone and "1f1b, a stage for the head alone, " in described(alone[0])
@@ -200,7 +200,7 @@ def test_a_smaller_limit_never_makes_a_plan_faster_and_reasons_are_counted() -> 
         assert found.tried == len(plans) == found.fitting + sum(one.count for one in found.refused)
         assert all(one.held_bytes <= limit for one in found.ranked)
         if not found.ranked:
-            assert limit < sizes[0] and found.nearest is not None and found.nearest[1] == pytest.approx(sizes[0] - limit)
+            assert limit < sizes[0] and found.nearest is not None and found.nearest.over_bytes == pytest.approx(sizes[0] - limit)
             continue
         assert found.ranked[0].seconds >= before
         before = found.ranked[0].seconds
@@ -217,8 +217,8 @@ def test_a_depth_of_one_is_a_square_for_both() -> None:
     assert str(check_run(run, 4).tp_grid()) == "2 x 2" and refusal(network_of(run), plan_of(run)) is None
 
 
-def test_ranks_that_hold_copies_compute_everything() -> None:
-    """On two ranks with copies, a layer's products take as long as on one rank; in 1D half of the units take half."""
+def test_ranks_with_copied_weights_compute_the_whole_layer() -> None:
+    """With tensor.kind=copied, a layer takes as long on two ranks as on one; with 1d it takes less."""
     network, cluster = replace(network_of(run_of(sparse=False)), width=2048, hidden=8192, length=1024), load_cluster("h100-8")
     program = own_program(cluster)
     alone, copied, cut = (

@@ -1,4 +1,4 @@
-"""The memory of adapters beside frozen weights: those weights once, and gradients and moments of the adapters alone."""
+"""Memory of LoRA: frozen weights have no gradients and optimizer states; only the adapters have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.lora import adapt, freeze
-from moe.plan.choose.predicted import Place, predict, with_values
+from moe.plan.choose.predicted import Place, predict
+from moe.plan.choose.recipe_of import with_values
 from moe.plan.job import counts
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
@@ -25,7 +26,7 @@ ALL = ("attention", "dense", "experts")
 
 
 def thirty() -> Run:
-    """A recipe with the sizes of Qwen3-30B-A3B."""
+    """Return a recipe with the sizes of Qwen3-30B-A3B and LoRA adapters of rank 16."""
     model = {"num_layers": 48, "d_model": 2048, "num_heads": 32, "num_kv_heads": 4, "head_size": 128, "d_ff": 6144, "ffn": "swiglu"}
     model |= {"max_length": 4096, "tied_embeddings": False, "qk_norm": "heads", "moe_every": 1, "vocab_size": 151936}
     experts: dict[str, Any] = {"experts": {"num_experts": 128, "d_ff": 768}, "router": {"preset": "mixtral", "num_choices": 8}}
@@ -46,16 +47,8 @@ def test_a_frozen_model_of_30_billion_weights_fits_one_gpu_that_holds_them() -> 
 def test_elements_are_those_of_the_model(targets: tuple[str, ...], sparse: bool) -> None:
     if not sparse:
         targets = tuple(target for target in targets if target != "experts") or ("dense",)
-    model = {
-        "num_layers": 4,
-        "d_model": 24,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "d_ff": 20,
-        "max_length": 8,
-        "vocab_size": 40,
-        "ffn": "swiglu",
-    }
+    model: dict[str, Any] = {"num_layers": 4, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20}
+    model |= {"max_length": 8, "vocab_size": 40, "ffn": "swiglu"}
     more = {"experts": {"num_experts": 6, "d_ff": 12}} if sparse else {}
     run = build_run({"model": model | {"moe_every": 2 * sparse}, **more, "lora": {"rank": 3, "targets": targets}})
     made = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
@@ -68,8 +61,8 @@ def test_elements_are_those_of_the_model(targets: tuple[str, ...], sparse: bool)
 
 
 @pytest.mark.parametrize("case", ["lora", "lora ep 2"])
-def test_predicted_bytes_are_those_that_are_alive(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth. If recomputation did not free each layer's merged weight W', the error would be larger."""
+def test_predicted_memory_equals_measured_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 10 %. The error would be larger if recomputation did not free each layer's merged weight W + s B A."""
     small = {"num_layers": 2, "d_model": 96, "d_ff": 384, "vocab_size": 512, "max_length": 96}
     monkeypatch.setattr(planner_runs, "MODEL", planner_runs.MODEL | small)
     rows = run_on_ranks(planner_runs.measure, 2, 2, case, "fp32", timeout_s=90)
@@ -77,8 +70,8 @@ def test_predicted_bytes_are_those_that_are_alive(case: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("share", "helps"), [(1.5, True), (0.5, False)])
-def test_a_fix_of_adapters_that_do_not_fit_works(share: float, helps: bool) -> None:
-    """Devices have this share of the frozen weights' bytes. Shorter sequences are proposed only if they are enough."""
+def test_the_proposed_fix_makes_lora_fit(share: float, helps: bool) -> None:
+    """A device has `share` times the bytes of the frozen weights. Shorter sequences are proposed only if the run then fits."""
     run = thirty()
     run = with_values(run, {"train.global_batch": 8, "recompute.kind": "none"})
     place = Place("cuda", share * 57 * GIB)

@@ -1,6 +1,6 @@
-"""Recipes of well-known runs: their parameters and speeds against the papers' own numbers and formulas; the planner takes every layout.
+"""Recipes of published runs: parameters and speeds equal the papers' numbers, and the planner accepts each run's layout.
 
-What this file alone would notice: a recipe of recipes/published/ that its checks refuse on its machine, or whose sizes are not the paper's.
+Fails if the checks refuse a recipe of recipes/published/ on its own machine, or if its sizes are not the paper's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe.plan.machine.cluster import load_cluster
 from moe.recipe.load import published_names
 from tests.planner.published import RUNS, Published, published_seconds, resolved, row_of
 
-# As printed; the share by which the count may differ, which is the rounding of the printed number and what the recipe's head says.
+# (printed number of parameters, relative error of our count at most: the rounding of the print, or what the recipe's head explains)
 PRINTED = {
     "gpt3_175b": (174.6e9, 1e-3),
     "bloom_176b": (176.247e9, 1e-3),
@@ -29,7 +29,7 @@ PRINTED = {
     "llama3_405b": (405e9, 3e-3),
 }
 ACTIVE = {"glam_64b_64e": (96.6e9, 1e-3), "mixtral_8x7b": (12.9e9, 3e-3)}
-# dp, tp, pp, ep, devices, as the papers have them; GLaM's axes are not printed.
+# (dp, tp, pp, ep, devices) of the papers; GLaM's paper does not print them
 LAYOUTS = {
     "gpt3_175b": (4, 8, 12, 1, 384),
     "bloom_176b": (8, 4, 12, 1, 384),
@@ -60,7 +60,8 @@ def test_parameters_and_layout_are_the_papers(of: Published) -> None:
 
 
 def test_seconds_follow_from_what_is_printed() -> None:
-    """SC21's formula for its TFLOP/s, which count recomputation; GLaM's and DeepSeek-V3's device-hours; BLOOM's seconds themselves."""
+    """`published_seconds` equals the step time that follows from each paper's printed speed, device-hours or seconds. GPT-3: Megatron-LM's
+    formula for TFLOP/s, which counts recomputation. GLaM, DeepSeek-V3: device-hours. BLOOM: seconds."""
     found = {of.recipe: published_seconds(of, resolved(of), load_cluster(of.cluster).world) for of in RUNS}
     batch, length, layers, width, vocab = 1536, 2048, 96, 12288, 51200
     flops = 96 * batch * length * layers * width**2 * (1 + length / (6 * width) + vocab / (16 * layers * width))
@@ -68,13 +69,13 @@ def test_seconds_follow_from_what_is_printed() -> None:
     assert found["glam_64b_64e"] == pytest.approx(574 * 3600 / (280e9 / 2**20))
     assert found["deepseek_v3"] == pytest.approx(2.664e6 * 3600 / 2048 / (14.8e12 / (15360 * 4096)), rel=1e-3)
     assert found["bloom_176b"] == 104.5 and found["switch_c"] is None
-    tokens = 2048 * 8192  # 16M; 3.8e25 FLOPs for 15.6T tokens is the paper's own count, without attention
+    tokens = 2048 * 8192  # the paper counts 3.8e25 FLOPs for 15.6T tokens, without attention
     assert found["llama3_405b"] * 16384 * 400e12 > 3.8e25 / 15.6e12 * tokens
 
 
 @by_name
-def test_predictions_of_the_published_layouts_stay_where_they_were(of: Published) -> None:
-    """No constant is fitted to these runs. If a change of the planner moves a prediction by more, check the page of published runs."""
+def test_predicted_seconds_are_near_the_published_seconds(of: Published) -> None:
+    """Within 10 % (GLaM: 30 %), although no constant is fitted to these runs. If this fails, docs/ has to list the new errors."""
     row = row_of(of)
     assert row["passed"] and row["held_gib"] > 0
     if row["error"] is not None:

@@ -1,4 +1,4 @@
-"""Lists of layers that a planner tries: no other list has a faster slowest stage, or an emptier fullest one, among all that there are."""
+"""`layer_lists`: no other cut of the layers has a faster slowest stage than the first list, or a smaller largest stage than both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe.plan.job.network import Experts, Network, Plan
 
 
 def every_list(layers: int, stages: int) -> list[tuple[int, ...]]:
-    """All lists of at least one layer a stage, and none on the first stage, on the last, or on both."""
+    """Return all lists of numbers of layers per stage. Only the first and the last stage may have none."""
     found = []
     for first, last in ((0, 0), (0, 1), (1, 0), (1, 1)):
         inner = stages - first - last
@@ -25,7 +25,7 @@ def every_list(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def slowest(network: Network, sizes: tuple[int, ...]) -> float:
-    """Multiplications of the stage with most of them; the last stage also has the head."""
+    """Return the number of multiplications of the slowest stage. The last stage also has the head."""
     at, found = 0, []
     for size in sizes:
         found.append(sum(operations(network, index) for index in range(at, at + size)))
@@ -36,7 +36,7 @@ def slowest(network: Network, sizes: tuple[int, ...]) -> float:
 
 
 def fullest(network: Network, plan: Plan, sizes: tuple[int, ...]) -> float:
-    """Parameters of the fullest stage, including vocabulary matrices, final norm and further-token blocks."""
+    """Return the number of parameters of the largest stage, with embedding, head, last norm and multi-token prediction."""
     at, found = 0, []
     for size in sizes:
         found.append(sum(counts.layer(network, plan, index).total for index in range(at, at + size)))

@@ -1,4 +1,4 @@
-"""What the formulas say a micro-batch keeps is what autograd keeps, counted storage by storage."""
+"""The formulas of moe/plan/memory/kept.py give the bytes that autograd keeps for the backward pass, counted in tensors' storages."""
 
 from __future__ import annotations
 
@@ -57,19 +57,20 @@ def run_of(case: str, compute: str) -> Run:
 
 
 def planned(run: Run) -> tuple[Network, Plan]:
-    """The planner's network and plan of this recipe, with micro-batches of B sequences."""
+    """Return the planner's network and plan of this recipe, with micro-batches of B sequences."""
     run = run.resolve(1)
     return network_of(run), plan_of(run).but(microbatch=B)
 
 
 def of_layer(run: Run, layer: int) -> float:
-    """Bytes that a layer's micro-batch keeps, without copies of weights."""
+    """Return the predicted bytes that a layer keeps for a micro-batch, without copies of weights."""
     network, plan = planned(run)
     return layer_kept(network, plan, OURS_ON_CPU, layer, recompute_of(plan, layer))
 
 
 def kept_by_blocks(run: Run, casts: str = "kept") -> list[int]:
-    """Bytes of all storages that autograd keeps for each block, parameters left out. `casts`: `again` as a stage has its weights."""
+    """Return the bytes of storages that autograd keeps for each block, without parameters. casts: `kept`, or `again`: products cast their
+    weights again in the backward pass, as on pipeline stages."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute).train()
     save_memory(model, recompute=run.recompute)
@@ -96,8 +97,8 @@ def kept_by_blocks(run: Run, casts: str = "kept") -> list[int]:
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_block_keeps_what_the_formula_says(case: str, compute: str) -> None:
-    """A dense block within 3 %; one with experts within 15 %, because the kernels fill each expert's rows up to whole blocks."""
+def test_a_block_keeps_the_predicted_bytes(case: str, compute: str) -> None:
+    """Within 3 % for a dense block; within 15 % with experts, because kernels pad each expert's rows to whole tiles."""
     run = run_of(case, compute)
     network, plan = planned(run)
     for layer, kept in enumerate(kept_by_blocks(run)):
@@ -117,8 +118,8 @@ ROUTERS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", ROUTERS)
-def test_a_routers_options_keep_what_the_formula_says(case: str, compute: str) -> None:
-    """A router with options keeps more than a plain one, except an index and a gate of each choice."""
+def test_router_options_keep_the_predicted_additional_bytes(case: str, compute: str) -> None:
+    """Bytes that a router with the option keeps in addition to a router without it, to 12 bytes per choice."""
     values = {f"model.{key}": str(value) for key, value in SMALL.items()} | {"precision.compute": compute, "experts.num_experts": "6"}
     runs = [recipe.load("switch_tiny", values | {"router.jitter": "0.0"} | own)[0] for own in ({}, ROUTERS[case])]
     plain, own = (router_kept(network_of(run), OURS_ON_CPU, compute_bytes(run)) for run in runs)
@@ -128,7 +129,7 @@ def test_a_routers_options_keep_what_the_formula_says(case: str, compute: str) -
 
 
 def kept_by_router(run: Run) -> int:
-    """Bytes of all storages that autograd keeps for a router, its weights and its input left out."""
+    """Return the bytes of storages that autograd keeps for a router, without its weights and its input."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
     router = Router(run.router, num_experts=6, d_model=run.model.d_model).train()
     x_TD = torch.randn(B * L, run.model.d_model, dtype=compute, requires_grad=True)
@@ -147,7 +148,7 @@ def kept_by_router(run: Run) -> int:
 
 @pytest.mark.parametrize("case", ["relu", "swiglu"])
 def test_stages_keep_no_cast_weights(case: str) -> None:
-    """Products of a stage cast their weights again in the backward pass, so a dense layer keeps only activations."""
+    """On a pipeline stage, the backward pass casts weights again, so that a dense layer keeps only activations."""
     run = run_of(case, "bf16")
     network, plan = planned(run)
     said = of_layer(run, 0)

@@ -1,5 +1,4 @@
-"""Tokens ahead as the planner counts them: elements are the model's, kept bytes autograd's, seconds grow as operations do, and refusals
-are the checks'."""
+"""Multi-token prediction in the planner: parameters equal the model's, kept bytes equal autograd's, seconds grow with the FLOPs."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def run_of(ahead: int, *, model: dict[str, Any] | None = None, **sections: Any) 
 
 
 def kept(run: Run) -> int:
-    """Bytes of all storages that autograd keeps of one micro-batch, parameters left out."""
+    """Return the bytes of storages that autograd keeps for one micro-batch, without parameters."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute).train()
     save_memory(model, recompute=run.recompute)
@@ -77,8 +76,8 @@ def test_kept_bytes_are_those_of_autograd(recompute: str, compute: str) -> None:
     assert said == pytest.approx(kept(run) - kept(without), rel=0.05)
 
 
-def test_seconds_grow_as_operations_do() -> None:
-    """On a device that products keep busy. The plain twin is the count of moe/plan/job/flops.py."""
+def test_seconds_grow_with_the_flops() -> None:
+    """For large products, seconds with two further tokens / seconds without equal the ratio of the FLOPs of moe/plan/job/flops.py."""
     model = {"num_layers": 6, "d_model": 4096, "num_heads": 32, "d_ff": 16384, "max_length": 2048, "vocab_size": 50304}
     cluster = load_cluster("h100-8").holding(1)
     runs = [run_of(ahead, model=model, precision={"compute": "bf16"}) for ahead in (0, 2)]
@@ -93,8 +92,8 @@ def test_seconds_grow_as_operations_do() -> None:
 
 
 @pytest.mark.parametrize(("layers", "ahead"), [(5, 1), (5, 2), (6, 1)])
-def test_the_layers_that_are_computed_again_are_the_trainers(layers: int, ahead: int) -> None:
-    """By number, and further-token blocks count on from the last layer: in seconds as in bytes."""
+def test_the_planner_recomputes_the_same_layers_as_the_trainer(layers: int, ahead: int) -> None:
+    """With recompute.every=2. The layers of multi-token prediction continue the numbers of the other layers."""
     cluster = load_cluster("h100-8").holding(1)
     model = {"num_layers": layers, "d_model": 4096, "num_heads": 32, "d_ff": 16384, "max_length": 2048}
 
@@ -107,8 +106,8 @@ def test_the_layers_that_are_computed_again_are_the_trainers(layers: int, ahead:
     assert seconds(2) / seconds(1) == pytest.approx(again / (layers + ahead))
 
 
-def test_each_stage_has_the_elements_of_the_model_that_it_holds() -> None:
-    """The last stage also holds an embedding, which only further tokens need."""
+def test_each_stage_has_the_models_number_of_parameters() -> None:
+    """With multi-token prediction, the last stage also holds an embedding."""
     run = run_of(2, model={"num_layers": 3}, train={"global_batch": B}, pipeline={"schedule": "1f1b", "microbatches": B})
     run = build_run(run.model_dump(mode="json") | {"degrees": {"dp": 1, "pp": 2}}).resolve(2)
     schedule, counted = schedule_of(run), []

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs from a recipe alone: against real models, against counted products, and against GLaM's published table."""
+"""Parameters and FLOPs counted from a recipe equal those of the built model, of torch's FLOP counter, and of GLaM's published table."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_total_is_what_the_model_holds(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("biases", [False, True])
 @EVERY
 def test_the_planners_count_is_what_the_model_holds(values: dict[str, Any], biases: bool) -> None:
-    """Except for a pyramid, whose layers count by their mean."""
+    """`parameters` equals the model's. Layers get equal numbers of experts here, because a Network has only their mean."""
     if "latent" not in values["model"]:
         values = values | {"model": values["model"] | {"qkv_bias": biases, "out_bias": biases, "norm": "layernorm"}}
     model, experts, router = sections_of(values)
@@ -117,7 +117,7 @@ def test_active_is_total_without_the_experts_that_a_token_does_not_choose(values
 
 
 def products(model: Transformer, tokens: torch.Tensor, *, backward: bool) -> int:
-    """FLOPs of all matrix products with weights that torch ran in one pass."""
+    """Return the FLOPs of all products with weight matrices in a forward pass, or in a forward and a backward pass."""
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens).logits_BLV.sum()
         if backward:
@@ -126,7 +126,7 @@ def products(model: Transformer, tokens: torch.Tensor, *, backward: bool) -> int
     return sum(n for operation, n in counted.items() if "mm" in str(operation) and "attention" not in str(operation))
 
 
-# what a forward pass alone does not run, or what data decide: further tokens, choices that cost nothing; two lengths are below
+# Without recipes whose FLOPs a forward pass does not show (multi-token prediction, skipped choices). Encoder-decoders: see below.
 PRODUCTS = [
     pytest.param(v, id=name)
     for name, v in RECIPES.items()
@@ -136,14 +136,11 @@ PRODUCTS = [
 
 @pytest.mark.parametrize("values", PRODUCTS)
 def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
-    """Forward: 2 a weight and token. Training: three times that. Counted with the reference kernels, which fill up no blocks.
-
-    Attention's own products are counted by hand: causal, half a square.
-    """
+    """`size` equals torch's FLOP counter, forward and training. Attention's products are counted by hand. Kernels pad nothing here."""
     model, experts, router = sections_of(values)
-    model = model.model_copy(update={"positions": "rotary"})  # with a bias, torch's attention is plain products and would be counted
+    model = model.model_copy(update={"positions": "rotary"})  # with a T5 bias, the counter would also see attention's products
     if router.random_second:
-        router = router.model_copy(update={"second": "always"})  # a declined choice costs nothing
+        router = router.model_copy(update={"second": "always"})  # otherwise random choices would be skipped
     found = sized(model, experts, router)
     made = Transformer(model, experts, router, vocab_size=V)
     tokens = torch.randint(V, (2, L), generator=torch.Generator().manual_seed(0))
@@ -158,9 +155,9 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("moe", [(), (0, 2, 4)], ids=["dense", "experts"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_flops_of_both_halves_are_the_products_that_run(tied: bool, moe: tuple[int, ...]) -> None:
-    """Attention too, by torch's plain products: whole squares, of which a decoder's token sees its past. The planner's seconds on a device
-    that does so many operations a second and streams for nothing are those operations, the past as half of a square."""
+def test_encoder_decoder_flops_are_the_products_that_run(tied: bool, moe: tuple[int, ...]) -> None:
+    """`counted_training` equals torch's FLOP counter, which counts masked pairs of attention; `size` equals it without these pairs. The
+    planner's forward seconds, on a device of 1 TFLOP/s with free memory traffic, equal the FLOPs with half of the decoder's pairs."""
     model = {"kind": "encoder_decoder", "num_layers": 5, "encoder_layers": 2, "positions": "t5", "head_size": 10, "tied_embeddings": tied}
     parts = sections_of({"model": {**model, "moe_every": 0, "moe_layers": moe or None, "num_kv_heads": 2}})
     sizes, read, batch = parts[0], parts[0].read_length, 3
@@ -175,7 +172,7 @@ def test_flops_of_both_halves_are_the_products_that_run(tied: bool, moe: tuple[i
     written = sizes.target_length
     unseen = 3 * 4 * 40 * batch * sum(written - 1 - place for place in range(written))
     assert forward - unseen == pytest.approx(batch * read * sized(*parts).forward, rel=1e-9)
-    if not moe:  # rows of each expert are whole numbers there
+    if not moe:  # with experts, the planner's numbers of rows are fractions
         rates = {"fp32": {1.0: 1.0}}
         device = replace(
             load_cluster("h100-8").device, peak_tflops={"fp32": 1.0}, sustained=1.0, attention=(1.0, 1.0), rates=rates,
@@ -186,8 +183,8 @@ def test_flops_of_both_halves_are_the_products_that_run(tied: bool, moe: tuple[i
         assert time.forward * 1e12 == pytest.approx(forward - 3 * 4 * 40 * batch * written**2 / 2, rel=1e-6)
 
 
-def test_a_depth_ahead_is_counted_as_a_layer_the_head_and_a_product() -> None:
-    """As published speeds count: with whole squares of attention."""
+def test_a_further_token_costs_a_layer_the_head_and_a_product() -> None:
+    """`counted_training` with multi-token prediction minus the same with one more layer is the FLOPs of the head and of a product."""
     tiny = {"d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "vocab_size": V, "moe_every": 0}
     ahead, deeper = (
         recipe.build_run({"model": tiny | more, "data": {"tokenizer": "ids", "vocab_size": V}})
@@ -211,12 +208,12 @@ def test_top_2_of_half_as_wide_experts_costs_what_dense_costs_but_for_the_router
 
 @dataclass(frozen=True)
 class Row:
-    """A published model, and by how much our count is off the printed total and active parameters where it is not within 1 %."""
+    """A published model. total_off, active_off: known relative error of our count of total, of active parameters; 0: within 1 %."""
 
     name: str
     total: float
     active: float
-    shape: tuple[int, int, int, int, int]  # layers, d_model, d_ff, heads, channels of a head
+    shape: tuple[int, int, int, int, int]  # (layers, d_model, d_ff, heads, channels of a head)
     num_experts: int
     vocab_size: int = 32_000
     total_off: float = 0.0
@@ -225,22 +222,22 @@ class Row:
 
 SMALL, MIDDLE, LARGE = (12, 768, 3072, 12, 64), (24, 2048, 8192, 16, 128), (32, 4096, 16384, 32, 128)
 GLAM = [
-    Row("0.1B", 130e6, 130e6, SMALL, 0, total_off=0.060, active_off=0.060),  # 138M: no vocabulary gives both 0.1B rows
-    Row("0.1B/64E", 1.9e9, 145e6, SMALL, 64, active_off=0.050),  # 152M active
-    Row("1.7B", 1.7e9, 1.700e9, MIDDLE, 0, total_off=-0.014, active_off=-0.014),  # 1.676B: the print is rounded
-    Row("1.7B/32E", 20e9, 1.878e9, MIDDLE, 32, total_off=-0.302),  # 13.96B: the printed 20B fits no count; the active one is exact
+    Row("0.1B", 130e6, 130e6, SMALL, 0, total_off=0.060, active_off=0.060),  # our count is 138M; no vocabulary gives both rows
+    Row("0.1B/64E", 1.9e9, 145e6, SMALL, 64, active_off=0.050),  # our count is 152M active
+    Row("1.7B", 1.7e9, 1.700e9, MIDDLE, 0, total_off=-0.014, active_off=-0.014),  # our count is 1.676B; the print is rounded
+    Row("1.7B/32E", 20e9, 1.878e9, MIDDLE, 32, total_off=-0.302),  # our count is 13.96B; no count gives the printed 20B
     Row("1.7B/64E", 27e9, 1.879e9, MIDDLE, 64),
     Row("1.7B/128E", 53e9, 1.881e9, MIDDLE, 128),
     Row("1.7B/256E", 105e9, 1.886e9, MIDDLE, 256),
     Row("8B", 8.7e9, 8.7e9, LARGE, 0),
     Row("8B/64E", 143e9, 9.8e9, LARGE, 64),
     Row("137B", 137e9, 137e9, (64, 8192, 65536, 128, 128), 0),
-    Row("64B/64E", 1.2e12, 96.6e9, (64, 8192, 32768, 128, 128), 64, 256_000, total_off=-0.032),  # 1.162T: "1.2T" is rounded
+    Row("64B/64E", 1.2e12, 96.6e9, (64, 8192, 32768, 128, 128), 64, 256_000, total_off=-0.032),  # our count is 1.162T; the print is rounded
 ]
 
 
 def glam(row: Row) -> Size:
-    """GLaM as counted: GEGLU between (3 matrices), plain GELU experts (2) in every other layer, top-2, T5 bias per layer, tied."""
+    """Return the size of a GLaM model: GEGLU in dense layers, GELU experts in every other layer, top-2, T5 bias per layer, tied."""
     layers, d_model, d_ff, heads, channels = row.shape
     model = sections.Model(
         num_layers=layers, d_model=d_model, d_ff=d_ff, num_heads=heads, head_size=channels, ffn="geglu", positions="t5", max_length=1024,
@@ -252,14 +249,14 @@ def glam(row: Row) -> Size:
 
 @pytest.mark.parametrize("row", GLAM, ids=lambda row: row.name)
 def test_glams_table(row: Row) -> None:
-    """Total and active parameters within 1 % of the printed numbers; other deviations are stated in the row."""
+    """Total and active parameters are within 1 % of the printed numbers, or have the error that the row states."""
     found = glam(row)
     for count, printed, off in ((found.total, row.total, row.total_off), (found.active, row.active, row.active_off)):
         assert count / printed - 1 == pytest.approx(off, abs=0.01 if off == 0 else 0.0006)
 
 
 def test_glams_active_counts_to_the_printed_digit() -> None:
-    """Four digits of print, reproduced: attention as wide as heads * channels, 3 matrices between and 2 in an expert."""
+    """Our counts of active parameters equal all four printed digits."""
     active = {row.name: glam(row).active for row in GLAM}
     assert [round(active[f"1.7B/{n}E"] / 1e9, 3) for n in (32, 64, 128)] == [1.878, 1.879, 1.881]
     assert round(active["64B/64E"] / 1e9, 1) == 96.6 and round(active["8B/64E"] / 1e9, 1) == 9.8

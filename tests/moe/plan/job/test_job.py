@@ -1,4 +1,4 @@
-"""Bytes that the planner predicts for both halves of a model and under tensor parallelism are those that ranks hold and autograd keeps."""
+"""Predicted bytes of encoder-decoders and of tensor parallelism equal the parameters that ranks hold and the bytes that autograd keeps."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ HALVES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", HALVES)
 @pytest.mark.parametrize(("recompute", "every"), [("none", 1), ("selective", 1), ("full", 2)])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_both_halves_keep_what_autograd_keeps(case: str, recompute: str, every: int, compute: str) -> None:
-    """Layers by layers within 3 %, of those with experts within 15 %, whose rows are filled up to blocks. Two of them keep what is others':
-    the first one the embedding of both halves, and the first of the decoder what the encoder gave."""
+def test_encoder_decoder_layers_keep_the_predicted_bytes(case: str, recompute: str, every: int, compute: str) -> None:
+    """Each layer within 3 %; with experts within 15 %, because their rows are padded to tiles; all layers and ends together within 3 %. The
+    first layers of both halves are compared only in the sum: they also keep the embedding's or the encoder's output."""
     model = MODEL | {
         "kind": "encoder_decoder",
         "positions": "t5",
@@ -62,13 +62,13 @@ def test_both_halves_keep_what_autograd_keeps(case: str, recompute: str, every: 
         said.append(layer_kept(half, plan, OURS_ON_CPU, number, recompute_of(plan, layer)) + cast)
         if layer not in (0, network.before):
             assert said[-1] == pytest.approx(kept[layer], rel=0.15 if number in half.sparse_layers else 0.03)
-    table = run.vocab_size * run.model.d_model * 2 if compute == "bf16" else 0  # a cast of the head's matrix, which no layer has
+    table = run.vocab_size * run.model.d_model * 2 if compute == "bf16" else 0  # the head's matrix in bf16, which no layer counts
     ends = ends_kept(network, plan, OURS_ON_CPU, first=True, last=True) + table
     assert sum(said) + ends == pytest.approx(sum(kept) + rest, rel=0.03)
 
 
 def _kept_by_layers(run: Run) -> tuple[list[int], int]:
-    """Bytes of storages that autograd keeps, each where it is first kept: of each layer, and around them; parameters left out."""
+    """Return (bytes of storages that autograd keeps first in each layer, bytes outside of layers), without parameters."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute).train()
     save_memory(model, recompute=run.recompute)
@@ -77,7 +77,7 @@ def _kept_by_layers(run: Run) -> tuple[list[int], int]:
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
-            seen[storage.data_ptr()] = t  # alive, so that no other has its place
+            seen[storage.data_ptr()] = t  # keeps the tensor alive, so that no other storage gets its address
             kept[at] += storage.nbytes()
         return t
 
@@ -95,12 +95,12 @@ def _kept_by_layers(run: Run) -> tuple[list[int], int]:
     return kept[:-1], kept[-1]
 
 
-def test_empty_places_travel_only_where_they_are_sent() -> None:
-    """No dispatcher computes them, and `padded` alone sends them (moe/experts/dispatch/padded.py)."""
+def test_only_the_padded_dispatcher_sends_empty_slots() -> None:
+    """With a capacity above the number of choices, `padded` has larger buffers and takes longer. No dispatcher computes empty slots."""
 
     def made(factor: float | None, kind: str) -> tuple[float, float, float]:
         router = {"preset": "glam", "capacity_factor": factor}
-        model = MODEL | {"moe_every": 1, "d_ff": 240}  # so wide that a layer at work is the peak, whose buffers count
+        model = MODEL | {"moe_every": 1, "d_ff": 240}  # wide enough that the memory peak is in a layer's backward pass, with the buffers
         values = {"model": model, "experts": {"num_experts": 4}, "router": router, "dispatch": {"kind": kind}}
         run = build_run(values | {"degrees": {"ep": 2}, "train": {"global_batch": 4}}).resolve(2)
         network, plan = network_of(run), plan_of(run)
@@ -116,8 +116,8 @@ def test_empty_places_travel_only_where_they_are_sent() -> None:
 
 @pytest.mark.parametrize("kv_heads", [6, 1])
 @pytest.mark.parametrize(("tensor", "tp"), [("1d", 2), ("2d", 4), ("2.5d", 8), ("3d", 8)])
-def test_counted_matrices_are_those_that_a_rank_holds(tensor: str, tp: int, kv_heads: int) -> None:
-    """Of fewer key-value heads than ranks of a line, each holds a copy. Norms, which the planner counts whole, are left out."""
+def test_counted_matrices_equal_those_that_a_rank_holds(tensor: str, tp: int, kv_heads: int) -> None:
+    """With one key-value head, each tp rank of 1d holds a copy. Norms are left out, because the planner counts them whole on each rank."""
     model = MODEL | {"num_kv_heads": kv_heads, "vocab_size": 260}
     run = build_run({"model": model, "degrees": {"dp": 1, "tp": tp}, "tensor": {"kind": tensor}}).resolve(tp)
     network, plan = network_of(run), plan_of(run)
@@ -140,10 +140,10 @@ def test_of_both_halves_a_rank_of_tp_holds_what_is_counted(tied: bool, kv_heads:
 LATENTS = [{"key_rank": 20, "query_rank": 28, "rotary_size": 6, "value_size": 10}, {"key_rank": 20, "rotary_size": 6, "value_size": 10}]
 
 
-@pytest.mark.parametrize("latent", LATENTS, ids=["queries' too", "keys' alone"])
+@pytest.mark.parametrize("latent", LATENTS, ids=["query and key latents", "key latents"])
 @pytest.mark.parametrize("sliced", [False, True], ids=["1d", "sliced"])
-def test_latents_under_tp_are_those_that_a_rank_holds_and_keeps(sliced: bool, latent: dict[str, int]) -> None:
-    """Down-projections whole, and vectors of a slice alone before their norms; counted in storages that autograd keeps of a layer more."""
+def test_latent_attention_with_tp_holds_and_keeps_the_predicted_bytes(sliced: bool, latent: dict[str, int]) -> None:
+    """Parameters of a rank, and bytes that autograd keeps for two layers minus the bytes for one, equal the prediction."""
     values = {"model": MODEL | {"num_kv_heads": None, "latent": latent, "vocab_size": 96}, "train": {"global_batch": 3}}
     values |= {"degrees": {"dp": 1, "tp": 2}, "tensor": {"kind": "1d", "sequence_parallel": sliced}, "precision": {"compute": "bf16"}}
     run = build_run(values).resolve(2)
@@ -156,7 +156,7 @@ def test_latents_under_tp_are_those_that_a_rank_holds_and_keeps(sliced: bool, la
 
 
 def _kept(rank: int, values: dict[str, Any]) -> int:
-    """Bytes of all storages that autograd keeps of a micro-batch on this rank, parameters left out."""
+    """Return the bytes of storages that autograd keeps for a micro-batch on this rank, without parameters."""
     run = build_run(values).resolve(2)
     model, _ = build(run, process.connect(run.mesh_degrees(), process.World(rank, 2)), device=torch.device("cpu"))
     weights, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}

@@ -1,4 +1,4 @@
-"""What layers cost and how they are cut: the parts are the whole's, and no other cut has a faster slowest stage."""
+"""FLOPs of layers and cuts into stages: the layers' FLOPs add up to the model's, and no cut has a smaller largest cost than `cut`'s."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.errors import BadInput
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.5, 3.0, 7.0]) | st.floats(0.01, 100), min_size=1, max_size=9), st.data())
 def test_a_cut_is_the_best_of_all(costs: list[float], data: st.DataObject) -> None:
-    """Least slowest stage; of those least sum of squares; every layer in one stage and no stage without a layer."""
+    """Among all cuts without empty stages, `cut` has the smallest largest cost and, among cuts with this cost, the least squares."""
     stages = data.draw(st.integers(1, len(costs)))
 
     def loads(counts: tuple[int, ...]) -> list[float]:
@@ -70,7 +70,7 @@ def test_the_head_costs_the_same_in_a_stage_of_its_own() -> None:
 
 def test_a_rank_holds_something_or_is_named() -> None:
     line = [(stage % 3,) for stage in range(6)]
-    assert empty_rank((0, 1, 1, 2, 0, 0), line) is None  # embedding, head: stages 0 and 5
+    assert empty_rank((0, 1, 1, 2, 0, 0), line) is None  # stage 0 has the embedding, stage 5 the head
     assert empty_rank((3, 0, 1, 0, 0, 0), line) == 1 and empty_rank((0, 0, 0, 4, 0, 0), line) == 1
     assert empty_rank((4, 0, 0, 0), [(0, 3), (1, 2), (1, 2), (0, 3)]) == 1
 
@@ -82,7 +82,7 @@ def test_a_layer_with_experts_costs_its_choices_and_not_its_experts() -> None:
     )
     sparse = few.model.layers_with_experts()[0]
     one_expert = 2 * 2 * few.model.d_model * few.model.d_ff
-    assert layer_flops(many)[sparse] - layer_flops(few)[sparse] == 2 * (64 - 8) * few.model.d_model  # the router alone
+    assert layer_flops(many)[sparse] - layer_flops(few)[sparse] == 2 * (64 - 8) * few.model.d_model  # FLOPs of the larger router
     assert layer_flops(two)[sparse] - layer_flops(few)[sparse] == one_expert
     assert layer_flops(few)[sparse] - layer_flops(few)[sparse - 1] == 2 * 8 * few.model.d_model
 

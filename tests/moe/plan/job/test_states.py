@@ -1,4 +1,4 @@
-"""The closed forms of model states and of what is sent: the ZeRO paper's tables, and laws between the stages."""
+"""Closed forms of the bytes of model states and of sent bytes: tables of the ZeRO paper, and laws between its stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ some_storage = st.sampled_from(STORAGES)
 some_ranks = st.sampled_from([1, 2, 3, 4, 8, 64])
 
 
-# ZeRO (arXiv 1910.02054), table 1: GB of stages 1, 2, 3 by parameters and ranks; DP has 120, 2048 and 16000
+# ZeRO (arXiv 1910.02054), table 1: (parameters, ranks, GB per rank in stages 1, 2 and 3)
 @pytest.mark.parametrize(
     ("parameters", "ranks", "gigabytes"),
     [
@@ -42,7 +42,7 @@ some_ranks = st.sampled_from([1, 2, 3, 4, 8, 64])
 def test_the_tables_of_the_zero_paper(parameters: float, ranks: int, gigabytes: tuple[float, float, float]) -> None:
     for stage, want in zip((1, 2, 3), gigabytes, strict=True):
         got = model_states(parameters, stage=stage, copies=ranks).total / 1e9
-        assert abs(got - want) <= max(0.07, 0.0003 * want), (stage, got)  # what the table rounds off
+        assert abs(got - want) <= max(0.07, 0.0003 * want), (stage, got)  # rounding of the table
     assert model_states(parameters, stage=0, copies=ranks).total == 16 * parameters
 
 
@@ -67,7 +67,7 @@ def test_bytes_a_parameter_are_whole_ones_and_one_nth_of_the_rest(storage: Stora
 def test_each_stage_keeps_at_most_what_the_one_before_keeps(storage: Storage, ranks: int, parameters: int) -> None:
     totals = [model_states(parameters, stage=stage, copies=ranks, storage=storage).total for stage in STAGES]
     assert totals == sorted(totals, reverse=True)
-    assert totals[3] * ranks == pytest.approx(totals[0])  # nothing twice in the world
+    assert totals[3] * ranks == pytest.approx(totals[0])  # in stage 3, all ranks together hold each byte once
     if ranks == 1:
         assert len(set(totals)) == 1
 
@@ -80,14 +80,14 @@ def test_experts_are_shared_over_edp_alone(storage: Storage, stage: int, degrees
     edp = dp // (ep * etp)
     apart = model_states(expert / (ep * etp), stage=stage, copies=edp, storage=storage)
     assert held == model_states(dense, stage=stage, copies=dp, storage=storage) + apart
-    if stage == 3:  # wherever experts lie, the world holds each byte once
+    if stage == 3:  # all ranks together hold each byte once
         assert held.total * dp == pytest.approx((dense + expert) * storage.total)
-    if edp == 1:  # nothing to share them with: every stage keeps them whole
+    if edp == 1:  # no other rank holds the same experts, so no stage shards their states
         assert apart.total == expert / dp * storage.total
 
 
-def test_megatrons_sparse_formula() -> None:
-    """Bytes of its distributed optimizer in bf16: (6 + 12/dp) dense + (6 + 12/edp) expert / (ep etp)."""
+def test_model_states_with_experts_equal_megatrons_formula() -> None:
+    """Megatron-Core's distributed optimizer in bf16 needs (6 + 12/dp) dense + (6 + 12/edp) expert / (ep etp) bytes."""
     got = sparse_model_states(dense=10, expert=24, stage=1, dp=8, ep=2, etp=2, storage=MIXED_FP32_GRADIENTS).total
     assert got == (6 + 12 / 8) * 10 + (6 + 12 / 2) * 24 / 4
 
@@ -106,6 +106,6 @@ def test_micro_batches_cost_a_message_only_where_something_is_not_kept_between_t
     one = {stage: sent_bytes(parameters=40, gradients=20, stage=stage, copies=2) for stage in STAGES}
     kept = {stage: sent_bytes(parameters=40, gradients=20, stage=stage, copies=2, microbatches=3) for stage in STAGES}
     assert kept[0] == one[0] and kept[1] == one[1] and kept[2] == one[2]
-    assert kept[3] == one[3] + 2 * 2 * 20  # two more micro-batches of two gathers
+    assert kept[3] == one[3] + 2 * 2 * 20  # two more micro-batches with two all-gathers each
     summed = sent_bytes(parameters=40, gradients=20, stage=2, copies=2, microbatches=3, reduces="microbatch")
     assert summed == one[2] + 2 * 10

@@ -1,4 +1,4 @@
-"""Clusters from files, and how long collectives and kernels take on them: against counted steps and bytes."""
+"""Cluster files, and predicted times of collectives and kernels, which are compared with counted bytes and operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.errors import BadInput
 
 
 def plain(nodes: int = 4) -> Cluster:
-    """Without measured times and without latencies, so that only bytes count."""
+    """Return a cluster without measured times and latencies, on which the time of a collective depends only on bytes."""
     cluster = load_cluster("h100-8").of(nodes)
     quick = replace(cluster.inside, times={}, latency_us=0, hop_us=0, bus_gb_s={2: 300, 8: 300}, sum_bus_gb_s=None)
     return replace(cluster, inside=quick, between=replace(cluster.between, latency_us=0, tree_us=0))
@@ -66,21 +66,21 @@ def test_a_malformed_file_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("device.memory_gb_s", 0, "memory_gb_s: 0, which is no number from 1e-15"),
-        ("device.units", "many", "units: many, which is no number"),
-        ("device.attention", [0.4], "attention: .* no list of 2 numbers"),
-        ("device.peak_tflops", {}, "peak_tflops: {}, which is no mapping of numbers"),
-        ("device.peak_tflops", {"int8": 5}, "none of bf16, fp16, tf32, fp32"),
-        ("device.rates", {"bf16": {}}, "rates.bf16: {}, which is no mapping"),
-        ("inside.bus_gb_s", {2: 1e300}, r"bus_gb_s.2: 1e\+300, which is no number"),
-        ("inside.latency_us", None, "latency_us: None, which is no number"),
-        ("inside.times", {"all_reduce": {8: {}}}, "times.all_reduce.8: {}, which is no mapping"),
+        ("device.memory_gb_s", 0, "memory_gb_s: 0, needed a number from 1e-15"),
+        ("device.units", "many", "units: 'many', needed a valid integer"),
+        ("device.attention", [0.4], "attention.1: nothing, needed this key"),
+        ("device.peak_tflops", {}, "peak_tflops: {}, needed a rate for one of bf16"),
+        ("device.peak_tflops", {"int8": 5}, "peak_tflops: {'int8': 5}, needed a rate for one of bf16, fp16, tf32, fp32"),
+        ("device.rates", {"bf16": {}}, "rates.bf16: {}, needed at least 1 item"),
+        ("inside.bus_gb_s", {2: 1e300}, r"bus_gb_s.2: 1e\+300, needed a number"),
+        ("inside.latency_us", None, "latency_us: None, needed a valid number"),
+        ("inside.times", {"all_reduce": {8: {}}}, "times.all_reduce.8: {}, needed at least 1 item"),
         ("inside.times", {"all_reduce": {8: {1024: float("nan")}}}, "times.all_reduce.8.1024: nan"),
-        ("between.share", [], r"share: \[\], which is no number"),
-        ("between.node_gbs", 5, r"between.node_gbs, which no cluster has \(did you mean node_gb_s\?\)"),
-        ("cores", True, "cores: True, which is no number"),
-        ("program", {"step": 1}, "program.step, which no program has"),
-        ("devices_per_node", 2.5, "1 nodes of 2.5 devices"),
+        ("between.share", [], r"share: \[\], needed a valid number"),
+        ("between.node_gbs", 5, r"between.node_gbs, which no cluster has, .* did you mean node_gb_s\?"),
+        ("cores", True, "cores: True, needed a number"),
+        ("program", {"step": 1}, "program.step: 'step', needed one of name, attention"),
+        ("devices_per_node", 2.5, "devices_per_node: 2.5, needed a valid integer"),
     ],
 )
 def test_a_number_that_no_formula_can_use_is_one_line_with_its_name(path: str, value: Any, said: str, tmp_path: Path) -> None:
@@ -111,10 +111,10 @@ def test_rings_send_what_no_algorithm_undercuts_and_an_all_reduce_is_two_gathers
 
 def test_measured_times_are_returned_where_they_were_measured() -> None:
     cluster = load_cluster("a100-80-8")
-    assert all_reduce(cluster, Group(8, 1), 64 * 2**20) == pytest.approx(580e-6)  # vTrain's table: 579.9
-    assert all_reduce(cluster, Group(2, 1), 2**20) == pytest.approx(44e-6)  # 44.2
+    assert all_reduce(cluster, Group(8, 1), 64 * 2**20) == pytest.approx(580e-6)  # vTrain measured 579.9
+    assert all_reduce(cluster, Group(2, 1), 2**20) == pytest.approx(44e-6)  # vTrain measured 44.2
     between = all_reduce(cluster, Group(8, 1), 48 * 2**20)
-    assert 358e-6 < between < 580e-6  # 32 and 64 MiB
+    assert 358e-6 < between < 580e-6  # measured times of 32 and 64 MiB
 
 
 def test_groups_that_share_a_network_get_their_part_of_it() -> None:
@@ -155,7 +155,7 @@ def test_no_product_is_faster_than_its_operations_its_bytes_or_a_launch() -> Non
 def test_one_tile_more_than_the_processors_hold_is_a_wave_more() -> None:
     device = replace(load_cluster("a100-80-8").device, units=4, launch_us=0.0, memory_gb_s=1e9)
     full, over = device.product(512, 256, 4096), device.product(512 + 1, 256, 4096)
-    assert over > 1.4 * full  # four tiles of 256 x 128, or five and more of any size
+    assert over > 1.4 * full  # 512 x 256 is four tiles of 256 x 128 on four processors
 
 
 def test_sizes_that_loads_do_not_fit_are_slower() -> None:

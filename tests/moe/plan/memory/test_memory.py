@@ -1,4 +1,4 @@
-"""The planner's bytes: published parameter counts, Korthikanti's closed forms, schedules counted action by action, and laws of sharding."""
+"""Predicted memory: published parameter counts, Korthikanti's closed forms, micro-batches in flight, and laws of sharding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.planner.software import MEGATRON, MEGATRON_2022
 
 GPT = Network(layers=12, width=96, heads=6, hidden=384, vocab=640, length=32, dropout=True)
 LLAMA = {"norm": "rmsnorm", "gated": True, "tied": False}
-PUBLISHED = {  # parameters in 10^9 as the models' cards and papers print them
+PUBLISHED = {  # name -> (printed number of parameters in 10^9, network)
     "GPT-3": (174.6, Network(96, 12288, 96, 4 * 12288, 51200, 2048, biases=True, norm="layernorm", learned_positions=True)),
     "Llama 3 8B": (8.03, Network(32, 4096, 32, 14336, 128256, 8192, kv_heads=8, **LLAMA)),
     "Llama 3 405B": (405.9, Network(126, 16384, 128, 53248, 128256, 8192, kv_heads=8, **LLAMA)),
@@ -40,7 +40,7 @@ PUBLISHED = {  # parameters in 10^9 as the models' cards and papers print them
 
 
 def with_layers(network: Network, name: str) -> Network:
-    """All layers sparse; DeepSeek-V3's from the fourth on."""
+    """Return the network with experts in all layers, for DeepSeek-V3 from the fourth layer on; a dense network unchanged."""
     return replace(network, sparse_layers=tuple(range(3 if "V3" in name else 0, network.layers)) if network.experts else ())
 
 
@@ -59,12 +59,12 @@ def test_ranks_hold_the_whole_model_once_but_for_copies(name: str, tp: int, pp: 
     ranks = [held(network, plan, stages, (stage,)) for stage in range(pp)]
     whole = sum(tp * r.dense + plan.ep * plan.etp * r.expert for r in ranks)
     copies = network.vocab * network.width if network.tied and pp > 1 else 0
-    assert parameters(network) + copies <= whole + 1 < (parameters(network) + copies) * 1.05  # norms, routers, low ranks: on all of tp
+    assert parameters(network) + copies <= whole + 1 < (parameters(network) + copies) * 1.05  # every tp rank has norms, routers, latents
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_head_in_a_stage_of_its_own_moves_its_bytes_there(name: str) -> None:
-    """Of whatever model: nothing is held twice or lost, the last stage keeps no layer's activations, and the one before it no logits."""
+    """The states of the last two stages add up to those of one stage with both. Only the stage with the head has logits."""
     network = with_layers(PUBLISHED[name][1], name)
     middle = network.layers // 2
     at_work = Plan(pp=3, microbatches=6, stage_layers=(middle, network.layers - middle, 0))
@@ -72,10 +72,10 @@ def test_a_head_in_a_stage_of_its_own_moves_its_bytes_there(name: str) -> None:
     alone, both = memory(network, at_work), memory(network, joined)
     for part in ("parameters", "gradients", "optimizer"):
         assert alone[1].parts[part] + alone[2].parts[part] == pytest.approx(both[1].parts[part])
-    assert alone[0].parts["activations"] == pytest.approx(both[0].parts["activations"] * 3 / 2)  # of one micro-batch more in flight
+    assert alone[0].parts["activations"] == pytest.approx(both[0].parts["activations"] * 3 / 2)  # one more micro-batch in flight
     assert alone[2].parts["activations"] == 0 == alone[2].parts["layer at work"] < alone[2].parts["loss and logits"]
-    inputs = 2 * network.width * network.length  # of a stage, 16 bits: norms keep wider copies
-    assert alone[1].parts["loss and logits"] == 2 * inputs  # of two micro-batches in flight, and no logits
+    inputs = 2 * network.width * network.length  # bytes of a stage's input in 16 bits
+    assert alone[1].parts["loss and logits"] == 2 * inputs  # no logits, only the inputs of two micro-batches in flight
     first = memory(network, Plan(pp=3, microbatches=6, stage_layers=(0, middle, network.layers - middle)))[0]
     assert first.parts["activations"] == 0 and first.parts["parameters"] < 0.5 * both[0].parts["parameters"]
 
@@ -90,8 +90,8 @@ def test_with_stages_the_host_has_a_part_of_the_optimizer_and_the_device_all_gra
 
 def test_uneven_stages_take_from_the_ends() -> None:
     assert even(8, 4) == (2, 2, 2, 2)
-    assert even(126, 8) == (15, *[16] * 6, 15)  # as Llama 3 405B was cut
-    assert even(70, 12) == (5, *[6] * 10, 5)  # as BLOOM was
+    assert even(126, 8) == (15, *[16] * 6, 15)  # the cut of Llama 3 405B
+    assert even(70, 12) == (5, *[6] * 10, 5)  # the cut of BLOOM
     assert sum(even(77, 12)) == 77 and min(even(77, 12)) == 6
 
 
@@ -137,7 +137,7 @@ def test_in_flight_is_that_of_the_whole_order(name: str, ranks: int, microbatche
     found = in_flight(name, ranks=ranks, microbatches=microbatches, chunks=chunks or 1)
     for rank, of in enumerate(found):
         assert of.stages == whole.stages_of(rank)
-        for weigh in (lambda s: 1.0, lambda s: 1.0 + 7.0 * (s == 0), lambda s: 1.0 + 3.0 * s):  # stages that differ
+        for weigh in (lambda s: 1.0, lambda s: 1.0 + 7.0 * (s == 0), lambda s: 1.0 + 3.0 * s):  # equal and unequal bytes per stage
             want = peak_held(whole, weigh)[rank]
             assert max(sum(n * weigh(s) for n, s in zip(most, of.stages, strict=True)) for most in of.most) == want
     if whole.num_updates > 1:
@@ -145,8 +145,8 @@ def test_in_flight_is_that_of_the_whole_order(name: str, ranks: int, microbatche
 
 
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.batches == 1 and kind.placed != "both_ways"])
-def test_in_flight_after_its_rounds_is_that_of_any_longer_order(name: str) -> None:
-    """Moment by moment, for numbers of micro-batches that ranks do not divide, too."""
+def test_in_flight_of_a_short_step_equals_that_of_a_long_step(name: str) -> None:
+    """`in_flight` counts in a short step. The long step is counted here, also for micro-batches that the ranks do not divide."""
     for ranks, microbatches in ((2, 5), (3, 7), (3, 20), (5, 14)):
         microbatches = SCHEDULES[name].update_every or microbatches
         whole = make_schedule(name, ranks=ranks, microbatches=microbatches)
@@ -156,7 +156,7 @@ def test_in_flight_after_its_rounds_is_that_of_any_longer_order(name: str) -> No
 
 
 def moments(order: Sequence[Action], stages: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Numbers of micro-batches kept of each stage, of which no other moment has as many of all, and of one more."""
+    """Return the numbers of kept micro-batches for each stage, at all moments that no other moment exceeds (Pareto front)."""
     seen, now = set(), dict.fromkeys(stages, 0)
     for action in order:
         now[action.stage] += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
@@ -169,14 +169,14 @@ def test_in_flight_closed_forms() -> None:
     assert [of.most for of in in_flight("1f1b", ranks=p, microbatches=m)] == [((p - i,),) for i in range(p)]
     assert [of.most for of in in_flight("gpipe", ranks=p, microbatches=m)] == [((m,),)] * p
     chunks = [max(map(sum, of.most)) for of in in_flight("interleaved", ranks=p, microbatches=m, chunks=v)]
-    assert chunks == [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]  # Megatron-LM's warm-up, and the one at work
+    assert chunks == [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]  # Megatron-LM's warm-up, and one more
 
 
 @pytest.mark.parametrize(
     ("ranks", "chunks", "microbatches"), [*((4, 2, m) for m in (3, 5, 6, 7, 11, 13, 18, 27)), (3, 2, 11), (2, 3, 7), (4, 3, 23), (5, 3, 34)]
 )
-def test_in_flight_of_interleaved_where_groups_are_uneven(ranks: int, chunks: int, microbatches: int) -> None:
-    """By every weight of stages: which chunks' micro-batches they are counts, too."""
+def test_in_flight_of_interleaved_with_a_last_round_of_fewer_micro_batches(ranks: int, chunks: int, microbatches: int) -> None:
+    """The peak equals that of the whole step, for equal and for several unequal bytes per stage."""
     whole = make_schedule("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
     found = in_flight("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
     for weigh in (lambda s: 1.0, lambda s: 1.0 + 7.0 * (s == 0), lambda s: 1.0 + 3.0 * s, lambda s: 20.0 - s):
@@ -184,7 +184,7 @@ def test_in_flight_of_interleaved_where_groups_are_uneven(ranks: int, chunks: in
         assert most == pytest.approx(peak_held(whole, weigh))
 
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- memory of a rank -------------------------------------------------------------------------------------------------
 
 
 def test_states_of_each_engine() -> None:
@@ -233,14 +233,14 @@ def test_what_fits_has_room_for_the_allocator_and_the_context() -> None:
     assert fits(needed, needed.used) and not fits(needed, needed.used - 1)
 
 
-# --- moments ----------------------------------------------------------------------------------------------------------
+# --- moments of a step at which memory may be at its peak -------------------------------------------------------------
 
 
 WIDE_VOCABULARY = replace(GPT, vocab=20_000, dropout=False)
 
 
-def test_when_layers_work_their_micro_batchs_loss_is_done() -> None:
-    """So recomputed layers need what they compute again or the logits, never both."""
+def test_the_peak_has_logits_or_recomputed_activations_but_not_both() -> None:
+    """The backward pass of a micro-batch's layers begins after its logits are freed."""
     plan = Plan(microbatch=4, recompute="full", microbatches=3)
     of_loss, of_layers = (peak(network, plan, OURS).parts for network in (WIDE_VOCABULARY, replace(WIDE_VOCABULARY, vocab=64)))
     logits = 4 * 32 * 20_000
@@ -248,28 +248,28 @@ def test_when_layers_work_their_micro_batchs_loss_is_done() -> None:
     assert of_layers["layer at work"] > 0 and of_layers["loss and logits"] < 4 * 32 * 64 * 4 + 2 * 4 * 32 * 96
 
 
-def test_gradients_that_nothing_keeps_between_steps_come_with_the_only_backward_pass() -> None:
-    """At the loss DDP's buckets hold dense ones, and experts' are not there; of two micro-batches all are."""
+def test_gradients_outside_of_buckets_exist_only_after_a_backward_pass() -> None:
+    """At the loss of the only micro-batch, DDP's buckets hold dense gradients, and experts' do not exist; at the second loss all exist."""
     sparse = replace(WIDE_VOCABULARY, experts=Experts(8, 2, 48), sparse_layers=(0, 3, 7))
     plan = Plan(dp=4, ep=2, microbatch=4, microbatches=1, storage=FP32)
     held_here = held(sparse, plan, (range(12),), (0,))
     once, twice = peak(sparse, plan, OURS), peak(sparse, replace(plan, microbatches=2), OURS)
     assert once.parts["gradients"] == 4 * held_here.dense and twice.parts["gradients"] == 4 * held_here.total
     assert twice.allocated - once.allocated == pytest.approx(4 * held_here.expert)
-    assert peak(sparse, replace(plan, ep=1), OURS).parts["gradients"] == 4 * parameters(sparse)  # all are in buckets
+    assert peak(sparse, replace(plan, ep=1), OURS).parts["gradients"] == 4 * parameters(sparse)  # buckets hold all gradients
     no_bucket = replace(OURS, bucket_elements=0)
     assert peak(sparse, replace(plan, engine="zero1"), no_bucket).parts["gradients"] == 0
-    assert peak(sparse, plan, MEGATRON).parts["gradients"] == 4 * held_here.total  # its own buffers stay
+    assert peak(sparse, plan, MEGATRON).parts["gradients"] == 4 * held_here.total  # Megatron-LM's own buffers are never freed
 
 
-def test_the_last_gradients_meet_no_activations_of_layers_behind() -> None:
-    """Where weights outweigh activations, the fullest moment of one micro-batch is its end, with all gradients but of what is at work."""
+def test_with_few_activations_the_peak_is_the_end_of_the_backward_pass() -> None:
+    """Then almost all gradients exist, and almost all activations are freed. (One micro-batch of one token.)"""
     once = peak(replace(GPT, length=1, dropout=False), Plan(pp=1, storage=FP32), OURS)
     assert once.parts["gradients"] > 0.9 * 4 * parameters(GPT) and once.parts["activations"] < 0.2 * once.parts["gradients"]
 
 
 def test_before_any_backward_pass_of_the_step_stages_have_no_gradients() -> None:
-    """gpipe runs all forward passes first; in 1f1b others went back before most of them."""
+    """gpipe's peak is before its first backward pass; 1f1b's peak is after backward passes of other micro-batches."""
     plan = Plan(pp=3, microbatch=8, microbatches=6, storage=FP32)
     network = replace(GPT, vocab=64)
     at_first, later = (memory(network, replace(plan, schedule=schedule), OURS)[1].parts for schedule in ("gpipe", "1f1b"))
@@ -286,20 +286,20 @@ def test_fsdp_has_nothing_whole_at_the_loss_and_two_layers_while_one_works() -> 
 
     assert whole(WIDE_VOCABULARY, plan) == 0
     assert whole(WIDE_VOCABULARY, replace(plan, loss_chunks=2)) == 2 * 20_000 * 96
-    assert whole(network, plan) == 2 * 2 * layer + 4 * table, "its own, the next, and the head's gradient on its way"
+    assert whole(network, plan) == 2 * 2 * layer + 4 * table, "weights of two layers, gradient of the head"
     assert whole(network, replace(plan, reshard=False)) == 2 * (parameters(network) - table) + 4 * table
-    assert whole(network, replace(plan, recompute="full")) == 2 * 2 * layer + 4 * layer, "the gradient behind is a layer's"
-    assert whole(network, replace(plan, microbatch=1)) == 2 * 2 * layer + 4 * 2 * layer, "and its own, which outweighs its activations"
-    assert whole(network, replace(plan, dp=1)) == 0, "no rank shares them"
+    assert whole(network, replace(plan, recompute="full")) == 2 * 2 * layer + 4 * layer, "weights of two layers, gradient of the next layer"
+    assert whole(network, replace(plan, microbatch=1)) == 2 * 2 * layer + 4 * 2 * layer, "weights of two layers, gradients of both"
+    assert whole(network, replace(plan, dp=1)) == 0, "no other rank holds the same parameters"
     sparse = replace(network, experts=Experts(8, 2, 48), sparse_layers=(1, 4, 11))
-    assert whole(sparse, replace(plan, ep=2)) > whole(sparse, replace(plan, ep=4)), "experts that no other rank has are never cut"
+    assert whole(sparse, replace(plan, ep=2)) > whole(sparse, replace(plan, ep=4)), "experts without copies are never gathered"
 
 
 @pytest.mark.parametrize("bucket", [20_000, 500_000, 10**7])
 def test_zero3_has_two_buckets_whole_or_all_it_needs(bucket: int) -> None:
     plan, network = Plan(dp=4, engine="zero3", microbatch=4, microbatches=3, storage=FP32), replace(WIDE_VOCABULARY, vocab=10_000)
     found = peak(network, replace(plan, microbatch=16), replace(OURS, bucket_elements=bucket)).parts
-    assert found["loss and logits"] > 12 * 16 * 32 * 10_000, "the fullest moment is the loss"
+    assert found["loss and logits"] > 12 * 16 * 32 * 10_000, "the peak is at the loss"
     assert found["gathered layers"] == 2 * min(parameters(network), max(2 * bucket, 10_000 * 96))
     assert found["gradients"] == 4 * parameters(network) / 4 and found["gradient buckets"] == 4 * bucket
 

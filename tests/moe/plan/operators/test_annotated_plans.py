@@ -1,6 +1,6 @@
-"""Layouts and annotations of a recipe become plans, and the plans train: five steps on four ranks equal one process, dense and sparse.
+"""Mesh-TensorFlow layouts and GSPMD annotations become plans, and five steps of these plans on four ranks equal one process.
 
-So do the plans that `moe plan --search mesh-tf` and `--search gspmd` find, on machines that ask for different ones.
+The same for the plans that `moe plan --search mesh-tf` and `--search gspmd` find, on machines with different best plans.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINE = "batch:rows, heads:columns, hidden:columns, vocab:columns"
 
 
 EVEN = Machine(1, 4, 1e9, Link(1e-6, 1e-9), Link(1e-6, 1e-9))
-NODES = Machine(2, 2, 1e9, Link(1e-7, 1e-10), Link(1e-4, 1e-6))  # a slow network between nodes of two
+NODES = Machine(2, 2, 1e9, Link(1e-7, 1e-10), Link(1e-4, 1e-6))  # two nodes of two devices, with a slow network between them
 
 
 def graph(model: str) -> Graph:
@@ -36,7 +36,7 @@ def graph(model: str) -> Graph:
 
 
 def notes(of: Graph, **words: str) -> dict[str, str]:
-    """The same annotation for all parameters whose name ends so (`_` for a dot), or the tensor of that name."""
+    """Return annotations by name of parameter. words: end of the name (with `__` for a dot) -> annotation."""
     ends = {end.replace("__", "."): note for end, note in words.items()}
     return {name: note for name in (*of.parameters, "embedding.rows") for end, note in ends.items() if name.endswith(end)}
 
@@ -95,8 +95,8 @@ def test_what_is_none_of_the_kinds_is_said_in_one_line(layout: str, words: str) 
     assert words in str(error.value)
 
 
-def test_a_search_says_what_it_would_have_liked_better_and_what_is_too_large() -> None:
-    """Over a slow network Mesh-TensorFlow would rather not cut the batch at all, which no engine does; one rank's memory is a limit."""
+def test_a_search_names_a_faster_layout_that_the_trainer_cannot_run() -> None:
+    """Over a slow network, Mesh-TensorFlow's best layout does not divide the batch, which no engine can. Too little memory is refused."""
     dense = graph("dense")
     best, found = best_layout(dense, MESH, Rates(1e9, {"rows": 1e6, "columns": 1e10}, 1e-4)), mesh_tf(dense, NODES)
     assert (
@@ -115,8 +115,8 @@ def test_a_search_says_what_it_would_have_liked_better_and_what_is_too_large() -
             search(dense, EVEN, allowed=lambda plan: False)
 
 
-def test_few_tensors_are_annotated() -> None:
-    """Of a dense model the tokens, one matrix of each attention and network, and the vocabulary; columns stay within a node."""
+def test_few_tensors_need_annotations() -> None:
+    """In a dense model: the embedding's rows, one matrix of each attention and network, and the vocabulary. Columns stay within a node."""
     dense = graph("dense")
     notes = annotated(dense, MESH, "batch", {})
     assert set(notes) == {"embedding.rows", "embedding", "head.weight"} | {

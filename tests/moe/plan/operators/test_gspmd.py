@@ -1,4 +1,4 @@
-"""Annotations that spread: the collectives of known methods appear, the order of operators does not matter, and ranks equal one process."""
+"""GSPMD: propagated annotations give the collectives of known methods, in any order of operators, and ranks equal one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESH = {"rows": 2, "columns": 3}
 
 
 def graph(dims: Mapping[str, int], inputs: Mapping[str, str], parameters: Mapping[str, str], *operators: tuple[str, str, str]) -> Graph:
-    """Operators as (name, "a, b", rule); pointwise where a rule gives what it reads."""
+    """Return a graph of operators (name, "names of inputs", rule). An operator is pointwise if its rule has one input and equal letters."""
     made = tuple(
         Operator(name, "pointwise" if len(set(rule.split("->"))) == 1 else "product", rule, tuple(read.split(", ")))
         for name, read, rule in operators
@@ -40,7 +40,7 @@ def network(**more: int) -> Graph:
 
 
 def attention() -> Graph:
-    """Heads of queries, keys and values; places of keys have a letter of their own."""
+    """Return multi-head attention as a graph. The positions of keys have a letter of their own."""
     return graph(
         {"b": 6, "l": 4, "s": 4, "d": 10, "h": 6, "c": 5},
         {"x": "bld"},
@@ -57,7 +57,7 @@ def attention() -> Graph:
 
 
 def experts() -> Graph:
-    """GShard's layer: groups g of s tokens, their places among c slots of e experts."""
+    """Return GShard's MoE layer as a graph: groups g of s tokens, e experts with c slots for each group."""
     return graph(
         {"g": 6, "s": 5, "e": 12, "c": 3, "m": 8, "h": 15},
         {"mask": "gsec", "x": "gsm"},
@@ -87,7 +87,7 @@ def equals_one_process(program: Program, *, seed: int = 0) -> None:
 
 
 def test_two_annotated_weights_give_megatrons_f_and_g() -> None:
-    """One sum forward, of the output; one backward, of the input's gradient (arXiv 1909.08053, section 3)."""
+    """An all-reduce of the output forward, and of the input's gradient backward (arXiv 1909.08053, section 3)."""
     made = gspmd.program(network(), {"columns": 3}, {"w1": "_, columns", "w2": "columns, _"})
     assert said(made) == [("forward", "y", "all_reduce columns"), ("backward", "x", "all_reduce columns")]
     assert [str(made.shardings[name]) for name in ("x", "h", "a", "y")] == ["[_, _]", "[_, columns]", "[_, columns]", "[_, _]"]
@@ -99,8 +99,8 @@ def test_one_annotated_weight_is_enough_for_both() -> None:
     assert gspmd.propagate(network(), MESH, {"w1": "_, columns"}).shardings["w2"] == Sharding((("columns",), ()))
 
 
-def test_slices_between_layers_turn_the_sums_into_reduce_scatters() -> None:
-    """Sequence parallelism (arXiv 2205.05198): the same bytes as the sums alone."""
+def test_sharded_tensors_between_layers_give_megatrons_sequence_parallelism() -> None:
+    """All-gathers and reduce-scatters replace all-reduces and send the same bytes (arXiv 2205.05198)."""
     made = gspmd.program(network(), {"columns": 3}, {"w1": ". , columns", "w2": "columns, .", "x": "columns, .", "y": "columns, ."})
     assert said(made) == [
         ("forward", "x", "all_gather columns"),
@@ -126,8 +126,8 @@ def test_a_cut_batch_is_data_parallelism_and_cut_weights_are_fsdp() -> None:
     equals_one_process(sharded)
 
 
-def test_attention_by_heads_from_one_annotation() -> None:
-    """Queries' heads reach keys, values and both products; both of x's sums are one."""
+def test_one_annotation_divides_all_of_attention_by_heads() -> None:
+    """From wq, the axis spreads to wk, wv and wo. The gradients of x from q, k and v are summed in one all-reduce."""
     made = gspmd.program(attention(), MESH, {"wq": "_, columns, _", "x": "rows, _, _"})
     assert [str(made.shardings[name]) for name in ("wk", "wv", "wo")] == ["[_, columns, _]"] * 2 + ["[columns, _, _]"]
     assert [step for step in said(made) if "columns" in step[2]] == [
@@ -138,7 +138,7 @@ def test_attention_by_heads_from_one_annotation() -> None:
 
 
 def test_experts_and_groups_on_one_axis_are_an_all_to_all() -> None:
-    """GSPMD section 5.4: GSEC,GSM->EGCM with G and then E over the same axis; there and back, and their gradients."""
+    """GSPMD section 5.4: if groups and experts are divided over one axis, dispatch and combine are all-to-alls, also backward."""
     made = gspmd.program(experts(), MESH, {"x": "rows, _, _", "mask": "rows, _, _, _", "wi": "rows, _, columns", "wo": "rows, columns, _"})
     exchanges = [move for move in made.collectives if move.step.kind == "all_to_all"]
     assert [move.direction for move in exchanges] == ["forward"] * 2 + ["backward"] * 2
@@ -147,10 +147,10 @@ def test_experts_and_groups_on_one_axis_are_an_all_to_all() -> None:
     equals_one_process(made)
 
 
-# --- what users say -----------------------------------------------------------------------------------------------------------
+# --- annotations of users -----------------------------------------------------------------------------------------------------
 
 
-def test_what_users_say_stays() -> None:
+def test_propagation_keeps_the_users_annotations() -> None:
     notes = {"w1": "., columns", "h": "_, . | rows", "x": "rows?, ."}
     found = gspmd.propagate(network(), MESH, notes)
     assert [str(found.shardings[name]) for name in ("w1", "h", "x")] == ["[_, columns]", "[_, _]", "[rows, _]"]
@@ -160,15 +160,15 @@ def test_what_users_say_stays() -> None:
 
 
 def test_an_earlier_priority_spreads_first() -> None:
-    """Both would have h's hidden units."""
+    """Annotations of w1 and w2 compete for the hidden units. The annotation without the later priority `1:` gets them."""
     first = gspmd.propagate(network(), {"u": 2, "v": 3}, {"w1": "_, u", "w2": "1: v, _"})
     second = gspmd.propagate(network(), {"u": 2, "v": 3}, {"w1": "1: _, u", "w2": "v, _"})
     assert first.shardings["a"] == Sharding(((), ("u",))) and second.shardings["h"] == Sharding(((), ("v",)))
 
 
 @pytest.mark.parametrize(("hidden", "kept"), [(48, "d:rows"), (6, "b:rows"), (2, "b:rows")])
-def test_a_conflict_is_resolved_by_bytes_and_said(hidden: int, kept: str) -> None:
-    """The batch or the summed width over rows: to gather w1 [18, hidden], or to exchange x [12, 18] and add up h [12, hidden]."""
+def test_a_conflict_is_resolved_by_bytes_and_reported(hidden: int, kept: str) -> None:
+    """Either the batch (b) or the summed width (d) is divided over rows. The first gathers w1; the second exchanges x and reduces h."""
     made = gspmd.program(network(f=hidden), {"rows": 2}, {"w1": "rows, .", "x": "rows, .", "h": "rows, ."})
     conflict = next(c for c in made.conflicts if c.where == "h")
     assert {work.operator.name: work for work in made.work}["h"].cuts == {kept[0]: ("rows",)}
@@ -208,7 +208,7 @@ SIZES = {"a": 6, "b": 12, "c": 18, "d": 12, "e": 6}
 
 
 def random_graph(drawn: random.Random) -> Graph:
-    """Six operators; a tensor is read by other letters of the same sizes now and then."""
+    """Return a graph of six random operators. Some read a tensor with other letters of the same sizes."""
     leaves = {f"t{i}": "".join(drawn.sample("abcde", drawn.randint(1, 3))) for i in range(4)}
     letters, operators = dict(leaves), []
     for i in range(6):
@@ -222,7 +222,7 @@ def random_graph(drawn: random.Random) -> Graph:
 
 
 def _other(letters: str) -> str:
-    """Letters of the same sizes."""
+    """Return other letters with the same sizes, or the same letters if two would be equal."""
     found = letters.translate(str.maketrans("abde", "edba"))
     return found if len(set(found)) == len(found) else letters
 
@@ -252,7 +252,7 @@ def test_any_annotations_of_any_graph_give_what_one_process_gives(part: int) -> 
 
 
 def test_the_order_of_operators_does_not_matter() -> None:
-    """Nor that of annotations; the graph's own order is any in which what is read was there before."""
+    """`gspmd.program` gives the same result for any topological order of the operators and any order of the annotations."""
     for seed in range(CASES):
         drawn = random.Random(seed)
         made = random_graph(drawn)
@@ -270,8 +270,8 @@ def test_the_order_of_operators_does_not_matter() -> None:
         assert {work.operator.name: work.cuts for work in got.work} == {work.operator.name: work.cuts for work in want.work}
 
 
-def test_a_fixpoint_is_reached() -> None:
-    """What was found, said again, closed or open, spreads no further."""
+def test_propagation_ends_at_a_fixpoint() -> None:
+    """With the resulting shardings as further annotations, propagation changes nothing."""
     for seed in range(CASES):
         drawn = random.Random(seed)
         made = random_graph(drawn)
@@ -288,8 +288,8 @@ def test_a_fixpoint_is_reached() -> None:
 # --- resharding ---------------------------------------------------------------------------------------------------------------
 
 
-def lies(rank: int, mesh: Sizes) -> list[Sharding]:
-    """Every one of a tensor with so many dims, with and without shares."""
+def every_sharding(rank: int, mesh: Sizes) -> list[Sharding]:
+    """Return all shardings of a tensor with `rank` dims, also those with partial sums."""
     found = set()
     for places in itertools.product(range(-2, rank), repeat=len(mesh)):
         for order in itertools.permutations(mesh):
@@ -299,14 +299,14 @@ def lies(rank: int, mesh: Sizes) -> list[Sharding]:
     return sorted(found, key=str)
 
 
-def test_resharding_ends_where_it_should_with_the_fewest_bytes_of_all_short_ways() -> None:
-    """Every pair; against all ways of up to three steps over the axes of either end, by breadth."""
+def test_resharding_gives_the_wanted_sharding_with_the_fewest_bytes() -> None:
+    """For all pairs of shardings: `reshard` sends at most the bytes of any sequence of up to three collectives."""
     size = (12, 18)
     whole = np.random.default_rng(1).standard_normal(size)
-    for held in lies(2, MESH):
-        ways = {axes: cheapest_of_three(held, size, axes) for n in range(3) for axes in itertools.combinations(MESH, n)}
+    for held in every_sharding(2, MESH):
+        cheapest = {axes: cheapest_of_three(held, size, axes) for n in range(3) for axes in itertools.combinations(MESH, n)}
         parts = simulated.parts_of(whole, held, MESH)
-        for wanted in lies(2, MESH):
+        for wanted in every_sharding(2, MESH):
             if wanted.partial:
                 continue
             steps = reshard(held, wanted, size, MESH, itemsize=8)
@@ -315,11 +315,11 @@ def test_resharding_ends_where_it_should_with_the_fewest_bytes_of_all_short_ways
                 got = simulated.take(got, step, MESH)
             np.testing.assert_allclose(simulated.whole_of(got, wanted, MESH, size), whole, atol=1e-12)
             either = tuple(axis for axis in MESH if axis in held.axes | wanted.axes)
-            assert sent(steps) <= ways[either].get(wanted, float("inf")) + 1e-9
+            assert sent(steps) <= cheapest[either].get(wanted, float("inf")) + 1e-9
 
 
 def cheapest_of_three(held: Sharding, size: tuple[int, int], over: tuple[str, ...]) -> dict[Sharding, float]:
-    """The bytes that a rank sends to each lie that three steps reach, by what each collective does to an array's size."""
+    """Return the least bytes that a rank sends to reach each sharding from `held` by up to three collectives over the axes `over`."""
     best = {held: 0.0}
     for _ in range(3):
         for now, cost in list(best.items()):

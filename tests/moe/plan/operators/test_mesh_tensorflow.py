@@ -1,4 +1,4 @@
-"""Layouts by names: what is illegal, what they cost in closed form, the exchange of experts, and the best one against all of them."""
+"""Mesh-TensorFlow layouts: illegal layouts, costs in closed form, the all-to-all of experts, and the best layout of all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXPERTS = Graph(
     ),
     itemsize=8,
 )  # fmt: skip
-# the slots of the mask make its products look like the experts': say what they are
+# Names the products with the mask, whose rules look like those of the experts' products.
 EXPERTS = Graph(
     EXPERTS.dims,
     EXPERTS.inputs,
@@ -56,7 +56,7 @@ EXPERTS = Graph(
 
 
 def equals_one_process(program: Program) -> None:
-    """Dispatch and combine are products here."""
+    """Check that the program gives the outputs and gradients of one process, with dispatch and combine as products."""
     made = program.graph
     drawn = np.random.default_rng(2)
     values = {name: drawn.standard_normal(shape(made, name)) / 3 for name in (*made.inputs, *made.parameters)}
@@ -96,7 +96,7 @@ def test_a_size_that_is_not_divisible_is_said_with_one_that_is() -> None:
 
 
 def test_costs_are_the_closed_forms() -> None:
-    """Mesh-TensorFlow, section 4.2: batch over rows, hidden over columns. Sums: y, and the gradients of x, of w1 and of w2."""
+    """Mesh-TensorFlow, section 4.2: batch over rows, hidden over columns. All-reduces of y and of the gradients of x, w1 and w2."""
     made = mesh_tensorflow.program(NETWORK, MESH, {"batch": "rows", "hidden": "columns"})
     outputs, weights, (r, c) = 12 / 2 * 18 * 8, 18 * 24 / 3 * 8, (2, 3)
     ring_rows, ring_columns = 2 * (r - 1) / r, 2 * (c - 1) / c
@@ -105,12 +105,12 @@ def test_costs_are_the_closed_forms() -> None:
     sums = 2 * (1e-4 + ring_columns * outputs / 4e5) + 2 * (1e-4 + ring_rows * weights / 1e5)
     assert made.seconds(MACHINE) == pytest.approx(flops / 1e6 + sums)
     x, hidden = 12 * 18 / 2, 12 * 24 / 6
-    # x, h, a and y are kept; at the worst moment beside them the gradients of y and of a
+    # x, h, a and y are kept; at the memory peak, the gradients of y and a exist too
     assert made.bytes(of_weight=16) == pytest.approx(16 * 2 * 18 * 24 / 3 + 8 * (2 * x + 2 * hidden + max(x + hidden, 2 * hidden)))
 
 
-def test_a_peak_is_that_of_a_plain_count() -> None:
-    """Moments forward 0 1 2, backward 3 4 5; h is read by two."""
+def test_peak_is_the_largest_sum_of_tensors_alive_at_one_moment() -> None:
+    """alive: tensors at each of three forward and three backward moments of a graph in which two operators read h."""
     ops = (
         Operator("h", "pointwise", "b->b", ("x",)),
         Operator("a", "pointwise", "b->b", ("h",)),
@@ -137,7 +137,7 @@ def test_experts_by_the_batchs_axis_are_an_all_to_all_there_and_back() -> None:
 
 
 def every_layout(graph: Graph, mesh: dict[str, int]) -> list[dict[str, str]]:
-    """All legal ones, each tried."""
+    """Return all layouts that `check` accepts."""
     names = sorted({dim.name for dim in mesh_tensorflow.renamed(graph).dims.values()})
     legal = []
     for axes in itertools.product(("", *mesh), repeat=len(names)):

@@ -1,4 +1,4 @@
-"""The operators of a recipe against the model's own parameters, against FLOPs from its sizes, and against products that torch counts."""
+"""The operators made of a recipe have the model's parameters, the FLOPs of `size`, and the products of torch's FLOP counter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EVERY = pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v 
 
 def run_of(values: dict[str, Any]) -> Run:
     model = {"num_layers": 4, "d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "vocab_size": V} | values.get("model", {})
-    router = {"capacity_factor": None} | values.get("router", {})  # nothing padded: 12 tokens divide evenly among the experts above
+    router = {"capacity_factor": None} | values.get("router", {})  # no padding: 12 tokens divide evenly among these experts
     return build_run({**values, "model": model, "router": router, "data": {"tokenizer": "bytes"}})
 
 
@@ -62,8 +62,8 @@ DENSE = [name for name, v in MODELS.items() if not v["model"].get("moe_every") a
 
 
 @pytest.mark.parametrize("values", [pytest.param(MODELS[name], id=name) for name in DENSE])
-def test_dense_products_are_those_that_torch_counts(values: dict[str, Any]) -> None:
-    """All but attention, of which torch counts the places that a causal mask hides too, and sinks; where experts' tokens go needs data."""
+def test_dense_products_equal_torchs_flop_counter(values: dict[str, Any]) -> None:
+    """Without attention, of which torch also counts masked pairs, and without experts, whose rows depend on data."""
     run = run_of(values)
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=V).eval()
@@ -72,7 +72,7 @@ def test_dense_products_are_those_that_torch_counts(values: dict[str, Any]) -> N
         model(torch.empty(B, L, dtype=torch.int64, device="meta"))
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
     products = sum(op.flops for op in graph(values).operators if op.kind == "product")
-    if not any("attention" in str(op) for op in counter.get_flop_counts()["Global"]):  # torch took attention apart
+    if not any("attention" in str(op) for op in counter.get_flop_counts()["Global"]):  # torch computes attention by plain products
         products += 2 * 2.0 * B * L * L * run.model.num_heads * (run.model.head_size or 6) * run.model.num_layers
     assert products == counted
 
@@ -96,8 +96,8 @@ def test_layers_that_differ_have_letters_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("factor", "filled"), [(1.5, 1.0), (0.75, 0.75)])
-def test_slots_are_those_that_are_filled_and_shared_with_choices_that_cost_nothing(factor: float, filled: float) -> None:
-    """As the router has them (moe/router/capacity.py)."""
+def test_slots_of_an_expert_follow_from_capacity_and_choices(factor: float, filled: float) -> None:
+    """Experts that compute nothing (`skip`, `zero`) get their part of the choices. A capacity above 1 adds no slots."""
     router = {"preset": "mixtral", "capacity_factor": factor}
     made = graph({"model": {"moe_every": 2}, "experts": {"num_experts": 3, "skip": 2, "zero": 1}, "router": router})
     assert {dim.size for dim in made.dims.values() if dim.name == "slots"} == {math.ceil(filled * 2 * L / 6)}
@@ -109,4 +109,4 @@ def test_a_part_reads_what_came_before_as_an_input() -> None:
     assert list(part.inputs) == ["layers.0.ffn.add"] and part.layers == (1, 2)
     parts = [made.part(range(-1, 1)), part, made.part(range(3, 5))]
     assert sum(p.flops for p in parts) == made.flops
-    assert sum(p.num_parameters for p in parts) == made.num_parameters + V * 24  # tied: the first and the last have the table
+    assert sum(p.num_parameters for p in parts) == made.num_parameters + V * 24  # tied: the first and the last part both have the embedding

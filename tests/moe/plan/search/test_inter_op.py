@@ -1,4 +1,4 @@
-"""Alpa's dynamic program against every cut of layers and devices into stages."""
+"""Alpa's dynamic program finds the best of all cuts of layers and devices into stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel.errors import BadInput
 
 
 def every(layers: int, devices: int, submeshes: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
-    """All lists of stages, each so many layers on so many devices, that use all of both."""
+    """Yield all lists of stages (number of layers, number of devices) that use all layers and all devices."""
     if layers == devices == 0:
         yield []
     for count in range(1, layers + 1):
@@ -39,7 +39,7 @@ SIZES = [(1, 1), (3, 2), (5, 4), (6, 6), (7, 8), (8, 5), (8, 8)]
 @pytest.mark.parametrize(("layers", "devices"), SIZES)
 @pytest.mark.parametrize("seed", range(6))
 def test_equals_brute_force_on_random_costs(layers: int, devices: int, seed: int) -> None:
-    """Work that is spread over devices with a loss, random for each stage; in half of the cases memory that later stages use up."""
+    """Stages have random work and random efficiency. For odd seeds, memory is limited, and a stage with more stages after it needs more."""
     draw = random.Random(1000 * layers + 10 * devices + seed)
     submeshes = (1, 2, 4, 8)[: 1 + seed % 4] if seed % 4 else (1, 2, 4, 8)
     work = [draw.uniform(1, 5) for _ in range(layers)]
@@ -65,7 +65,7 @@ def test_equals_brute_force_on_random_costs(layers: int, devices: int, seed: int
 
 
 def test_equal_stages_take_m_plus_p_minus_1() -> None:
-    """Equal layers on devices that share nothing: one each."""
+    """12 equal layers on 4 devices, m = 16 micro-batches: p = 4 stages, and m + p - 1 times the time of a stage."""
     found = inter_op(
         lambda first, end, n, later: float(end - first) if n == 1 else inf, layers=12, devices=4, submeshes=(1, 2), microbatches=16
     )

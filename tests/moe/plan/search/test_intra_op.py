@@ -1,4 +1,4 @@
-"""Alpa's integer program: against closed forms of the best cut, against trying every choice, and its memory limit by what lives when."""
+"""Alpa's integer program finds the best of all choices of strategies, also with a memory limit, and its costs equal closed forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEM, GRAD = 2, 2
 
 
 def mesh(name: str, *, memory_bytes: float = inf) -> Mesh:
-    """The nearer axis four times as fast; products so slow that nobody repeats one."""
+    """Return a mesh whose second axis is four times as fast as the first, with products too slow to repeat on several devices."""
     return Mesh(LINKS[name], (Link(3e-6, 4e-9), Link(2e-6, 1e-9)), flops=1e9, memory_bytes=memory_bytes)
 
 
@@ -41,7 +41,7 @@ def attention(blocks: int, *, b: int, length: int, heads: int, d: int) -> Graph:
 
 
 def experts(*, b: int, e: int, u: int, d: int, m: int) -> Graph:
-    """Rows of each sequence for each expert, through the experts, and back to where they came from."""
+    """Return an MoE layer as a graph: dispatch of `u` rows of each of `b` sequences to each of `e` experts, experts, combine."""
     dims = {"b": Dim("batch", b), "e": Dim("experts", e), "u": Dim("slots", u), "d": Dim("width", d), "m": Dim("expert_hidden", m)}
     one = 2.0 * b * e * u * d * m
     ops = (
@@ -53,11 +53,11 @@ def experts(*, b: int, e: int, u: int, d: int, m: int) -> Graph:
     return Graph(dims, {"x": "ebud"}, {"w1": "edm", "w2": "emd"}, ops, ITEM)
 
 
-# --- closed forms ---------------------------------------------------------------------------------------------------------------
+# --- closed forms -----------------------------------------------------------------------------------------------------------------
 
 
 class Forms:
-    """Seconds by hand on a mesh; `on` names axes."""
+    """Closed forms of the seconds of work and collectives on a mesh."""
 
     def __init__(self, name: str) -> None:
         self.sizes, self.alpha, self.beta = LINKS[name], (3e-6, 2e-6), (4e-9, 1e-9)
@@ -70,7 +70,7 @@ class Forms:
         return self.ring(size, axis, 2)
 
     def sum_all(self, size: float) -> float:
-        """Over both axes: scattered over the near one, summed over the far one, gathered over the near one."""
+        """Seconds of an all-reduce over both axes: reduce-scatter over the near one, all-reduce over the far one, all-gather."""
         far, near = self.sizes
         if far == 1:
             return self.sum(size, 1)
@@ -92,7 +92,7 @@ def test_chain_with_a_large_batch_is_data_parallel(name: str, layers: int) -> No
 
 @pytest.mark.parametrize("layers", [2, 4, 6])
 def test_chain_with_large_matrices_is_megatrons(layers: int) -> None:
-    """Columns then rows: a sum for each pair forward, and backward for all but the first: layers - 1."""
+    """Pairs of matrices are divided by columns, then by rows. This needs layers - 1 all-reduces in both passes together."""
     graph, by = chain(layers, b=3, d=1024, f=4096), Forms("1x4")
     expected = by.work(graph.flops) + (layers - 1) * by.sum(3 * 1024 * ITEM, 1)
     assert intra_op(graph, mesh("1x4")).cost.seconds == pytest.approx(expected, rel=1e-9)
@@ -101,7 +101,7 @@ def test_chain_with_large_matrices_is_megatrons(layers: int) -> None:
 @pytest.mark.parametrize("name", ["2x2", "2x4"])
 @pytest.mark.parametrize("layers", [2, 6])
 def test_chain_on_two_axes_is_both(name: str, layers: int) -> None:
-    """The batch over the far axis, whose sums are of gradients of a part of each matrix; hidden units over the near one."""
+    """Data parallelism over the far axis with tensor parallelism over the near axis, or data parallelism over both if that is faster."""
     b, d, f = 256, 128, 256
     graph, by, settings = chain(layers, b=b, d=d, f=f), Forms(name), Settings(microbatches=16)
     n0, n1 = LINKS[name]
@@ -119,8 +119,8 @@ def test_attention(name: str, kind: str) -> None:
     size, (far, near) = b * length * d * ITEM, LINKS[name]
     expected = 8 * by.sum_all(d * d * GRAD)
     if kind == "heads":
-        # heads over all: out's sum forward in both blocks, and that of the gradient of what the second one's q, k and v read, once for all
-        # three; over the near axis instead heads may be gathered before out, which then cuts its columns: what is summed is smaller
+        # Heads over all devices: an all-reduce of out in both blocks, and one of the gradient of the second block's input. The alternative
+        # gathers heads over the near axis before `out`, whose columns are then divided, so that the all-reduces are smaller.
         gathered = 3 * by.sum(size / near, 0) + 4 * by.ring(size / far, 1, 1) + 2 * by.ring(size, 1, 1)
         expected = min(3 * by.sum_all(size), gathered)
     assert intra_op(graph, mesh(name)).cost.seconds == pytest.approx(by.work(graph.flops) + expected, rel=1e-6)
@@ -129,7 +129,7 @@ def test_attention(name: str, kind: str) -> None:
 @MESHES
 @pytest.mark.parametrize("kind", ["data", "experts"])
 def test_experts(name: str, kind: str) -> None:
-    """Experts over all: rows travel there and back, forward and backward."""
+    """For large experts, expert parallelism: four all-to-alls, for dispatch and combine forward and backward. Else data parallelism."""
     b, e, u, d, m = (64, 8, 16, 8, 8) if kind == "data" else (8, 8, 2, 64, 512)
     graph, by = experts(b=b, e=e, u=u, d=d, m=m), Forms(name)
     if kind == "data":
@@ -137,12 +137,12 @@ def test_experts(name: str, kind: str) -> None:
     else:
         held = b * e * u * d * ITEM / prod(LINKS[name])
         expected = 4 * (by.ring(held, 0, 1) + by.ring(held, 1, 1))
-    lies = (1 if LINKS[name][0] > 1 else WHOLE, 1)  # what goes in and comes out is cut by sequences
+    lies = (1 if LINKS[name][0] > 1 else WHOLE, 1)  # input and output are divided by sequences
     got = intra_op(graph, mesh(name), fixed={"dispatch": lies, "combine": lies})
     assert got.cost.seconds == pytest.approx(by.work(graph.flops) + expected, rel=1e-6)
 
 
-# --- against every choice ---------------------------------------------------------------------------------------------------------
+# --- compared with every choice ---------------------------------------------------------------------------------------------------
 
 
 def best_of_all(graph: Graph, on: Mesh, settings: Settings, memory_bytes: float = inf) -> float:
@@ -164,7 +164,7 @@ def test_equals_the_best_of_all_choices(name: str, sizes: tuple[int, int, int]) 
 
 
 def test_memory_limits_the_choice() -> None:
-    """Each limit has the best of the choices within it; less memory never takes less time, and below the least of all there is none."""
+    """For each memory limit, `intra_op` finds the fastest choice below it. Less memory takes more time, and too little is refused."""
     graph, on, settings = chain(3, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=(0, 1, 3))
     free = intra_op(graph, on, settings).cost
     whole = free.state_bytes + free.output_bytes
@@ -179,8 +179,8 @@ def test_memory_limits_the_choice() -> None:
         intra_op(graph, on, settings, memory_bytes=whole * 0.05)
 
 
-def test_a_layer_computed_again_pays_its_forward_twice_and_keeps_its_last_output() -> None:
-    """Of four products the middle two: against every choice, in less and less memory, down to what only recomputation fits into."""
+def test_a_recomputed_layer_pays_its_forward_pass_twice_and_keeps_its_last_output() -> None:
+    """Compared with every choice, for four memory limits. The layer has the middle two of four products."""
     plain, on, settings = chain(4, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=(0, 1))
     graph = replace(plain, operators=tuple(replace(op, layer=(i + 1) // 2) for i, op in enumerate(plain.operators)))
     paid, kept = {"layer1": 4 / 3, "layer2": 4 / 3}, ("layer0", "layer2", "layer3")
@@ -207,15 +207,15 @@ def test_a_layer_computed_again_pays_its_forward_twice_and_keeps_its_last_output
         intra_op(graph, on, settings, memory_bytes=1.01 * min(costs)[0], in_flight=3)
 
 
-def test_what_lives_at_the_same_time() -> None:
-    """Without a backward pass a tensor lives until it was read: of a chain two at a time; with one, all live as it begins."""
+def test_live_tensors_of_a_chain() -> None:
+    """Without a backward pass, a tensor lives until it is read, so two live at a time. Before a backward pass, all live."""
     graph = chain(4, b=4, d=4, f=8)
     assert live(graph, backward=False) == [frozenset({f"layer{i}", f"layer{i + 1}"}) for i in range(3)]
     assert live(graph, backward=True) == [frozenset(f"layer{i}" for i in range(4))]
 
 
-def test_relaxed_and_rounded_is_within_the_limit_and_near() -> None:
-    """A memory limit makes the relaxation mix strategies; rounding takes one of each operator's, whose time is near the best."""
+def test_a_relaxed_and_rounded_solution_is_nearly_optimal() -> None:
+    """Within 5 % of the exact solution and below the memory limit. The relaxation mixes strategies; rounding takes one per operator."""
     graph, on, settings = chain(6, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=(0, 1, 3))
     free = intra_op(graph, on, settings).cost
     limit = 0.7 * (free.state_bytes + free.output_bytes)
@@ -225,8 +225,8 @@ def test_relaxed_and_rounded_is_within_the_limit_and_near() -> None:
     assert rounded.cost.state_bytes + rounded.cost.output_bytes <= limit
 
 
-def test_changes_of_state() -> None:
-    """To cut costs nothing, and a gather of the gradient; parts of a gradient are summed, or scattered where they are cut."""
+def test_seconds_of_changing_a_sharding() -> None:
+    """`change` counts both passes: slicing a whole tensor costs the all-gather of its gradient; partial sums cost an all-reduce."""
     on, size = mesh("1x4"), 4096.0
     by = Forms("1x4")
     got = {

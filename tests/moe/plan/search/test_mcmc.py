@@ -1,4 +1,4 @@
-"""FlexFlow's walk against trying every placement, its delta simulation against the full one, and simulated times against closed forms."""
+"""FlexFlow's search finds the best of all placements; its delta simulation equals the full one; simulated times equal closed forms."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ def simulated(graph: Graph, placement: dict[str, Placed], machine: Machine = MAC
     return run(Simulator(graph, machine, settings or Settings()).tasks(placement))
 
 
-def test_data_parallel_takes_its_products_and_sums() -> None:
-    """All devices compute alike; the last sum begins when the first layer's backward ends, and waits for sums before it on the port."""
+def test_data_parallelism_takes_the_time_of_products_and_all_reduces() -> None:
+    """The second layer's all-reduce overlaps with the first layer's backward pass; the first layer's all-reduce follows both."""
     b, d, f = 64, 16, 48
     graph = chain(2, b=b, d=d, f=f, then="pointwise")
     work = 3 * graph.flops / 4 / 1e9
     size = d * f * 2
-    each = 1e-6 + size * 1e-9 + 3e-6 + size / 2 * 4e-9  # within nodes 2 (n-1)/n, then between two of them half as much
-    backward = 2 * 2 * b * d * f / 4 / 1e9  # of the first layer: while the second one's gradients are summed
+    each = 1e-6 + size * 1e-9 + 3e-6 + size / 2 * 4e-9  # all-reduce within each node, then of halves between the nodes
+    backward = 2 * 2 * b * d * f / 4 / 1e9  # seconds of the first layer's backward pass
     assert simulated(graph, data_parallel(graph, 4)).seconds == pytest.approx(work + each + max(0.0, each - backward), rel=1e-9)
 
 
-def test_columns_then_rows_send_a_ring_s_share() -> None:
-    """Hidden units over one node: partial sums forward where the next reads them, and nothing else."""
+def test_tensor_parallelism_sends_one_all_reduce() -> None:
+    """Hidden units are divided over one node: columns of the first matrix, rows of the second. Only the output is reduced."""
     b, d, f = 8, 16, 32
     graph = chain(2, b=b, d=d, f=f, then="pointwise")
     cut, copies = Placed((("f", 2),)), Placed((("", 2),))
     ran = simulated(graph, {"layer0": cut, "act0": cut, "layer1": cut, "act1": copies})
-    fetched = 1e-6 + b * d * 2 * 1e-9  # 2 (n - 1)/n of the output, n = 2
+    fetched = 1e-6 + b * d * 2 * 1e-9  # an all-reduce sends 2 (n - 1)/n of the output, n = 2
     assert ran.seconds == pytest.approx(3 * graph.flops / 2 / 1e9 + fetched, rel=1e-9)
 
 
-def test_one_after_another_on_different_devices() -> None:
-    """A placement without cuts is a chain of work and transfers, there and back."""
+def test_layers_on_different_devices_run_one_after_another() -> None:
+    """The step takes the work of all layers and a transfer between the devices in each pass."""
     b, d, f = 8, 16, 32
     graph = chain(2, b=b, d=d, f=f, then="pointwise")
     here, there = Placed((), 0), Placed((), 2)
@@ -53,8 +53,8 @@ def test_one_after_another_on_different_devices() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sizes", [(8, 16, 32), (64, 8, 8), (4, 64, 16)])
-def test_walk_finds_the_best_of_all_placements(seed: int, sizes: tuple[int, int, int]) -> None:
-    """Two products on two devices, and what is between them."""
+def test_mcmc_finds_the_best_of_all_placements(seed: int, sizes: tuple[int, int, int]) -> None:
+    """For two products and two pointwise operators on two devices."""
     b, d, f = sizes
     machine = Machine(nodes=1, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(1e-6, 1e-9))
     graph = chain(2, b=b, d=d, f=f, then="pointwise")
@@ -69,7 +69,7 @@ def test_walk_finds_the_best_of_all_placements(seed: int, sizes: tuple[int, int,
 
 @pytest.mark.parametrize("seed", range(3))
 def test_delta_simulation_equals_the_full_one(seed: int) -> None:
-    """To the bit: every task's end, on walks that accept much of what is slower."""
+    """All end times of tasks are equal to the bit after each accepted proposal, also after slower ones."""
     graph = chain(3, b=16, d=8, f=16, then="pointwise")
     simulator, seen = Simulator(graph, MACHINE, Settings()), []
 
@@ -103,8 +103,8 @@ def test_walk_begins_with_data_parallelism_and_never_ends_worse() -> None:
     assert mcmc(simulator, budget=0).seconds == start and mcmc(simulator, budget=100).seconds <= start
 
 
-def test_what_does_not_fit_is_fined() -> None:
-    """1 ms for each MB above memory, so that what fits is taken although it is slower."""
+def test_a_placement_that_exceeds_memory_gets_a_penalty() -> None:
+    """Its seconds are larger than its simulated time."""
     graph = chain(2, b=1024, d=16, f=16, then="pointwise")
     small = Machine(nodes=1, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(1e-6, 1e-9), memory_bytes=50_000)
     simulator = Simulator(graph, small, Settings())
@@ -114,8 +114,8 @@ def test_what_does_not_fit_is_fined() -> None:
     assert simulator.seconds(placement, run(simulator.tasks(placement))) > run(simulator.tasks(placement)).seconds
 
 
-def test_random_orders_of_random_tasks_are_resumed() -> None:
-    """`run` on tasks of any kind: ends after a change equal those from nothing."""
+def test_run_resumes_after_a_change_of_one_task() -> None:
+    """For random tasks: the end times that `run` resumes from an earlier run equal those of a new run."""
     draw = random.Random(3)
 
     def tasks(seed: int, changed: int) -> dict[tuple[int, int, int], Task]:

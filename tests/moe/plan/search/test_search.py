@@ -1,4 +1,4 @@
-"""Searches on real recipes: a plan is a recipe and back, all agree on a large model, and what each finds trains as one process does."""
+"""Searches on recipes: recipe_of and plan_of are inverse, all searches agree on a large model, and found plans train like one process."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ SEARCHES = {"alpa": alpa, "flexflow": flexflow}
 
 
 def tiny(model: str = "dense") -> Run:
-    """Four layers, half of them with experts where the model has them, as `moe verify` has it on one process."""
+    """Return the recipe that `moe verify` has for this model on one process, with four layers."""
     return Case(model, "ddp", 1, 1, 1, "fp32", layers=4).run()
 
 
-# --- plans are recipes --------------------------------------------------------------------------------------------------------
+# --- plans and recipes --------------------------------------------------------------------------------------------------------
 
 CASES = [
     Case("dense", "ddp", 4, 1, 3, "fp32"),
@@ -67,8 +67,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
-def test_a_plan_is_a_recipe_and_back(case: Case) -> None:
-    """Onto a recipe of one process with the same model: the plan is the same again, and the run is one that trains."""
+def test_recipe_of_and_plan_of_are_inverse(case: Case) -> None:
+    """A recipe's plan, put on the same model's recipe for one process, is the plan of the result, which the checks accept."""
     run = check_run(case.run(), case.world)
     alone = replace(
         case, kind="ddp", world=1, ep=1, etp=1, pp=1, tp=1, tensor="copied", sp=1, microbatches=1, recompute="none", tiles=1
@@ -86,7 +86,7 @@ def test_a_plan_of_other_bytes_is_refused() -> None:
     assert recipe_of(as_stored(Plan(dp=2, storage=MIXED), run), run).degrees.dp == 2
 
 
-# --- what they find ----------------------------------------------------------------------------------------------------------
+# --- results of the searches --------------------------------------------------------------------------------------------------
 
 
 def large() -> Graph:
@@ -98,13 +98,13 @@ CLUSTER = Machine(8, 8, 150e12, Link(1e-5, 1 / 200e9), Link(2e-5, 1 / 20e9), mov
 MIXED_SETTINGS = Settings(microbatches=8, sharded=(0, 1))
 
 
-def test_all_agree_on_24_layers_over_64_devices() -> None:
-    """Within 5 % of each other and of the fastest of all plans, each in under a minute of one core."""
+def test_all_searches_agree_on_24_layers_over_64_devices() -> None:
+    """Their plans take equally long to 5 %, also compared with the fastest of all plans. Each search takes less than a minute."""
     graph, times = large(), []
     runnable = Runnable(graph, CLUSTER, MIXED_SETTINGS)
     for search in SEARCHES.values():
         began = time.process_time()
-        more: dict[str, Any] = {"budget": 50} if search is flexflow else {}  # each proposal is simulated on 64 devices
+        more: dict[str, Any] = {"budget": 50} if search is flexflow else {}  # few proposals, because each is simulated on 64 devices
         found = search(graph, CLUSTER, MIXED_SETTINGS, **more)
         assert time.process_time() - began < 60
         assert found.plan.world == 64 and runnable.seconds(found.plan) == found.seconds
@@ -113,8 +113,8 @@ def test_all_agree_on_24_layers_over_64_devices() -> None:
     assert max(*times, fastest) <= 1.05 * min(*times, fastest)
 
 
-def test_folded_layers_cost_what_all_cost() -> None:
-    """Of a plan, layer by layer: 4 of 2 kinds, with the edges between them."""
+def test_folding_equal_layers_does_not_change_a_plans_seconds() -> None:
+    """Four layers of two kinds: the folded graph with weights gives the same seconds as the whole graph."""
     run = tiny("gshard")
     graph, machine, settings = graph_of(run, sequences=12), Machine(1, 4, 1e9, Link(1e-6, 1e-9), Link(1e-6, 1e-9)), Settings()
     folded = fold(graph)
@@ -130,8 +130,8 @@ def test_folded_layers_cost_what_all_cost() -> None:
     assert few.seconds(plan) == pytest.approx(whole, rel=1e-9) and every.seconds(plan) == pytest.approx(whole, rel=1e-9)
 
 
-def test_alpa_cuts_into_stages_where_links_are_slow() -> None:
-    """Stages of unequal devices, which no plan has: then the fastest of all plans, which has stages too; with no memory there is none."""
+def test_alpa_cuts_into_stages_if_links_are_slow() -> None:
+    """Its optimum may have stages with different numbers of devices. It then returns the fastest plan. Too little memory is refused."""
     graph = graph_of(tiny(), sequences=4)
     machine, settings = Machine(4, 1, 1e9, Link(1e-6, 1e-9), Link(1e-3, 1e-5)), Settings(microbatches=8)
     found = alpa(graph, machine, settings)
@@ -145,7 +145,7 @@ def test_alpa_cuts_into_stages_where_links_are_slow() -> None:
 
 
 def drawn(seed: int) -> tuple[Graph, Machine, Settings, random.Random]:
-    """A small model on 2 to 4 devices, without a limit of memory."""
+    """Return a random small model on 2 to 4 devices with unlimited memory."""
     draw = random.Random(seed)
     width = draw.choice([32, 64])
     model = {"num_layers": draw.randint(2, 4), "d_model": width, "num_heads": draw.choice([2, 4]), "d_ff": 3 * width, "vocab_size": 96}
@@ -158,18 +158,18 @@ def drawn(seed: int) -> tuple[Graph, Machine, Settings, random.Random]:
 
 
 def stage_of(some: Runnable, plan: Plan, first: int, end: int, later: int) -> tuple[float, float]:
-    """Seconds of a micro-batch and bytes of the blocks first to end - 1 with the ends that are theirs."""
+    """Return (seconds of a micro-batch, bytes) of a stage with blocks `first` to `end` - 1; `later` stages come after it."""
     costs = some.costs(plan)
     if costs is None:
         return inf, inf
     layers = [some.whole.layers[0]] * (first == 0) + some.blocks[first:end] + [some.whole.layers[-1]] * (end == len(some.blocks))
     mine = [costs[some.folded.of[layer]] for layer in layers]
     in_flight = min(later + 1, some.settings.microbatches)
-    return sum(c.seconds for c in mine), sum(c.state_bytes + c.kept_bytes * in_flight for c in mine)
+    return sum(c.seconds for c in mine), sum(c.state_bytes + c.output_bytes * in_flight for c in mine)
 
 
 def cuts(layers: int, devices: int, sizes: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
-    """All lists of stages, each so many layers on so many devices."""
+    """Yield all lists of stages (number of layers, number of devices) that use all layers and devices."""
     if layers == devices == 0:
         yield []
     for count, n in product(range(1, layers + 1), sizes):
@@ -178,8 +178,8 @@ def cuts(layers: int, devices: int, sizes: tuple[int, ...]) -> Iterator[list[tup
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_alpa_finds_nothing_slower_than_a_plan_that_runs_in_any_memory(seed: int) -> None:
-    """From what recomputation alone fits into to what all fit into: its optimum is the best up to its gap, and its plan is the best."""
+def test_alpas_plan_is_the_fastest_plan_for_any_memory_limit(seed: int) -> None:
+    """Limits go from memory in which only recomputation fits to memory in which all plans fit. Its optimum is at most as slow, to 0.1 %."""
     graph, machine, settings, draw = drawn(seed)
     free = Runnable(graph, machine, settings)
     plans = [plan for pp in divisors(machine.devices) if pp <= len(free.blocks) for plan in free.plans(pp)]
@@ -199,8 +199,9 @@ def test_alpa_finds_nothing_slower_than_a_plan_that_runs_in_any_memory(seed: int
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_stages_with_and_without_recomputation_are_those_of_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the layouts of plans alone: every cut into stages, each with the fastest layout of its devices that fits, recomputed or not."""
+def test_alpas_stages_equal_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brute force: all cuts into stages, each with its fastest layout that fits, with or without recomputation. `intra_op` is switched off,
+    so that both only try layouts of plans."""
 
     def none(*_: Any, **__: Any) -> None:
         raise BadInput("operators", got="no strategies of their own", needed="those of plans", fix="-")
@@ -223,13 +224,13 @@ def test_stages_with_and_without_recomputation_are_those_of_brute_force(seed: in
     try:
         found = alpa(graph, replace(machine, memory_bytes=memory), settings).free_seconds
     except BadInput as bad:
-        assert best == inf or bad.what == "--search"  # stages of unequal devices, which no plan has
+        assert best == inf or bad.what == "--search"  # no plan has stages with different numbers of devices
         return
     assert found == pytest.approx(best, rel=1e-3)
 
 
 def test_a_stage_may_have_a_whole_node_of_six() -> None:
-    """Two layers, so six stages cannot be; what lies between 2 and 12 devices is one node, or two."""
+    """On nodes of six devices, a stage has 1 or 2 devices, or one or two whole nodes. Two layers do not allow six stages."""
     run, link = tiny(), Link(1e-5, 1e-10)
     run = run.model_copy(update={"model": run.model.model_copy(update={"num_layers": 2})})
     for machine in (Machine(1, 6, 1e9, link, link), Machine(2, 6, 1e9, link, link)):
@@ -238,31 +239,31 @@ def test_a_stage_may_have_a_whole_node_of_six() -> None:
 
 
 @pytest.mark.parametrize("search", [mesh_tf, gspmd])
-def test_where_nothing_divides_no_memory_is_asked_for(search: Callable[..., SearchResult]) -> None:
-    """Five sequences on seven devices."""
+def test_without_a_legal_layout_the_error_names_sizes_and_not_memory(search: Callable[..., SearchResult]) -> None:
+    """Five sequences on seven devices have no legal layout."""
     machine = Machine(1, 7, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-10))
     with pytest.raises(BadInput, match="no layout that the trainer runs, needed one whose sizes the mesh divides"):
         search(graph_of(tiny(), sequences=5), machine)
 
 
-def test_a_cluster_file_is_a_machine() -> None:
-    """Its links carry what the file says: a ring over all devices is as fast as the share of the network that a device has."""
+def test_machine_of_has_the_rates_of_the_cluster_file() -> None:
+    """An all-gather over all devices takes as long as the node's links and network allow; processes of a CPU host share its cores."""
     cluster = load_cluster("h100-8x4")
     machine = machine_of(cluster)
     assert machine.devices == cluster.world == 32 and machine.memory_bytes < cluster.device.memory_gib * 2**30
     share = cluster.between.node_gb_s * cluster.between.share * 1e9
-    gather = machine.mesh(32).all_gather(1e9, 0)  # 3 of 4 nodes' bytes come in over 8 adapters at a time
+    gather = machine.mesh(32).all_gather(1e9, 0)  # a node receives the bytes of the other three over its 8 adapters
     inside = 7 / 8 * 1e9 / cluster.inside.bus(8)
     assert gather == pytest.approx(inside + 3 / 4 * 1e9 / share, rel=0.02)
     assert machine_of(cluster, kind="fp32").flops == pytest.approx(machine.flops * 67 / 989)
-    host = machine_of(replace(cluster, nodes=1, cores=2))  # whose eight processes have a quarter of a core and an eighth of its memory
+    host = machine_of(replace(cluster, nodes=1, cores=2))  # eight processes share 2 cores and the memory
     assert (host.flops, host.memory_bytes) == pytest.approx((machine.flops / 4, machine.memory_bytes / 8))
 
 
-# --- and train ---------------------------------------------------------------------------------------------------------------
+# --- training with the plans that were found ----------------------------------------------------------------------------------
 
-SLOW = Machine(2, 2, 1e9, Link(1e-5, 1e-8), Link(1e-4, 1e-6))  # between two nodes
-PROBLEMS = [  # on which the searches find layouts of many kinds: model, sequences of a micro-batch, micro-batches, and 4 devices
+SLOW = Machine(2, 2, 1e9, Link(1e-5, 1e-8), Link(1e-4, 1e-6))  # a slow network between two nodes
+PROBLEMS = [  # (model, sequences in a micro-batch, micro-batches, machine of 4 devices) for which plans of different kinds are best
     ("dense", 4, 3, SLOW),
     ("dense", 2, 6, Machine(1, 4, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-11), memory_bytes=260e3)),
     ("gshard", 12, 1, Machine(1, 4, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-11), memory_bytes=700e3)),
@@ -270,7 +271,7 @@ PROBLEMS = [  # on which the searches find layouts of many kinds: model, sequenc
 
 
 def plans() -> list[tuple[str, Run]]:
-    """Without DeepSpeed, whose import takes longer than all else here."""
+    """Return (name, recipe of the plan that was found) for each search and problem, without DeepSpeed, whose import is slow."""
     found: list[tuple[str, Run]] = []
     for model, sequences, microbatches, machine in PROBLEMS:
         run = tiny(model)
@@ -306,13 +307,13 @@ def losses(rank: int, world: int, runs: list[Run]) -> list[list[float]]:
     return found
 
 
-def test_what_each_finds_trains_as_one_process_does() -> None:
-    """Two steps on 4 ranks: loss and gradient norm of each, to rounding."""
+def test_plans_of_all_searches_train_like_one_process() -> None:
+    """Loss and gradient norm of two steps on 4 ranks equal those of one process, to rounding."""
     named = plans()
     plans_ = [plan_of(run) for _, run in named]
     assert len({(plan.dp, plan.tp, plan.sp, plan.pp, plan.ep, plan.engine) for plan in plans_}) > 3
     assert max(plan.pp for plan in plans_) > 1 and max(plan.tp * plan.ep for plan in plans_) > 1
-    # one process takes each problem's micro-batches as the ranks do: routers balance over them
+    # one process uses the same micro-batches as the ranks, because a router's balance loss depends on them
     alone = run_on_ranks(losses, 1, 1, [_alone(model, microbatches) for model, _, microbatches, _ in PROBLEMS])[0]
     expected = [one for one in alone for _ in SEARCHES]
     for (name, _), got, one in zip(named, run_on_ranks(losses, 4, 4, [run for _, run in named])[0], expected, strict=True):

@@ -1,4 +1,4 @@
-"""The time of a step: pipelines against the simulator, parts against counted bytes, and laws between plans."""
+"""Predicted time of a step: pipelines equal the simulator, collectives equal counted bytes, and laws between plans."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_other_schedules_take_what_the_simulator_says(schedule: str) -> None:
     forward, backward, weights = [4.0] * 4, [8.0] * 4, [4.0] * 4
     got = pipeline_time(plan, forward, backward, weights)
     ideal = 8 * 12
-    assert ideal <= got * (1 + 1e-9) and got <= ideal + 3 * 12 + 1e-9  # no less than the work, no more than 1F1B's bubble
+    assert ideal <= got * (1 + 1e-9) and got <= ideal + 3 * 12 + 1e-9  # at least the work, at most the work and 1F1B's bubble
 
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "off"), [("zb_h1", 1, 1e-9), ("zb_v", 2, 1e-9), ("v_half", 2, 1e-9), ("chimera", 1, 1e-9), ("zb_h2", 1, 0.02)]
 )
-def test_long_steps_are_short_ones_and_rounds_that_repeat(schedule: str, chunks: int, off: float) -> None:
-    """With unequal stages and times; zb_h2, whose ranks run far ahead, settles late, and v_half is simulated whole."""
+def test_pipeline_time_of_a_long_step_equals_its_whole_simulation(schedule: str, chunks: int, off: float) -> None:
+    """`pipeline_time` simulates a few rounds and repeats the last. Rounds of zb_h2 are not quite equal, so its error may be 2 %."""
     draw = random.Random(5)
     for _ in range(6):
         p = draw.choice([2, 4])
@@ -83,10 +83,11 @@ def test_long_steps_are_short_ones_and_rounds_that_repeat(schedule: str, chunks:
         backward = [2.0 * f for f in forward]
         plan = Plan(pp=p, microbatches=m, schedule=schedule, chunks=chunks)
         made = make_schedule(schedule, ranks=p, microbatches=m)
-        of = [stage if len(homes) > 1 else homes[0] for stage, homes in enumerate(made.homes)]  # replicas: times are the stage's own
+        # index of each stage's times: its rank, or, if two ranks hold it, the stage itself
+        of = [stage if len(homes) > 1 else homes[0] for stage, homes in enumerate(made.homes)]
         times = [[values[r] / chunks for r in of] for values in (forward, backward)]
         whole = simulate(made, costs(*times, weight_share=0.5)).makespan
-        assert pipeline_time(plan, forward, backward, forward) == pytest.approx(whole, rel=off + 2e-3)  # times are rounded to 1/1000
+        assert pipeline_time(plan, forward, backward, forward) == pytest.approx(whole, rel=off + 2e-3)  # times are rounded to 0.1 %
 
 
 def test_parts_add_up_and_none_is_negative() -> None:
@@ -113,9 +114,9 @@ def test_a_step_takes_at_least_the_operations_of_its_products() -> None:
     assert 1.0 < time.step * A100.device.rate() / flops < 1.6
 
 
-def test_gradients_are_summed_once_a_step_and_by_the_stage() -> None:
-    """`after` hides nothing: an all-reduce of all gradients; ZeRO-1 a reduce-scatter, and a gather of 16 bits."""
-    program, held = PROGRAMS["megatron-2021"], 24 * 12 * 2048**2 + 50304 * 2048 + (2 * 24 + 1) * 2048  # the norms' gains
+def test_gradients_are_reduced_once_per_step() -> None:
+    """With any number of micro-batches: DDP all-reduces gradients; ZeRO-1 reduce-scatters them and all-gathers 16-bit parameters."""
+    program, held = PROGRAMS["megatron-2021"], 24 * 12 * 2048**2 + 50304 * 2048 + (2 * 24 + 1) * 2048  # with gains of norms
     group, cluster = group_of(16, 1, 8, 16), A100.of(2)
     for m in (1, 4):
         ddp = step_time(DENSE, Plan(dp=16, microbatches=m), cluster, program)
@@ -157,8 +158,8 @@ def test_recomputation_offload_and_real_routing_cost_time() -> None:
     assert even < uneven < 1.5 * even
 
 
-def test_a_loss_in_chunks_makes_its_logits_again() -> None:
-    """One more product, which takes at least its operations, and exponentials: less than half of what the head takes without chunks."""
+def test_a_loss_in_chunks_recomputes_the_logits() -> None:
+    """It takes longer by more than the FLOPs of a product, and by less than half of the head's time without chunks."""
     wide = replace(DENSE, layers=2, width=4096, heads=32, vocab=130_048)
     product = 2 * 3 * 1024 * 4096 * 130_048 / (A100.device.peak_tflops["bf16"] * 1e12)
     none, whole, cut = (seconds(of, microbatch=3, loss_chunks=runs) for of, runs in ((replace(wide, vocab=64), 1), (wide, 1), (wide, 4)))
@@ -167,7 +168,8 @@ def test_a_loss_in_chunks_makes_its_logits_again() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_selective_recomputation_repeats_the_second_half_of_a_layer(gated: bool) -> None:
-    """Where products decide: the network's share of the layer's operations, counted by hand. Experts' rows travel once more."""
+    """For large products, selective / full recompute time is the feed-forward network's fraction of the layer's FLOPs, counted by hand.
+    With experts, rows are dispatched once more."""
     wide = replace(DENSE, width=6144, heads=48, hidden=16384, gated=gated)
     none, some, full = (step_time(wide, Plan(microbatch=4, recompute=kind), A100, OWN) for kind in ("none", "selective", "full"))  # type: ignore[arg-type]
     network, attention = (3 if gated else 2) * 6144 * 16384, 4 * 6144**2 + 2 * 6144 * 1024 / 2
@@ -198,8 +200,8 @@ def test_a_ring_over_contiguous_places_waits_for_its_last_rank() -> None:
     assert times["contiguous"] > 1.3 * times["zigzag"] and times["zigzag"] > 0.9 * products
 
 
-def test_a_head_in_a_stage_of_its_own_takes_its_time_out_of_the_one_before() -> None:
-    """1F1B, sum t + (m - 1) max t: with a vocabulary as dear as layers, three stages of 12, 12 and the head beat 8, 8 and 8 with it."""
+def test_a_head_in_a_stage_of_its_own_makes_the_slowest_stage_faster() -> None:
+    """With a large vocabulary, stages of 12 layers, 12 layers and the head are faster than 8, 8, and 8 layers with the head (1F1B)."""
     wide = replace(DENSE, vocab=600_000)
     m, plan = 64, Plan(pp=3, microbatch=4, microbatches=64)
     times = {sizes: stage_times(wide, plan, A100, sizes, FUSED) for sizes in ((8, 8, 8), (12, 12, 0))}
@@ -214,8 +216,8 @@ def test_a_head_in_a_stage_of_its_own_takes_its_time_out_of_the_one_before() -> 
     assert max(s.total for s in times[12, 12, 0]) < max(s.total for s in times[8, 8, 8])
 
 
-def test_experts_count_on_the_ranks_that_have_them() -> None:
-    """On a V rank 0 has the first and the last eighth: experts there alone leave the ranks in the middle with dense layers only."""
+def test_rank_layers_counts_experts_on_the_ranks_that_hold_them() -> None:
+    """Only the first and the last three of 24 layers have experts. With placement `v`, all six are on rank 0."""
     only_ends = replace(SPARSE, sparse_layers=(0, 1, 2, 21, 22, 23))
     assert SPARSE.layers == 24
     assert rank_layers(only_ends, Plan(pp=4, schedule="zb_v", chunks=2)) == ((0, 6), (6, 0), (6, 0), (6, 0))

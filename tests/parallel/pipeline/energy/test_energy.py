@@ -1,7 +1,4 @@
-"""Laws of clocks for actions (EnvPipe): only slack is used, the makespan stays, the energy is near the least that is possible.
-
-The profiles come from the power model of parallel/pipeline/energy/clocks.py, with times rounded to whole units.
-"""
+"""EnvPipe's energy plans keep the makespan, and their energy is near the optimum. Profiles come from PowerModel."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ from parallel.pipeline.simulator.simulate import costs, simulate
 from tests.support.plain_simulation import needs_of
 
 IDLE_W = 40.0
-UNIT_S = 5e-4  # times are whole multiples, as the frontier's solver counts in units
+UNIT_S = 5e-4  # times are multiples of this, because lowtime's solver needs integers
 
 
 def v100(seconds: float) -> list[Clock]:
-    """300 W at 1530 MHz, of which 50 W do not depend on the clock; 0.65 of the voltage at 810 MHz; a fifth of the time is memory's."""
+    """Return PowerModel's clocks for an action of `seconds` at full clock, with times rounded to multiples of UNIT_S."""
     clocks = []
     for clock in PowerModel().clocks(seconds):
         time = round(clock.time / UNIT_S) * UNIT_S
@@ -46,7 +43,7 @@ def one_clock(F: float, B: float) -> Profile:
 
 
 EQUAL = profiled([0.01] * 4, [0.02] * 4)
-HEAVY_HEAD = profiled([0.01, 0.01, 0.01, 0.013], [0.02, 0.02, 0.02, 0.026])  # the vocabulary's projection on the last stage
+HEAVY_HEAD = profiled([0.01, 0.01, 0.01, 0.013], [0.02, 0.02, 0.02, 0.026])  # the last stage also computes the model's head
 UNEVEN = profiled([0.008, 0.012, 0.01, 0.013], [0.016, 0.024, 0.02, 0.026])
 HEAVY_FIRST = profiled([0.013, 0.01, 0.01, 0.01], [0.026, 0.02, 0.02, 0.02])
 PROFILES = {"equal": EQUAL, "heavy head": HEAVY_HEAD, "uneven": UNEVEN, "heavy first": HEAVY_FIRST}
@@ -68,10 +65,10 @@ def slack_of(schedule: Schedule, F: float, B: float) -> dict[Node, float]:
         (3, 6, 1, 2, [3, 2, 0], 16, None),
     ],
 )
-def test_forwards_further_ahead_leave_the_envelope_alone_critical(
+def test_with_extra_warmup_only_the_envelope_is_critical(
     p: int, m: int, F: int, B: int, extra: list[int], critical: int, in_flight: tuple[int, ...] | None
 ) -> None:
-    """EnvPipe, section 4: with its extra warm-up the makespan stays and the actions without slack are the outer envelope, no others."""
+    """EnvPipe, section 4: the extra warm-up does not change the makespan, and afterwards exactly the envelope's actions have no slack."""
     assert extra_warmup(p, m, one_clock(F, B), idle_power=0) == extra
     plain, ahead = one_f_one_b(p, m), one_f_one_b(p, m, extra_warmup=extra)
     assert simulate(plain, costs(F, B)).makespan == simulate(ahead, costs(F, B)).makespan
@@ -84,8 +81,8 @@ def test_forwards_further_ahead_leave_the_envelope_alone_critical(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "chimera", "dualpipe"])
-def test_clocks_that_change_one_at_a_time_give_the_slack_of_all_at_once(name: str) -> None:
-    """To the bit, whether an action becomes faster or slower, and where several ways are equally long."""
+def test_clocked_graph_change_equals_a_new_clocked_graph_bit_for_bit(name: str) -> None:
+    """Makespan and slack are equal after each of 150 random changes of one action's time."""
     schedule, draw = make_schedule(name, ranks=4, microbatches=8), random.Random(len(name))
     graph = Graph(schedule, transfer_time=0.5)
     chosen = {node: Clock(1, 1 if action.op not in (Op.S, Op.U) else 0, 0) for node, action in schedule.nodes()}
@@ -105,19 +102,12 @@ def test_plain_1f1b_has_more_than_its_envelope_critical() -> None:
 def test_extra_warmup_stays_within_memory() -> None:
     assert extra_warmup(4, 16, one_clock(1, 2), idle_power=0, most=3) == [3, 3, 2, 0]
     slow_forward = [Clock(2, 1, 8), Clock(1, 2, 1)]
-    assert extra_warmup(4, 16, lambda r, a: slow_forward if a.op is Op.F else [Clock(1, 2, 1)], idle_power=0) == [
-        3,
-        2,
-        1,
-        0,
-    ]  # valley forward
+    found = extra_warmup(4, 16, lambda r, a: slow_forward if a.op is Op.F else [Clock(1, 2, 1)], idle_power=0)
+    assert found == [3, 2, 1, 0]  # computed with F's time at its clock of least energy, 2, not at its full clock, 1
 
 
-def test_forwards_ahead_never_deadlock_whatever_the_stages_take() -> None:
-    """1,000 draws: ranks in their order, each action as soon as the one before it and its neighbours' are done, reach the end.
-
-    The formula alone, without the limit by the rank before, waits forever in some of these draws.
-    """
+def test_extra_warmup_never_deadlocks() -> None:
+    """For 1,000 random stage times. Without the limit of one more than the previous rank, some of them would deadlock."""
     draw = random.Random(3)
     ahead = 0
     for _ in range(1000):
@@ -147,14 +137,14 @@ def _neighbours(action: Action, p: int) -> set[tuple[Op, int, int]]:
 
 
 @pytest.mark.parametrize("backward", [[2, 5, 5, 5], [1, 9, 9, 1]])
-def test_a_plan_of_stages_that_differ_in_their_backward_keeps_the_time(backward: list[int]) -> None:
+def test_a_plan_for_unequal_backward_passes_keeps_the_makespan(backward: list[int]) -> None:
     profile = profiled([0.01] * 4, [b / 100 for b in backward])
     plan = envpipe(4, 16, profile, idle_power=IDLE_W)
     assert plan.saved > 0 and plan.slowdown <= 1e-6
 
 
 def check_plan(plan: EnergyPlan, profile: Profile, limit: float) -> None:
-    """The plan keeps its limit, uses only slack that is there, and leaves none that a slower clock alone could use."""
+    """Assert that the plan's makespan is at most `limit`, and that no single action could take a clock of less energy within its slack."""
     schedule, clocks = plan.schedule, {Node(r, i): c for r, row in enumerate(plan.clocks) for i, c in enumerate(row)}
     graph = Graph(schedule)
     assert plan.timeline.makespan == pytest.approx(ClockedGraph(graph, clocks).makespan) and plan.timeline.makespan <= limit * (1 + 1e-6)
@@ -180,13 +170,13 @@ def test_only_slack_is_used_and_the_step_is_not_longer(name: str) -> None:
     assert plan.full_clock.schedule == one_f_one_b(4, 8)
 
 
-def test_where_a_stage_is_heavier_a_fifth_of_the_energy_is_saved() -> None:
-    """EnvPipe's claim is up to 25.2 % at less than 1 % on 4 GPUs, on its measured profiles; this is the power model above."""
+def test_a_heavier_last_stage_saves_a_fifth_of_the_energy() -> None:
+    """EnvPipe reports up to 25.2 % for less than 1 % slowdown on 4 GPUs with measured profiles."""
     plan = envpipe(4, 16, HEAVY_HEAD, idle_power=IDLE_W, slowdown=0.01)
     assert plan.saved >= 0.20 and plan.slowdown < 0.01
 
 
-def test_a_longer_step_saves_more_and_uniform_slow_clocks_cost_time() -> None:
+def test_a_longer_step_saves_more_energy_and_the_uniform_rule_costs_time() -> None:
     saved = [envpipe(4, 6, EQUAL, idle_power=IDLE_W, slowdown=s).saved for s in (0, 0.05, 0.2)]
     assert saved == sorted(saved) and saved[0] < saved[-1]
     uniform = plan_clocks(one_f_one_b(4, 6), EQUAL, idle_power=IDLE_W, rule="uniform")
@@ -194,8 +184,8 @@ def test_a_longer_step_saves_more_and_uniform_slow_clocks_cost_time() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, kind in SCHEDULES.items() if not kind.continuous])
-def test_any_schedule_can_be_planned(name: str) -> None:
-    """Also those whose backward is cut in two and those with replicas; links cost time as well."""
+def test_plan_clocks_keeps_the_makespan_of_every_schedule(name: str) -> None:
+    """With transfer times. Includes schedules with I and W, and schedules with replicas of stages."""
     schedule = make_schedule(name, ranks=2, microbatches=4)
     third = {Op.F: v100(0.01), Op.B: v100(0.02), Op.I: v100(0.01), Op.W: v100(0.01), Op.S: [Clock(0, 0.002, 0.1)], Op.U: [Clock(0, 0, 0)]}
     assert ClockedGraph(Graph(schedule, 0.001), {node: third[a.op][0] for node, a in schedule.nodes()}).makespan == pytest.approx(
@@ -207,7 +197,8 @@ def test_any_schedule_can_be_planned(name: str) -> None:
     assert plan.saved >= 0 and plan.timeline.makespan <= full.timeline.makespan * (1 + 1e-6)
 
 
-def least_by_trying_all(schedule: Schedule, profile: Profile, limit: float) -> float:
+def least_energy(schedule: Schedule, profile: Profile, limit: float) -> float:
+    """Return the smallest energy of all choices of clocks with a makespan of at most `limit`, if each step then waits until `limit`."""
     graph, nodes = Graph(schedule), [node for node, _ in schedule.nodes()]
     best = float("inf")
     for clocks in itertools.product(*(profile(node.rank, schedule.action(node)) for node in nodes)):
@@ -217,8 +208,8 @@ def least_by_trying_all(schedule: Schedule, profile: Profile, limit: float) -> f
 
 
 @pytest.mark.parametrize(("first", "last"), [(0.01, 0.01), (0.01, 0.014), (0.015, 0.01)])
-def test_near_the_least_energy_of_all_choices(first: float, last: float) -> None:
-    """Two ranks, two micro-batches, three clocks: 3^8 plans."""
+def test_a_plans_energy_is_within_three_percent_of_the_optimum(first: float, last: float) -> None:
+    """The optimum is the best of all 3^8 plans for two ranks, two micro-batches and three clocks."""
     every = profiled([first, last], [2 * first, 2 * last])
 
     def profile(rank: int, action: Action) -> list[Clock]:
@@ -226,13 +217,13 @@ def test_near_the_least_energy_of_all_choices(first: float, last: float) -> None
 
     plan = plan_clocks(one_f_one_b(2, 2), profile, idle_power=IDLE_W)
     limit = plan.full_clock.makespan
-    waits = IDLE_W * 2 * (limit - plan.timeline.makespan)  # a shorter step waits for the limit
-    assert plan.energy + waits <= 1.03 * least_by_trying_all(plan.schedule, profile, limit)
+    waits = IDLE_W * 2 * (limit - plan.timeline.makespan)  # idle energy from the plan's end until the limit
+    assert plan.energy + waits <= 1.03 * least_energy(plan.schedule, profile, limit)
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_within_three_percent_of_lowtimes_frontier(name: str) -> None:
-    """lowtime (Perseus, SOSP 2024) finds the least energy for each makespan, with clocks between the measured ones allowed."""
+    """lowtime (Perseus, SOSP 2024) finds the smallest energy for each makespan, if any clock between the given ones is allowed."""
     pytest.importorskip("lowtime", reason="lowtime is not installed: pip install lowtime")
     plan = envpipe(4, 6, PROFILES[name], idle_power=IDLE_W)
     least = frontier(plan.schedule, PROFILES[name], plan.full_clock.makespan) + IDLE_W * 4 * plan.full_clock.makespan
@@ -240,7 +231,7 @@ def test_within_three_percent_of_lowtimes_frontier(name: str) -> None:
 
 
 def frontier(schedule: Schedule, profile: Profile, limit: float) -> float:
-    """Energy above idle of the frontier's point at `limit`, as lowtime computes it on the same graph."""
+    """Return the smallest energy above idle for a makespan of at most `limit`, computed by lowtime on the schedule's dependency graph."""
     import networkx
     from lowtime.operation import CandidateExecutionOptions, DummyOperation, ExecutionOption, Operation, OperationSpec
     from lowtime.solver import PhillipsDessouky
@@ -268,7 +259,7 @@ def frontier(schedule: Schedule, profile: Profile, limit: float) -> float:
 
 
 def between(points: list[tuple[int, float]]) -> object:
-    """The largest convex cost nowhere above the points, in units of 0.1 mJ: the solver takes a slope of 10000 for infinite."""
+    """Return lowtime's cost model: the lower convex hull of points (units of time, joules), in 0.1 mJ, so that slopes are below 10000."""
     from lowtime.cost_model import CostModel
 
     hull = [min(points)]
@@ -297,7 +288,7 @@ def test_a_plan_file_has_a_clock_for_every_action(tmp_path: Path) -> None:
         write_plan(plan, tmp_path)
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_plan_clocks_refuses_a_limit_that_is_too_short_and_a_missing_clock() -> None:
     schedule = one_f_one_b(2, 2)
     with pytest.raises(BadInput, match="limit: got 0.01, needed at least 0.09, the makespan at full clock; fix: set it to 0.09"):
         plan_clocks(schedule, profiled([0.01] * 2, [0.02] * 2), idle_power=IDLE_W, limit=0.01)

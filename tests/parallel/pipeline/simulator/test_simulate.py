@@ -1,6 +1,6 @@
-"""Laws of the simulator: the closed forms of the papers, step times that were measured, links, sums of replicas, what is kept.
+"""Tests of the simulator against closed forms of papers and measured step times; links, all-reduces of replicas, activations in flight.
 
-p ranks, m micro-batches, v chunks a rank; F, B = I + W: times of one micro-batch through one stage. A bubble is idle over ideal time.
+p ranks, m micro-batches, v chunks a rank; F and B = I + W are times of one micro-batch in one stage. Bubble: idle time / ideal time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.plain_simulation import needs_of
 
 SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
 RATIOS = [(1, 1), (1, 2), (3, 5)]
-THIRDS = [(1, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 2)]  # F, I, W
+THIRDS = [(1, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 2)]  # times of F, I and W
 
 
 def run(name: str, p: int, m: int, F: int = 1, B: int = 2, **size: int) -> Timeline:
@@ -31,7 +31,7 @@ def run(name: str, p: int, m: int, F: int = 1, B: int = 2, **size: int) -> Timel
 
 
 def idle(timeline: Timeline, ideal: int) -> Fraction:
-    """Idle time of a rank, which must be equal for all ranks, over `ideal`."""
+    """Return the idle time of a rank divided by `ideal`. The idle time must be equal on all ranks."""
     found = {timeline.idle(rank) for rank in range(timeline.schedule.num_ranks)}
     assert len(found) == 1
     return Fraction(found.pop()) / ideal
@@ -41,13 +41,13 @@ def split(F: int, I: int, W: int) -> tuple[int, int, float]:  # noqa: E741
     return F, I + W, W / (I + W)
 
 
-# --- closed forms: bubbles -------------------------------------------------------------------------------------------
+# --- bubbles equal the papers' closed forms --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize(("F", "B"), RATIOS)
 def test_bubbles_of_naive_gpipe_and_1f1b(p: int, m: int, F: int, B: int) -> None:
-    """GPipe, section 2.3, and Megatron-LM (2104.04473), section 2.2.1: (p - 1) / m, whatever F : B. One rank at a time: p - 1."""
+    """GPipe and 1F1B: (p - 1) / m for any F and B (GPipe, section 2.3; Megatron-LM, 2104.04473, section 2.2.1). Naive: p - 1."""
     assert idle(run("naive", p, m, F, B), m * (F + B)) == p - 1
     assert idle(run("gpipe", p, m, F, B), m * (F + B)) == Fraction(p - 1, m)
     assert idle(run("1f1b", p, m, F, B), m * (F + B)) == Fraction(p - 1, m)
@@ -57,7 +57,7 @@ def test_bubbles_of_naive_gpipe_and_1f1b(p: int, m: int, F: int, B: int) -> None
 @pytest.mark.parametrize("v", [1, 2, 4])
 @pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
 def test_bubbles_of_chunked_schedules(name: str, p: int, m: int, v: int) -> None:
-    """Megatron-LM (2104.04473), section 2.2.2, and breadth-first (2211.05953), equation 4: (p - 1) / (v m)."""
+    """The bubble is (p - 1) / (v m): Megatron-LM (2104.04473), section 2.2.2, and breadth-first (2211.05953), equation 4."""
     for F, B in RATIOS[:2]:
         assert idle(run(name, p, m, F, B, chunks=v), v * m * (F + B)) == Fraction(p - 1, v * m)
 
@@ -65,7 +65,7 @@ def test_bubbles_of_chunked_schedules(name: str, p: int, m: int, v: int) -> None
 @pytest.mark.parametrize("v", [1, 2, 3])
 @pytest.mark.parametrize("p", [2, 3, 5])
 def test_interleaved_with_any_number_of_micro_batches(p: int, v: int) -> None:
-    """The bubble stays (p - 1) / (v m); fewer than p also wait p - m before each chunk but the first. One chunk is 1F1B."""
+    """The bubble is (p - 1) / (v m) for any m >= p. If m < p, ranks also wait p - m before each chunk but the first."""
     for m in range(1, 3 * p + 3):
         largest = -(-m // max(1, m // p))
         for F, B in RATIOS[:2]:
@@ -77,8 +77,8 @@ def test_interleaved_with_any_number_of_micro_batches(p: int, v: int) -> None:
 
 @pytest.mark.parametrize("name", ["pipedream", "two_bw"])
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_schedules_without_a_flush_have_their_ramps_once(name: str, p: int, m: int) -> None:
-    """PipeDream, section 3.2: no bubble in the steady state; a run of n batches has the (p - 1) (F + B) of its two ramps."""
+def test_pipedream_and_two_bw_have_only_the_bubble_of_warm_up_and_drain(name: str, p: int, m: int) -> None:
+    """A run of n batches takes n m (F + B) + (p - 1) (F + B): there is no bubble in the steady state (PipeDream, section 3.2)."""
     timeline = run(name, p, m, batches=2)
     assert timeline.makespan == 2 * m * 3 + (p - 1) * 3
     fill = -(-2 * p // m)
@@ -86,15 +86,16 @@ def test_schedules_without_a_flush_have_their_ramps_once(name: str, p: int, m: i
 
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[0] % 2 == 0])
-def test_chimeras_bubble_where_forward_and_backward_take_as_long(p: int, m: int) -> None:
-    """Chimera (2107.06925), table 2 with f = 1: (p - 2) / (2 m + p - 2) of the whole time, so (p - 2) / (2 m) of the ideal."""
+def test_chimeras_bubble_for_equal_forward_and_backward_times(p: int, m: int) -> None:
+    """Chimera (2107.06925), table 2 with f = 1: (p - 2) / (2 m + p - 2) of the step, which is (p - 2) / (2 m) of the ideal time."""
     assert idle(run("chimera", p, m, 1, 1), 2 * m) == Fraction(p - 2, 2 * m)
 
 
 @pytest.mark.parametrize(("p", "n"), [(4, 4), (6, 6), (8, 4), (8, 8), (12, 4), (12, 6)])
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_chimera_of_more_pipelines(p: int, n: int, blocks: int) -> None:
-    """Chimera, section 3.6, n = 2 f, F = B: bubble (p - n) / (n m + p - n) of the time, p - p / n + 1 to p in flight, n stages a rank."""
+    """n pipelines and F = B (Chimera, section 3.6): the bubble is (p - n) / (n m + p - n) of the step; p - p / n + 1 to p micro-batches
+    are in flight; each rank holds n stages."""
     schedule = check(make_schedule("chimera", ranks=p, microbatches=blocks * p, pipelines=n))
     timeline = simulate(schedule, costs(1, 1))
     assert idle(timeline, int(timeline.makespan)) == Fraction(p - n, n * blocks * p + p - n)
@@ -103,13 +104,13 @@ def test_chimera_of_more_pipelines(p: int, n: int, blocks: int) -> None:
     assert all(len(set(homes)) == n for homes in schedule.homes) and {len(schedule.stages_of(rank)) for rank in range(p)} == {n}
     for stage in range(p):
         share = Counter(node.rank for j in range(blocks * p) if (node := schedule.find(Op.F, stage, j)) is not None)
-        assert share == dict.fromkeys(schedule.homes[stage], blocks * p // n)  # each replica sees as many micro-batches
+        assert share == dict.fromkeys(schedule.homes[stage], blocks * p // n)  # replicas train the same number of micro-batches
     assert timeline.makespan < simulate(schedule, costs(1, 1, summation=1)).makespan <= timeline.makespan + n
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_chimeras_time_for_one_block(p: int) -> None:
-    """Chimera, section 3.4, and PipeFisher's model: p F + (2 p - 2) B for m = p; B = 2 F: (p - 2) / (3 m / 2 + p - 2) of it."""
+    """For m = p a step takes p F + (2 p - 2) B (Chimera, section 3.4). For B = 2 F the bubble is (p - 2) / (3 p / 2 + p - 2) of it."""
     for F, B in RATIOS:
         assert run("chimera", p, p, F, B).makespan == p * F + (2 * p - 2) * B
     whole = run("chimera", p, p)
@@ -118,11 +119,8 @@ def test_chimeras_time_for_one_block(p: int) -> None:
 
 @pytest.mark.parametrize("p", [4, 6, 8])
 @pytest.mark.parametrize("blocks", [2, 3, 8])
-def test_chimera_has_no_bubbles_between_blocks_where_backward_takes_longer(p: int, blocks: int) -> None:
-    """m (F + B) + (p - 2) B for all m: what one block loses, and no more; 28 is the proven least for p = 4, m = 8. Never above 1F1B.
-
-    Blocks in a row, as more than two pipelines have them, lose more (section 3.5).
-    """
+def test_chimera_has_no_bubbles_between_blocks_if_backward_takes_longer(p: int, blocks: int) -> None:
+    """A step takes m (F + B) + (p - 2) B for any number of blocks, which is less than 1F1B's; for p = 4 and m = 8 the optimum, 28."""
     m = blocks * p
     for F, B in [*RATIOS, (1, 3), (2, 3)]:
         took = run("chimera", p, m, F, B).makespan
@@ -133,18 +131,17 @@ def test_chimera_has_no_bubbles_between_blocks_where_backward_takes_longer(p: in
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize(("F", "I", "W"), [*THIRDS, (1, 2, 2), (3, 1, 2)])
 def test_bubble_of_zero_bubble_h1(p: int, m: int, F: int, I: int, W: int) -> None:  # noqa: E741
-    """Zero bubble (2401.10241), table 1: (p - 1) (F + B - W), its B being I here: a third of 1F1B's where F = I = W.
-
-    That is for W not longer than F and I. A longer W does not fit where it would be needed: what is left is the longest of the three.
-    """
+    """The idle time is (p - 1) (F + I - W) if W is not longer than F and I (zero bubble, 2401.10241, table 1, where I is called B).
+    For a longer W it is (p - 1) max(F + I - W, F, I)."""
     forward, backward, share = split(F, I, W)
     timeline = simulate(make_schedule("zb_h1", ranks=p, microbatches=m), costs(forward, backward, weight_share=share))
     assert idle(timeline, p - 1) == max(F + I - W, F, I)
 
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0] - 1])
-def test_zero_bubble_h2_and_v_have_none_where_all_three_take_as_long(p: int, m: int) -> None:
-    """Zero bubble, table 1, (p - 1) (F + B - 2 W) for H2, section 6 for V; ranks end at the stagger at which they began."""
+def test_zero_bubble_h2_and_v_have_no_bubble_for_equal_times(p: int, m: int) -> None:
+    """H2's idle time is (p - 1) (F + I - 2 W) (zero bubble, table 1), which is 0 for F = I = W, as for V (section 6). The period of
+    repeated batches is measured, because ranks start and end a single batch one after another."""
     for F, I, W in THIRDS:  # noqa: E741
         forward, backward, share = split(F, I, W)
         cost = costs(forward, backward, weight_share=share)
@@ -157,10 +154,8 @@ def test_zero_bubble_h2_and_v_have_none_where_all_three_take_as_long(p: int, m: 
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0]])
 def test_bubble_of_dualpipe_v(p: int, m: int) -> None:
-    """DualPipe's README, p ranks of 2 p stages: (p - 1) (F&B + B - 3 W) where F = I, F&B = F + B the time of a pair, which is a block.
-
-    One after the other instead, each result leaves at once: (p - 1) (F + I - W) as H1, where I is not longer than F.
-    """
+    """The idle time is (p - 1) (F&B + B - 3 W) for F = I (DualPipe's README), where a pair takes F&B = F + B.
+    With paired=False it is (p - 1) (F + I - W), like H1's, if I is not longer than F."""
     for F, I, W in THIRDS:  # noqa: E741
         forward, backward, share = split(F, I, W)
         cost = costs(forward, backward, weight_share=share)
@@ -170,12 +165,12 @@ def test_bubble_of_dualpipe_v(p: int, m: int) -> None:
             assert idle(simulate(dualpipe_v(p, m, paired=False), cost), 1) == (p - 1) * (F + I - W)
 
 
-# --- closed forms: what is kept --------------------------------------------------------------------------------------
+# --- activations in flight equal the papers' closed forms ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_micro_batches_in_flight(p: int, m: int) -> None:
-    """GPipe: m. 1F1B (2104.04473, section 2.2.1): min(m, p - r). Zero bubble, table 1: p micro-batches until W for H1, 2 p - 1 for H2."""
+    """Rank r has m in GPipe, min(m, p - r) in 1F1B (2104.04473, section 2.2.1); until W, p in ZB-H1 and 2 p - 1 in ZB-H2 (table 1)."""
     ranks = range(p)
 
     def kept(name: str) -> Schedule:
@@ -194,25 +189,27 @@ def test_micro_batches_in_flight(p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("v", [1, 2, 4])
 def test_chunks_in_flight_of_interleaved(p: int, m: int, v: int) -> None:
-    """Megatron-LM's warm-up: min(m v, 2 (p - 1 - r) + (v - 1) p + 1) chunks; on rank 0 1 + (p - 1) / (p v) (2205.05198, 4.2.3)."""
+    """Rank r has min(m v, 2 (p - 1 - r) + (v - 1) p + 1) chunks in flight (Megatron-LM); rank 0 keeps 1 + (p - 1) / (p v) times all layers'
+    activations of p micro-batches (2205.05198, section 4.2.3)."""
     schedule = make_schedule("interleaved", ranks=p, microbatches=m, chunks=v)
     assert peak_activations(schedule) == tuple(min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p))
     if m > p:
-        layers = Fraction(int(peak_activations(schedule)[0]), v * p)  # of all layers, in micro-batches
+        layers = Fraction(int(peak_activations(schedule)[0]), v * p)  # activations of rank 0, in micro-batches of the whole model
         assert layers == 1 + Fraction(p - 1, p * v)
     assert peak_activations(make_schedule("looped_bfs", ranks=p, microbatches=m, chunks=v)) == (m * v,) * p
 
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0]])
 def test_chunks_in_flight_on_a_v(p: int, m: int) -> None:
-    """Zero bubble, section 6: 2 p chunks, half a stage each, on every rank. DualPipe's README: 2 p + 1."""
+    """Every rank has 2 p chunks in flight in ZB-V (zero bubble, section 6), and 2 p + 1 in DualPipe-V (DualPipe's README)."""
     assert peak_activations(make_schedule("zb_v", ranks=p, microbatches=m)) == (2 * p,) * p
     assert peak_activations(make_schedule("dualpipe_v", ranks=p, microbatches=m)) == (2 * p + 1,) * p
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8])
-def test_dualpipe_waits_keeps_and_mirrors_as_its_authors_say(p: int) -> None:
-    """DualPipe's README: idle (p / 2 - 1) (F&B + B - 3 W), p + 1 in flight; the second half of the ranks does what the first does."""
+def test_dualpipes_bubble_activations_and_symmetry(p: int) -> None:
+    """DualPipe's README: the idle time is (p / 2 - 1) (F&B + B - 3 W), and p + 1 micro-batches are in flight. Ranks r and p - 1 - r have
+    the same order, each with half of the micro-batches."""
     for m in (2 * p, 2 * p + 2, 4 * p):
         schedule = check(dualpipe(p, m))
         assert schedule.homes == tuple(tuple(sorted((s, p - 1 - s))) for s in range(p))
@@ -227,8 +224,9 @@ def test_dualpipe_waits_keeps_and_mirrors_as_its_authors_say(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", range(2, 10))
-def test_v_half_and_v_min_keep_and_wait_what_their_paper_says(p: int) -> None:
-    """2405.15362, table 1: (p + 2) // 2 and (p + 4) // 3 micro-batches until W, bubbles of p / 2 m and 2 p / 3 m where F = I = W."""
+def test_memory_and_bubble_of_v_half_and_v_min(p: int) -> None:
+    """V-Half keeps (p + 2) // 2 micro-batches until W and has a bubble of at most p / 2 m for F = I = W; V-Min (p + 4) // 3 and 2 p / 3 m
+    (2405.15362, table 1)."""
     for m in (1, p - 1, p, p + 1, 3 * p):
         half, least = (run(name, p, m, 1, 2) for name in ("v_half", "v_min"))
         kept = [max(peak_held(timeline.schedule)) for timeline in (half, least)]
@@ -241,12 +239,12 @@ def test_v_half_and_v_min_keep_and_wait_what_their_paper_says(p: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[0] % 2 == 0])
 def test_micro_batches_in_flight_of_chimera(p: int, m: int) -> None:
-    """Chimera, table 2: p / 2 + 1 on the outer ranks to p on the inner ones; more micro-batches than ranks keep p on all."""
+    """For m = p, from p / 2 + 1 on the outer ranks to p on the middle ranks (Chimera, table 2); for m > p, p on all ranks."""
     block = tuple(p // 2 + 1 + min(r, p - 1 - r) for r in range(p))
     assert peak_activations(make_schedule("chimera", ranks=p, microbatches=m)) == (block if m == p else (p,) * p)
 
 
-# --- unequal stages, and times that were measured --------------------------------------------------------------------
+# --- unequal stages, and measured stage times ------------------------------------------------------------------------
 
 TIMES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)
 
@@ -254,7 +252,7 @@ TIMES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, ma
 @settings(max_examples=150, deadline=None)
 @given(times=TIMES, m=st.integers(1, 9))
 def test_time_of_unequal_stages(times: list[tuple[int, int]], m: int) -> None:
-    """1F1B takes at most sum t_i + (m - 1) max t_i, t_i = F_i + B_i, and exactly that where the last stage is the slowest."""
+    """1F1B takes at most sum t_i + (m - 1) max t_i with t_i = F_i + B_i, and exactly that if the last stage is the slowest."""
     forward, backward = zip(*times, strict=True)
     whole = [f + b for f, b in times]
     took = simulate(make_schedule("1f1b", ranks=len(times), microbatches=m), costs(forward, backward)).makespan
@@ -264,9 +262,9 @@ def test_time_of_unequal_stages(times: list[tuple[int, int]], m: int) -> None:
         assert took == form
 
 
-# GPT 4B on 8 A100, 1F1B, p = 8, m = 128: layout, sequence length, vocabulary, seconds of a step, then microseconds of one micro-batch
-# forward by stage and backward by stage. From VocabularyParallelism's artifact (sail-sg/VocabularyParallelism at 6191c3bf,
-# artifact/exp_one_host.csv): its 16 rows whose schedule is 1F1B; in the other 24 a pass over the vocabulary is a third kind of work.
+# Measured times of GPT 4B on 8 A100 with 1F1B, p = 8, m = 128. Columns: layout, sequence length, vocabulary size, seconds of a step, then
+# microseconds of one micro-batch: the forward pass of each of 8 stages, then the backward pass of each. Source: all rows with 1F1B of
+# sail-sg/VocabularyParallelism at 6191c3bf, artifact/exp_one_host.csv.
 MEASURED = """
     base 2048 256000 11.7222 10572 10591 10475 10725 10360 10444 10381 36818 25185 21108 20737 21143 20805 21030 20827 52363
     redis 2048 256000 7.5992 10627 10656 10606 13501 13327 13257 13200 26019 25401 21220 20851 26906 26392 26589 26431 30535
@@ -289,23 +287,23 @@ MEASURED = """
 
 @pytest.mark.parametrize("row", MEASURED.strip().splitlines(), ids=lambda row: "-".join(row.split()[:3]))
 def test_measured_stage_times_give_the_measured_step_time(row: str) -> None:
-    """Within 2 %, from below: transfers between stages and the optimizer's step are not in the stage times."""
+    """The simulated step time is up to 2 % below the measured one, because transfers and the optimizer's step are not simulated."""
     seconds, *stages = map(float, row.split()[3:])
     took = simulate(make_schedule("1f1b", ranks=8, microbatches=128), costs(stages[:8], stages[8:])).makespan / 1e6
     assert -0.02 < took / seconds - 1 < 0
 
 
-# --- links, sums of replicas, bytes ----------------------------------------------------------------------------------
+# --- links, all-reduces of replicas, bytes ---------------------------------------------------------------------------
 
 
 def test_a_message_arrives_a_transfer_after_it_was_made() -> None:
-    """p = 2, m = 1: F, transfer, F B, transfer, B."""
+    """With p = 2 and m = 1 a step takes F + transfer + F + B + transfer + B."""
     for overlap in (True, False):
         assert simulate(make_schedule("1f1b", ranks=2, microbatches=1), transfer_time=5, overlap=overlap).makespan == 1 + 5 + 1 + 2 + 5 + 2
 
 
-def test_overlap_hides_transfers_behind_compute_and_without_it_the_sender_waits() -> None:
-    """GPipe, p = 2, F = 3, B = 4, a transfer 2: with overlap F of rank 1 trails by 3 + 2; without, rank 0 needs 5 for each forward."""
+def test_transfers_overlap_with_compute_or_the_sender_waits() -> None:
+    """GPipe with p = 2, F = 3, B = 4, transfer = 2. With overlap, rank 1 starts 3 + 2 after rank 0. Without, each F takes rank 0 3 + 2."""
     schedule, cost = make_schedule("gpipe", ranks=2, microbatches=4), costs(3, 4)
     beside = simulate(schedule, cost, transfer_time=2)
     assert [span.start for span in beside.spans[1][:4]] == [5, 8, 11, 14]
@@ -316,14 +314,15 @@ def test_overlap_hides_transfers_behind_compute_and_without_it_the_sender_waits(
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
-    """Transfers of 7 behind forwards of 1: rank 1 gets one every 7, whatever rank 0 does."""
+    """With F = 1 and transfer = 7, rank 1 receives one message every 7 units of time."""
     timeline = simulate(make_schedule("gpipe", ranks=2, microbatches=3), costs(1, 1), transfer_time=7)
     assert [span.start for span in timeline.spans[1][:3]] == [8, 15, 22]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_bytes_are_those_of_the_boundaries(name: str) -> None:
-    """Each micro-batch crosses each boundary between ranks once each way: v times the messages for v chunks, one less where a V turns."""
+def test_sent_bytes_equal_messages_times_their_size(name: str) -> None:
+    """A micro-batch sends one message forward and one backward over each boundary of stages on different ranks. With v chunks a rank there
+    are v p - 1 boundaries; on a V one less, because its middle boundary is within a rank."""
     p, m, size = 4, 8, 10
     timeline = run(name, p, m, batches=1)
     by_rank = simulate(timeline.schedule, message_bytes=size).sent_bytes()
@@ -342,8 +341,8 @@ def test_transfer_times_and_bytes_can_depend_on_the_message() -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 8)])
-def test_sums_of_replicas_hide_in_the_bubbles(p: int, m: int) -> None:
-    """Chimera's eager sums: all but the last one run beside compute, so p / 2 times shorter sums cost as much as the last alone."""
+def test_chimeras_all_reduces_run_in_the_bubbles(p: int, m: int) -> None:
+    """All but the last all-reduce of a rank overlap with compute, so the step is longer by one all-reduce only."""
     schedule = make_schedule("chimera", ranks=p, microbatches=m)
     bare = simulate(schedule).makespan
     assert simulate(schedule, costs(summation=1)).makespan == bare + 1
@@ -356,13 +355,13 @@ def test_sums_of_replicas_hide_in_the_bubbles(p: int, m: int) -> None:
                 sums.setdefault(span.action.stage, set()).add((span.start, span.end))
                 gradients = [s.end for s in spans if s.action.op is Op.B and s.action.stage == span.action.stage]
                 assert span.start >= max(gradients), rank
-    assert sorted(sums) == list(range(p)) and all(len(times) == 1 for times in sums.values())  # one time on both ranks
+    assert sorted(sums) == list(range(p)) and all(len(times) == 1 for times in sums.values())  # equal times on both ranks
 
 
-def test_updates_take_their_time_and_wait_for_sums() -> None:
+def test_updates_take_time_and_wait_for_all_reduces() -> None:
     schedule = make_schedule("chimera", ranks=2, microbatches=2)
     timeline = simulate(schedule, costs(update=4, summation=3))
-    assert timeline.makespan == 1 + 1 + 2 + 3 + 4 + 4  # F F B of the later stage, its sum, two updates: the other sum runs beside the first
+    assert timeline.makespan == 1 + 1 + 2 + 3 + 4 + 4  # F, F and B of the last stage, its all-reduce, two updates
     assert timeline.busy(0) == 2 * 3 + 2 * 4
 
 
@@ -371,7 +370,7 @@ def test_a_negative_time_is_refused() -> None:
         simulate(make_schedule("1f1b", ranks=2, microbatches=2), lambda rank, action: -1)
 
 
-# --- laws of any timeline --------------------------------------------------------------------------------------------
+# --- any schedule and any times --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=120, deadline=None)
@@ -383,7 +382,7 @@ def test_a_negative_time_is_refused() -> None:
     transfer=st.integers(0, 3),
     overlap=st.booleans(),
 )
-def test_any_timeline_keeps_to_needs_and_to_one_thing_at_a_time(
+def test_simulated_actions_start_after_their_needs_and_one_at_a_time_on_a_rank(
     name: str, half: int, groups: int, data: st.DataObject, transfer: int, overlap: bool
 ) -> None:
     p = 2 * half
@@ -407,7 +406,7 @@ def test_any_timeline_keeps_to_needs_and_to_one_thing_at_a_time(
 
 
 def test_costs_can_depend_on_the_rank() -> None:
-    """The two replicas of a stage of Chimera on unequal devices."""
+    """In Chimera, where rank 3 is three times slower, it is busy three times as long as rank 0, which holds replicas of the same stages."""
 
     def cost(rank: int, action: Action) -> float:
         return (1 if action.op is Op.F else 2) * (3 if rank == 3 else 1) if action.op in (Op.F, Op.B) else 0

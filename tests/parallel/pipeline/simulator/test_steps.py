@@ -1,4 +1,4 @@
-"""Steps in bulk against their plain twin: the same order, the same times to the bit, the same deadlocks."""
+"""The fast simulator equals a plain one (tests/support/plain_simulation.py): the same order, bit-equal times, the same deadlocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.plain_simulation import plain_order, plain_simulate
 
 
 def drawn(draw: random.Random) -> Schedule:
-    """A schedule of the catalog, sometimes of several batches, sometimes with neighbours in an order exchanged."""
+    """Return a random schedule of the catalog, with one or several batches."""
     name = draw.choice(sorted(SCHEDULES))
     p = 2 * draw.randint(1, 2)
     schedule = make_schedule(name, ranks=p, microbatches=draw.randint(2, 3) * p, batches=draw.choice([None, 1, 2, 3]))
@@ -27,6 +27,7 @@ def drawn(draw: random.Random) -> Schedule:
 
 
 def exchanged(schedule: Schedule, draw: random.Random, times: int) -> Schedule:
+    """Return the schedule, without pairs, after exchanging two neighbouring actions of a random rank `times` times."""
     orders = [list(order) for order in schedule.orders]
     for _ in range(times):
         order = draw.choice(orders)
@@ -36,7 +37,7 @@ def exchanged(schedule: Schedule, draw: random.Random, times: int) -> Schedule:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_times_are_the_twins_to_the_bit(overlap: bool) -> None:
+def test_simulate_equals_the_plain_simulator_bit_for_bit(overlap: bool) -> None:
     draw = random.Random(5)
     seen = set()
     for n in range(150):
@@ -48,36 +49,36 @@ def test_times_are_the_twins_to_the_bit(overlap: bool) -> None:
 
         def cost(rank: int, action: Action, of: dict[tuple[int, Action], float] = of) -> float:
             if action.op == "S":
-                rank = -1  # one time for all replicas
+                rank = -1  # the same time on all replicas
             return of.setdefault((rank, action), draw.choice([draw.randint(0, 5), draw.random()]))
 
         def took(message: Message, ways: dict[Message, float] = ways) -> float:
             return ways.setdefault(message, draw.choice([0, draw.random()]))
 
-        order, waits = plain_order(schedule, sums_block=not overlap)
+        order, waits = plain_order(schedule, all_reduce_blocks=not overlap)
         if any(waits):
             continue
-        assert ordered_nodes(schedule, sums_block=not overlap) == order
-        for _ in range(2):  # the second time, the steps are there
+        assert ordered_nodes(schedule, all_reduce_blocks=not overlap) == order
+        for _ in range(2):  # the second time with the cached ActionGraph
             timeline = simulate(schedule, cost, transfer_time=took, overlap=overlap)
             assert (timeline.spans, timeline.transfers) == plain_simulate(schedule, cost, took, overlap)
         seen.add((schedule.name, bool(schedule.pairs)))
     assert len(seen) > len(SCHEDULES)
 
 
-def test_deadlocks_are_the_twins() -> None:
+def test_deadlocks_are_those_of_the_plain_simulator() -> None:
     draw = random.Random(7)
     found = 0
     for _ in range(300):
         schedule = exchanged(drawn(draw), draw, draw.randint(1, 12))
         for block in (False, True):
-            order, waits = plain_order(schedule, sums_block=block)
+            order, waits = plain_order(schedule, all_reduce_blocks=block)
             if not any(waits):
-                assert ordered_nodes(schedule, sums_block=block) == order
+                assert ordered_nodes(schedule, all_reduce_blocks=block) == order
                 continue
             found += 1
             with pytest.raises(BadInput) as bad:
-                ordered_nodes(schedule, sums_block=block)
+                ordered_nodes(schedule, all_reduce_blocks=block)
             assert f"a deadlock after {len(order)} of {sum(map(len, schedule.orders))} actions" in str(bad.value)
             for rank, wait in enumerate(waits):
                 said = str(bad.value).split(f"rank {rank} waits at ")
@@ -90,7 +91,7 @@ def test_deadlocks_are_the_twins() -> None:
 
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if not kind.continuous])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_clocks_that_go_on_give_the_period_of_repeated_batches(name: str, overlap: bool) -> None:
+def test_drained_period_equals_the_period_of_a_repeated_schedule(name: str, overlap: bool) -> None:
     draw = random.Random(len(name))
     of: dict[tuple[int, str, int], float] = {}
 
@@ -102,5 +103,5 @@ def test_clocks_that_go_on_give_the_period_of_repeated_batches(name: str, overla
     assert drained_period(one, cost, transfer_time=0.5, overlap=overlap, batches=3) == expected
 
 
-def test_a_steady_pipeline_is_not_followed_to_the_last_batch() -> None:
+def test_drained_period_stops_early_in_the_steady_state() -> None:
     assert drained_period(make_schedule("1f1b", ranks=2, microbatches=5), batches=10**9) == (5 + 1) * 3

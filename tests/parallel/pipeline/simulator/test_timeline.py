@@ -1,4 +1,4 @@
-"""Laws of what is drawn: text, trace and picture say what the timeline says; `moe simulate` prints and writes the same numbers."""
+"""Text, trace and picture of a timeline show its times; `moe simulate` prints and writes them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from parallel.pipeline.simulator.simulate import costs, simulate
     ("name", "file", "p", "m"),
     [("naive", "naive", 2, 2), ("gpipe", "gpipe", 2, 3), ("1f1b", "one_f_one_b", 2, 3), ("zb_h1", "zero_bubble", 3, 4)],
 )
-def test_text_is_the_staircase_that_the_methods_file_draws(name: str, file: str, p: int, m: int) -> None:
-    """Written by hand in the files; figures 3 and 4 of Megatron-LM (2104.04473) in small."""
+def test_text_equals_the_drawing_in_the_schedules_module_docstring(name: str, file: str, p: int, m: int) -> None:
     drawn = (importlib.import_module(f"parallel.pipeline.schedules.{file}").__doc__ or "").splitlines()
     rows = [line.strip().partition("   ")[0] for line in drawn if line.strip().startswith("rank ")]
     assert rows == text(simulate(make_schedule(name, ranks=p, microbatches=m))).splitlines()[-len(rows) :] and rows
 
 
-def test_text_names_the_stage_where_a_rank_has_several_and_cuts_what_is_too_wide() -> None:
+def test_text_names_stages_if_a_rank_has_several_and_cuts_rows_to_the_width() -> None:
     rows = text(simulate(make_schedule("chimera", ranks=2, microbatches=2)), width=33).splitlines()
     assert rows[0] == "rank 0 | 0F0 1F1 1B1 1B1 0B0 ..." and len(rows) == 2
 
 
 @pytest.mark.parametrize(("forward", "backward", "columns"), [(0.5, 1.25, 4 * 2 + 4 * 5), (2, 3, 4 * 5), (1.0, 1.0371, 8)])
-def test_columns_are_a_unit_that_measures_all_times(forward: float, backward: float, columns: int) -> None:
-    """Times without a common unit above a twelfth of the shortest are rounded to the shortest."""
+def test_a_column_of_text_is_the_largest_time_that_divides_all_times(forward: float, backward: float, columns: int) -> None:
+    """If that is below a twelfth of the shortest time, a column is the shortest time and others are rounded."""
     row = text(simulate(make_schedule("gpipe", ranks=1, microbatches=4), costs(forward, backward)))
     assert len(row.partition("| ")[2].split()) == columns
 
@@ -54,7 +53,7 @@ def test_a_trace_has_every_action_and_transfer_at_its_time(name: str, tmp_path: 
     assert max(e["ts"] + e["dur"] for e in work) == 1000 * timeline.makespan
     for rank in range(4):
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == 2 * rank)
-        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))  # a track does one thing at a time
+        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))  # events of a track do not overlap
     assert {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"} >= {"rank 0", "rank 3", "rank 3 network"}
 
 
@@ -79,7 +78,7 @@ def test_a_picture_has_a_bar_for_each_action(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_legend_covers_neither_the_axis_of_time_nor_its_words(ranks: int) -> None:
+def test_the_legend_does_not_cover_the_time_axis(ranks: int) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -94,8 +93,7 @@ def test_a_legend_covers_neither_the_axis_of_time_nor_its_words(ranks: int) -> N
     assert legend.get_window_extent().y1 < axes.get_tightbbox().y0
 
 
-def test_labels_fit_their_bars_where_the_axis_goes_on_behind_the_timeline() -> None:
-    """Else those of short actions run into each other, in a row of pictures with one axis of time."""
+def test_labels_fit_into_their_bars_if_the_time_axis_is_longer_than_the_timeline() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -117,7 +115,7 @@ def read_size(png: Path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])  # type: ignore[return-value]
 
 
-# --- moe simulate ----------------------------------------------------------------------------------------------------
+# --- the command `moe simulate` --------------------------------------------------------------------------------------
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -126,7 +124,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return value["rows"]  # type: ignore[no-any-return]
 
 
-def test_all_schedules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_without_a_name_shows_all_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--stages", "4", "--microbatches", "8", "--json", str(tmp_path / "all.json")]) == 0
     said = capsys.readouterr().out
     rows = {row["schedule"]: row for row in rows_of(tmp_path / "all.json")}
@@ -154,11 +152,11 @@ def test_all_schedules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert rows["1f1b"]["peak_activations"] == [4, 3, 2, 1] and rows["interleaved"]["peak_activations"] == [11, 9, 7, 5]
     assert {name: row["weight_versions"] for name, row in rows.items() if row["weight_versions"] > 1} == {"pipedream": 4, "two_bw": 2}
     assert rows["pipedream"]["weight_versions_by_rank"] == [4, 3, 2, 1]
-    assert rows["interleaved"]["makespan"] == 8 * 3 * (1 + 3 / 16)  # chunks share the time of a rank's layers
+    assert rows["interleaved"]["makespan"] == 8 * 3 * (1 + 3 / 16)  # a chunk takes the rank's time divided by the number of chunks
     assert rows["pipedream"]["bubble_with_ramps"] == pytest.approx(3 / 8)
 
 
-def test_those_that_do_not_fit_say_why_and_the_others_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_shows_possible_schedules_and_a_reason_for_each_impossible_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--stages", "3", "--microbatches", "5", "--json", str(tmp_path / "all.json")]) == 0
     said = capsys.readouterr().out
     assert "chimera: stages: got 3, needed an even number" in said and "dualpipe_v: microbatches: got 5" in said
@@ -166,7 +164,7 @@ def test_those_that_do_not_fit_say_why_and_the_others_are_shown(tmp_path: Path, 
     assert [row["schedule"] for row in json.loads((tmp_path / "all.json").read_text())["refused"]] == ["chimera", "dualpipe_v", "dualpipe"]
 
 
-def test_one_schedule_is_drawn_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_writes_every_output_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.png", "a.csv", "a.txt", "a.json"):
         assert (
             cli.main(["simulate", "interleaved", "--stages", "2", "--microbatches", "4", "--chunks", "3", "--out", str(tmp_path / name)])
@@ -179,7 +177,7 @@ def test_one_schedule_is_drawn_in_every_form(tmp_path: Path, capsys: pytest.Capt
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
-def test_a_csv_is_simulated_as_the_schedule_it_came_from(tmp_path: Path) -> None:
+def test_a_written_csv_simulates_like_its_schedule(tmp_path: Path) -> None:
     words = ["simulate", "1f1b", "--stages", "3", "--microbatches", "6"]
     assert cli.main([*words, "--out", str(tmp_path / "mine.csv"), "--json", str(tmp_path / "a.json")]) == 0
     assert cli.main(["simulate", str(tmp_path / "mine.csv"), "--json", str(tmp_path / "b.json")]) == 0
@@ -240,7 +238,7 @@ def test_times_by_stage_transfer_and_overlap(tmp_path: Path) -> None:
         ("1f1b --out two.csv/x.json", "--out: got two.csv/x.json: {here}/two.csv is no folder"),
     ],
 )
-def test_wrong_words_are_one_line(
+def test_a_wrong_argument_of_simulate_is_refused_in_one_line(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -251,12 +249,12 @@ def test_wrong_words_are_one_line(
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.csv", "x.txt", "x.json"])
-def test_a_new_folder_is_made(name: str, tmp_path: Path) -> None:
+def test_simulate_creates_the_folder_of_its_output(name: str, tmp_path: Path) -> None:
     assert cli.main(["simulate", "1f1b", "--out", str(tmp_path / "new" / "one" / name)]) == 0
     assert (tmp_path / "new" / "one" / name).stat().st_size > 0
 
 
-def test_a_csv_takes_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_refuses_sizes_for_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.csv").write_text("0F0,0B0\n")
     assert cli.main(["simulate", str(tmp_path / "x.csv"), "--stages", "2"]) == 2
     assert "--stages: got it with" in capsys.readouterr().err

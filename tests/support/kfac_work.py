@@ -1,0 +1,39 @@
+"""K-FAC's work in a pipeline as input of `pack`, for any schedule; for tests of packings and for the docs' picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.simulator.bubbles import BubbleWork
+
+
+def works(schedule: Schedule, factors: Mapping[int, Sequence[tuple[str, str]]], seconds: Mapping[str, float]) -> list[BubbleWork]:
+    """Return K-FAC's work for one batch, in order of priority: curvature, all-reduces over replicas, inversions.
+
+    A of a micro-batch needs its forward pass, G its input gradient. The all-reduce needs all curvature of the factor, the inversion the
+    all-reduce. factors: stage -> its factors, each as ("A" or "G", name of the linear). seconds: kind of work -> duration of one unit.
+    """
+    curvature, sums, inversions = [], [], []
+    made: dict[tuple[str, str], tuple[str, ...]] = defaultdict(tuple)  # factor -> names of all its curvature
+    for stage, homes in enumerate(schedule.homes):
+        keys = factors.get(stage, ())
+        for rank, key in product(homes, keys):
+            for forward in (a for a in schedule.orders[rank] if a.op is Op.F and a.stage == stage):
+                backward = schedule.backward(stage, forward.microbatch)
+                assert backward is not None
+                name = f"curvature {key[0]} {key[1]} micro-batch {forward.microbatch} rank {rank}"
+                after = forward if key[0] == "A" else schedule.action(backward)
+                curvature.append(BubbleWork(name, rank, seconds["curvature"], (after,)))
+                made[key] += (name,)
+        if len(homes) > 1:
+            sums += [
+                BubbleWork(f"sum {a} {of} rank {rank}", rank, seconds["sum"], (), made[a, of]) for rank, (a, of) in product(homes, keys)
+            ]
+        for i, key in enumerate(keys):
+            rank = homes[i % len(homes)]  # replicas take turns
+            needs = (f"sum {key[0]} {key[1]} rank {rank}",) if len(homes) > 1 else made[key]
+            inversions.append(BubbleWork(f"inversion {key[0]} {key[1]} rank {rank}", rank, seconds["inversion"], (), needs))
+    return [*curvature, *sums, *inversions]
