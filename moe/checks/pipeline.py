@@ -82,7 +82,8 @@ def _check_continuous(run: Run) -> None:
         fix = Set("it", every) | Set("pipeline.schedule", *of_any)
         raise BadInput("pipeline.microbatches", got=f"{p.microbatches} with {name}", needed=needed, fix=fix)
     if not run.sharding.named.steps_by_stage:
-        raise clash(run, "sharding.kind", by, "ddp", "the other engines step once for all")
+        got, needed = f"{run.sharding.kind} with {by}", "ddp: the other engines step once for all"
+        raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if run.precision.compute == "fp16":
         needed = "no loss scale: an overflow on one stage could not undo the updates of the others"
         fix = Set("precision.compute", "bf16") & Set("precision.loss_scale", "none")

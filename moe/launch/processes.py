@@ -3,7 +3,7 @@
     moe train (this process) -> launcher -> (second launcher) -> ranks -> their child processes
 
 Launchers lose signals and exit codes, so ranks are looked up directly. All processes of a launch have the same TOKEN in their environment,
-also after their parent has died. A rank is a process that has the variable RANK and whose parent has not.
+also after their parent has died. A rank is a process with the variable RANK if its parent has none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def die_with_parent() -> None:
 
 
 def _die_with(pid: int) -> None:
-    """Wait until process `pid` ends, then kill this process. Used for `moe train`, whose death does not end the launchers below it."""
+    """Wait until process `pid` ends, then kill this process. Used for `moe train`, because its death does not end the launchers."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -140,7 +140,7 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Return the ranks in `family`, {pid: environment}, in order of rank: processes with the variable RANK whose parent has none."""
+    """Return the ranks in `family`, {pid: environment}, in order of rank: processes with the variable RANK if their parent has none."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")

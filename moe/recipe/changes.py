@@ -29,7 +29,7 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Return every key whose values in the two recipes differ. For a router key with the value "preset", the preset's value is compared."""
+    """Return every key with different values in the two recipes. For the value "preset" of a router key, the preset's value counts."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 
@@ -38,7 +38,7 @@ def function_changes(before: Run, after: Run) -> list[Change]:
     """Return every changed key that leaves the parameters' shapes as they are, but changes the function that the model computes."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
-    by_model = before.experts.ffn is None and after.experts.ffn is None  # experts follow model.ffn, whose change is listed itself
+    by_model = before.experts.ffn is None and after.experts.ffn is None  # experts follow model.ffn, and that change is listed itself
     return [c for c in found if not (c.key == "experts.ffn" and by_model) and not (c.key == "router.bias_rate" and c.before is None)]
 
 

@@ -84,7 +84,7 @@ class Router(RouterSpec, _Published):
 
     @property
     def own(self) -> dict[str, Any]:
-        """Key -> value, for the keys whose value differs from the preset's."""
+        """Key -> value, for the keys with a value that differs from the preset's."""
         return {key: getattr(self, key) for key, value in PRESETS[self.preset] if getattr(self, key) != value}
 
 
