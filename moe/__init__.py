@@ -54,7 +54,7 @@ _CALLED = ("train", "verify")  # packages that can be called like functions: `fr
 
 
 def _own_parallel() -> None:
-    """Import `parallel` from the folder next to this one: a `parallel.py` in the user's working folder would be found before it."""
+    """Import `parallel` from the folder next to `moe`: Python would first find a `parallel.py` in the user's working folder."""
     root = Path(__file__).resolve().parents[1]
     if "parallel" not in sys.modules:
         spec = PathFinder.find_spec("parallel", [str(root)])

@@ -37,7 +37,7 @@ def binned(values: Sequence[float], cells: int) -> list[float]:
 
 
 def cell(value: float, ramp: str = BLOCKS) -> str:
-    """Return the character, of the nine in `ramp`, for a load relative to uniform. Only 0, an expert without tokens, gets the first one."""
+    """Return the character of `ramp`, nine of growing height, for a load relative to uniform. The lowest means no tokens at all."""
     if math.isnan(value):
         return UNKNOWN
     if value <= 0:
@@ -55,5 +55,5 @@ def colour(value: float) -> str:
 
 
 def row(load: Sequence[float | None], *, cells: int = 64, ramp: str = BLOCKS) -> str:
-    """Return plain text with one character an expert; with more experts than `cells`, one for the mean of neighbouring experts."""
+    """Return a character for each expert; with more experts than `cells`, a character for the mean of several neighbouring experts."""
     return "".join(cell(value, ramp) for value in binned(relative(load), cells))

@@ -1,7 +1,7 @@
 """The metrics file of a run, metrics.jsonl: one line of JSON a step, with NaN written as null. docs/use/records.md lists the fields.
 
-The file holds each step once. A run that resumes from step n first removes the lines of later steps, and a last line that is only half
-written; the other lines keep their bytes. TensorBoard and other trackers (moe/records/tracker.py) get copies of the numbers.
+The file holds each step once: a run that resumes from step n removes the lines of later steps, and a half-written last line. TensorBoard
+and other trackers (moe/records/tracker.py) get copies of the numbers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
 
 
 class Records:
-    """Metrics of one run, open for appending. With `out=None` (every rank but 0) the same calls write nothing.
-
-    resume_step=n keeps the lines of steps up to n (0: only lines from before the first step). resume_step=None starts a new run: the
-    earlier run's lines move to `metrics.previous.jsonl`, its summary to `summary.previous.json`. say: called with one line about each
-    tracker that fails. trackers: name -> function that opens it, in addition to TensorBoard. Raises BadInput if the folder cannot be
-    written.
-    """
+    """Writer of a run's metrics.jsonl and trackers. With `out=None` (every rank but 0) all calls write nothing. resume_step=n keeps the
+    lines of steps up to n (0: only lines from before the first step); None starts a new run: the earlier run's lines and summary move to
+    metrics.previous.jsonl and summary.previous.json. say: called with one line about each tracker that fails. trackers: name -> function
+    that opens it, in addition to TensorBoard. Raises BadInput if the folder cannot be written."""
 
     def __init__(
         self,
@@ -94,6 +91,10 @@ class Records:
                 del self._boards[name]
                 self._failed(f"{name} stops here", error, "goes on")
 
+    def event(self, name: str, **fields: Any) -> None:
+        """Append a line of kind "event"."""
+        self.write({"kind": "event", "event": name, **fields})
+
     def _is_there(self) -> bool:
         """Return whether the open file is still at its path: False if it, or its folder, was removed or renamed."""
         assert self._file is not None
@@ -146,12 +147,12 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all lines that are neither half-written nor damaged; an empty list if there is no file. Raises BadInput."""
+    """Return all lines that are neither half-written nor damaged; an empty list if there is no file."""
     return [line for _, line in _whole(_content(path))]
 
 
 def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
-    """Return the whole lines of steps after `step`, and earlier ones that have `key`. The rest is not parsed: a long run resumes fast."""
+    """Return the lines of steps after `step`, and earlier lines that have `key`. Others are not parsed, so that long runs resume fast."""
     named, found = f'"{key}"'.encode(), []
     for text in _content(path).split(b"\n"):
         steps = _STEP.findall(text)
@@ -166,7 +167,7 @@ def first_time(path: Path) -> float | None:
 
 
 def _content(path: Path) -> bytes:
-    """Return the file's bytes; none if it does not exist yet. Raises BadInput."""
+    """Return the file's bytes; b"" if it does not exist yet. Raises BadInput if it cannot be read."""
     try:
         return _regular(path).read_bytes() if path.exists() else b""
     except OSError as error:
@@ -236,7 +237,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _typed(line: dict[str, Any]) -> bool:
-    """Return whether the keys that readers compute with have the types that runs write. Other keys may hold anything."""
+    """Return whether the values that other code computes with have the types that runs write. Other keys may hold anything."""
     layers, parts, places = (line.get(key) or kind() for key, kind in (("moe", list), ("grad_norm_parts", dict), ("nonfinite", list)))
     return (
         type(line.get("step")) is int

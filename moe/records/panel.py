@@ -29,7 +29,7 @@ from moe.records.summary import clock, fixed, known, percent, size, why_skipped
 LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
 LABEL_WIDTH = 14
 NUMBERS = (("loss", "loss", ".4f"), ("tokens/s", "tokens_per_second", ",.0f"), ("lr", "lr", ".2e"))  # label, key, format
-MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characters
+MAX_POINTS = 1024  # most points of the loss curve in memory; it is drawn as one row of characters
 
 
 @dataclass
@@ -119,7 +119,7 @@ def _numbers(state: State, width: int) -> Table:
 
 
 def _wide_rows(state: State, width: int) -> list[tuple[str, str, str]]:
-    """Return (label, text, style) of rows with one text: gradient norms, skipped steps, validation, loss curve."""
+    """Return (label, text, style) of each row below the numbers: gradient norms, skipped steps, validation, loss curve."""
     s = state.step
     rows = [("gradient", _norms(s), "bold")]
     if (skips := _skips(s))[0]:
@@ -142,7 +142,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (label, text): loss scale and number of skipped steps; without a scale, that number and the reason, or ("", "") if it is 0."""
+    """Return (label, text) about the loss scale, if the run has one, and skipped steps; ("", "") if there is neither."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -180,11 +180,11 @@ def _dropped(layer: Mapping[str, Any]) -> float | None:
 
 
 def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp: str) -> list[RenderableType]:
-    """Return a heading and at most `room` layers, one a row: a cell an expert, largest load / mean, and the dropped share if it fits."""
+    """Return a heading and a row for each of at most `room` layers: a cell for each expert, max load / mean, dropped share if it fits."""
     shown = worst(layers, room)
     experts = max(len(layer.get("load") or ()) for layer in layers)
     name = max(len(_name(layer)) for layer in layers) + 1
-    tail = 18 if width - name - experts >= 18 else 7  # width of the columns max/mean and dropped, or of max/mean alone
+    tail = 18 if width - name - experts >= 18 else 7  # width of the columns "max/mean" and "dropped", or of "max/mean" alone
     cells = max(1, width - name - tail)
     cell_width = max(1, min(8, cells // max(1, experts)))
     per_bin = math.ceil(experts / cells)

@@ -35,7 +35,7 @@ def warning(found: Prediction) -> str | None:
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error, with a fix, for a run predicted not to fit. run: as the user gave it. checked: resolves and checks a run."""
+    """Return the error, with a fix, for a run predicted not to fit. run: with "auto" values unresolved. checked: resolves and checks it."""
     bound = found.tightest
     assert bound is not None
     change = change_that_fits(
@@ -62,8 +62,8 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
 
 
 def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:
-    """Return prediction, measurements and their ratios (measured / predicted) for the summary. memory_bytes: measured peak. beside_bytes: a
-    CPU process's memory other than tensors, added to the prediction for the ratio because the peak includes it."""
+    """Return prediction, measurements and their ratios (measured / predicted) for the summary. memory_bytes: measured peak. beside_bytes:
+    memory of a CPU process other than tensors; the measured peak includes it, so the ratio adds it to the prediction."""
     step, cluster = None if found.time is None else found.time.step, found.place.cluster
     return {
         "memory_bytes": found.rank_bytes,

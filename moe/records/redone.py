@@ -1,10 +1,9 @@
-"""Steps that a run makes again: a resume discards the steps made after the checkpoint.
+"""Counts steps that a run repeats, because a resume discards the steps after the checkpoint.
 
     metrics.jsonl ... step 40 (saved), 41, 42, 43 | resumed at 40: steps 41 to 43 are made again
 
-Each line `resumed` of metrics.jsonl has their number, and `so_far`, the totals of the whole run, which the summary takes from the last of
-these lines. Every restart counts: by the user, `moe train --restarts`, torchrun or SLURM. A run restarted before its first save makes all
-steps in its records again. Records from before the launcher began are of an earlier run in the same folder, and are not continued.
+Each event `resumed` in metrics.jsonl has their number, and `so_far`, the totals of the whole run; the summary takes the last totals. All
+restarts count: by the user, `moe train --restarts`, torchrun or SLURM, also those before the first save.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def has_records(self, out: Path) -> bool:
-        """Return whether records in `out` belong to the restarted run: there are none yet, or they began after the launcher."""
+        """Return whether records in `out` are of the restarted run, not of an earlier one: none exist, or they began after the launcher."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 
@@ -60,7 +59,7 @@ def _parent_began() -> float:
 
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
-    """Return fields of the line `resumed`: what a resume at `step` makes again, and totals. Call it before lines are removed."""
+    """Return fields of the event `resumed`: number and seconds of steps after `step`, and new totals. Call it before lines are removed."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)
@@ -71,5 +70,5 @@ def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
 
 
 def sums(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the totals in the last line with `so_far`: `resumes`, `restarts` (automatic ones), `steps` made again and their `seconds`."""
+    """Return the latest totals in the lines: `resumes`, `restarts` (automatic ones), repeated `steps`, and their `seconds`."""
     return NOTHING | next((dict(line["so_far"]) for line in reversed(list(lines)) if line.get("so_far")), {})

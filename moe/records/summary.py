@@ -43,7 +43,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value != MISSING]
 
 
-LAST = 0.1  # share of the steps: dropped pairs of the last tenth are also reported alone, because routing is learned by then
+LAST = 0.1  # last share of the steps for which the dropped share is reported separately, because routing is learned by then
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:

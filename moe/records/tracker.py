@@ -2,9 +2,8 @@
 
     metrics.jsonl --> scalars(line) --> add_scalar of TensorBoard, wandb.log({...}, step=...), ...
 
-A tracker only shows numbers. If it fails, one line says so, it gets no further numbers, and training continues. A resumed run continues the
-tracker's run, whose id is in the run's folder. The project is WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel;
-the tracker's own settings choose the destination (WANDB_MODE=offline, ...).
+If a tracker fails, one line says so, and training continues without it. A resumed run continues the tracker's run, whose id is in the run's
+folder. The project is WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """Open a run in the tracker `name`: if `goes_on`, the one that an earlier start of this run opened. config: recipe key -> value."""
+    """Open a run in the tracker `name`; if `goes_on`, continue the tracker's run of an earlier start. config: recipe key -> value."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
     before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb
     id, board = opened(module, project=project, name=recipe, id=before, config=config, folder=out)

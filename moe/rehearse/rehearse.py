@@ -3,12 +3,8 @@
 moe rehearse dense_8b --world 1024 --rank 37 --device cuda --degrees.tp 8 --degrees.pp 4
 
 It runs the trainer's own code on tensors without values, and assumes that every other rank is like this one (parallel/rehearse/). Tokens
-are zeros in the recipe's shapes, and routing is balanced.
-
-    build      model, engine, pipeline: memory of the parameters
-    step 0     gradients; the optimizer allocates its states
-    step 1     like every later step: its collectives are counted, and the peak of memory is the run's
-    save       each tensor of a checkpoint is gathered and copied to the host; nothing is written
+are zeros, and routing is balanced. After the build (memory of the parameters), step 0 allocates optimizer states; step 1, like every later
+step, gives the collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +19,10 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.data import Dataset
-from moe.data.token_shard import TokenShard
 from moe.launch import exit_codes
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import continuous
@@ -40,7 +34,7 @@ from moe.records.results import write_json
 from moe.train.loop.advance import advance
 from moe.train.parts.rebalance import Rebalancer
 from moe.train.start import state
-from moe.train.start.job import Batches, Job, Output, Saves, Training
+from moe.train.start.job import Job, Saves, Training
 from moe.train.start.opening import start_model
 from moe.train.start.place import check_precision, settle_precision
 from parallel.data.engine import Engine
@@ -133,27 +127,20 @@ def carried(run: Run) -> tuple[Run, str]:
     for offload and for DP, which have no replacement."""
     s, kind = run.sharding, run.sharding.carrier(pp=run.degrees.pp)
     if kind.threads:
-        raise BadInput(
-            "sharding.kind",
-            got="dp, whose replicas are threads of one process",
-            needed="one thread a rank, which is what a rehearsal follows",
-            fix=Set("sharding.kind", "ddp"),
-        )
+        got, needed = "dp, whose replicas are threads of one process", "one thread a rank, which is what a rehearsal follows"
+        raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if kind.stands_in is None:
         return run, ""
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
-        raise BadInput(
-            "sharding.offload",
-            got="DeepSpeed's offload, which reads memory by its address; a rehearsal's tensors have no memory",
-            needed="states on the device",
-            fix=Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none"),
-        )
+        got = "DeepSpeed's offload, which reads memory by its address; a rehearsal's tensors have no memory"
+        fix = Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none")
+        raise BadInput("sharding.offload", got=got, needed="states on the device", fix=fix)
     return run.model_copy(update={"sharding": s.model_copy(update=dict(kind.stands_in.sharding))}), kind.stands_in.why
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
     """Rehearse build, `steps` steps and a save of a checked run. A pipeline that does not drain runs a few batches a step. Raises
-    BadInput as the run itself would, and RehearsalError if the run would fail: ranks would contradict one another."""
+    BadInput as the run itself would, and RehearsalError for another error that the run would have."""
     # nothing is computed, so compiling would only cost time
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
     if continuous(run):
@@ -178,13 +165,6 @@ def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
         return Walked(build_s, step_s, save_s, built_bytes, peak_bytes, held, counts, saved_bytes, shapes)
 
 
-class _Zeros:
-    """Training sequences in which every token is 0."""
-
-    def batch(self, step: int, shard: TokenShard) -> npt.NDArray[np.int64]:
-        return np.zeros(shard.shape, np.int64)
-
-
 def open_job(run: Run, world: World) -> Job:
     """Return a job like the trainer's, but with tokens that are 0 and without a folder. Collective."""
     run = settle_precision(run, world)
@@ -198,8 +178,10 @@ def open_job(run: Run, world: World) -> Job:
         world=world,
         mesh=mesh,
         training=Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh)),
-        batches=Batches(cast(Dataset, SimpleNamespace(train=_Zeros())), shard_of(run, mesh, run.train.global_batch)),
-        output=Output(Records(None), Progress(State(run.train.steps, recipe=""), kind="none")),
+        data=cast(Dataset, SimpleNamespace(train=SimpleNamespace(batch=lambda step, shard: np.zeros(shard.shape, np.int64)))),
+        shard=shard_of(run, mesh, run.train.global_batch),
+        records=Records(None),
+        progress=Progress(State(run.train.steps, recipe=""), kind="none"),
         saves=Saves(Saver(Path(), mesh.axis("world"), keep=1)),
     )
 
@@ -213,8 +195,8 @@ def take_step(job: Job) -> None:
 
 
 def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[[float], None]:
-    """Return a function that calls the engine's step, and labels gradients and optimizer states in the ledger. built: number of
-    storages that the ledger had counted at the end of the build."""
+    """Return a function that calls the engine's step, and labels gradients and optimizer states in `ledger`, which counts live storages.
+    built: number of storages at the end of the build."""
     step = engine.step
 
     def named(lr: float) -> None:

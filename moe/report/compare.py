@@ -23,51 +23,38 @@ Lines = Sequence[Mapping[str, Any]]
 Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
 
-def compare(
-    runs: Mapping[str, Sequence[Lines]],
-    out_png: Path,
-    *,
-    baseline: str | None = None,
-    key: str = "validation_loss",
-    title: str | None = None,
-) -> Path:
+def compare(runs: Mapping[str, Sequence[Lines]], out_png: Path, *, baseline: str | None = None, title: str | None = None) -> Path:
     """Draw validation loss over steps for several recipes, as the mean over seeds with a band from minimum to maximum. Return `out_png`.
-
     runs: label -> the lines of metrics.jsonl of each seed, with the seeds in the same order for every label. Only steps that all seeds of a
-    label evaluated are drawn. baseline: a label; a second panel, in which a few hundredths of a nat are visible, shows the other labels
-    minus this one, seed by seed. Creates folders. Raises BadInput if a label's seeds have no evaluated step in common.
-    """
+    label evaluated are drawn. baseline: a label; a second panel shows the other labels minus this one, seed by seed. Creates folders."""
     from moe.report import style
 
-    curves = {label: evaluations(label, seeds, key=key) for label, seeds in runs.items()}
+    curves = {label: evaluations(label, seeds) for label, seeds in runs.items()}
     if not curves or (baseline is not None and baseline not in curves):
-        raise BadInput(
-            "baseline", got=baseline, needed=f"one of the runs: {', '.join(curves) or 'none were given'}", fix="name one of them, or None"
-        )
-    out_png = Path(out_png)
+        needed = f"one of the runs: {', '.join(curves) or 'none were given'}"
+        raise BadInput("baseline", got=baseline, needed=needed, fix="name one of them, or None")
     out_png.parent.mkdir(parents=True, exist_ok=True)
-    return style.save(lambda theme: _figure(curves, theme, baseline, key, title), out_png)
+    return style.save(lambda theme: _figure(curves, theme, baseline, title), out_png)
 
 
-def evaluations(label: str, seeds: Sequence[Lines], *, key: str = "validation_loss") -> tuple[Array, Array]:
-    """Return (steps, values), of shapes [S] and [seeds, S], of the S steps that every seed evaluated. Raises BadInput if there are none."""
+def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
+    """Return (steps [S], validation losses [seeds, S]) at the S steps that all seeds evaluated. Raises BadInput if S is 0."""
     import numpy as np
 
     from moe.report.history import History
 
-    found = [dict(zip(*(array.tolist() for array in History.of(lines).evaluations(key)), strict=True)) for lines in seeds]
+    found = [dict(zip(*(array.tolist() for array in History.of(lines).evaluations()), strict=True)) for lines in seeds]
     steps = sorted(set.intersection(*map(set, found))) if found else []
     if not steps:
-        raise BadInput(
-            f"runs of {label}",
-            got=f"no step at which all {len(seeds)} seeds have {key}",
-            needed="at least one evaluation in common",
-            fix="give every seed the same train.steps and train.eval_every",
+        got, fix = (
+            f"no step at which all {len(seeds)} seeds have validation_loss",
+            "give every seed the same train.steps and train.eval_every",
         )
+        raise BadInput(f"runs of {label}", got=got, needed="at least one evaluation in common", fix=fix)
     return np.array(steps), np.array([[values[step] for step in steps] for values in found])
 
 
-def _figure(curves: Mapping[str, tuple[Array, Array]], theme: Theme, baseline: str | None, key: str, title: str | None) -> Figure:
+def _figure(curves: Mapping[str, tuple[Array, Array]], theme: Theme, baseline: str | None, title: str | None) -> Figure:
     import numpy as np
 
     from moe.report import style
@@ -79,11 +66,10 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], theme: Theme, baseline: s
     tones = dict(zip(curves, style.colours(theme, len(curves)), strict=True))
     for label, (steps, values) in curves.items():
         seeds = f"{len(values)} seed{'s' if len(values) > 1 else ''}"
-        _band(
-            axes[0], steps, values, tone=tones[label], mark=marks[label], label=f"{label}: {values[:, -1].mean():.4f} at the end ({seeds})"
-        )
-    axes[0].set_title(title or f"{_words(key).capitalize()}, mean and range over seeds")
-    axes[0].set_ylabel(f"{_words(key)} (nats per token)" if key.endswith("loss") else _words(key))
+        text = f"{label}: {values[:, -1].mean():.4f} at the end ({seeds})"
+        _band(axes[0], steps, values, tone=tones[label], mark=marks[label], label=text)
+    axes[0].set_title(title or "Validation loss, mean and range over seeds")
+    axes[0].set_ylabel("validation loss (nats per token)")
     axes[0].set_ylim(*_range(list(curves.values())))
     axes[0].legend(loc="upper right")
     if below:
@@ -107,16 +93,12 @@ def _band(ax: Any, steps: Array, values: Array, *, tone: Any, mark: str, label: 
 
 
 def _range(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
-    """Return (bottom, top) of the y axis. The top ignores the first tenth of the steps, because with it the end would look flat."""
+    """Return (bottom, top) of the y axis. The first tenth of the steps is ignored: its high losses would flatten the rest."""
     low = min(float(values.min()) for _, values in curves)
     last = max(float(steps[-1]) for steps, _ in curves)
     high = max(float(values[:, steps >= min(0.1 * last, steps[-1])].max()) for steps, values in curves)
     pad = 0.05 * (high - low) or 0.1
     return low - pad, high + pad
-
-
-def _words(key: str) -> str:
-    return key.replace("_", " ")
 
 
 def beside(first: Path, second: Path) -> Path:

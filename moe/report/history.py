@@ -17,8 +17,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class History:
-    """Lines of a run by kind: training and evaluation lines in order of steps, events in order of the file. weights: the weights in
-    training of `balance_loss` and `z_loss`; empty if unknown."""
+    """A run's lines of metrics.jsonl by kind: training and evaluation lines in order of steps, events in order of the file. weights: the
+    weights of `balance_loss` and `z_loss` in the training loss; empty if unknown."""
 
     train: tuple[Mapping[str, Any], ...]
     evals: tuple[Mapping[str, Any], ...]
@@ -96,7 +96,7 @@ def smoothed(values_S: Array) -> Array:
 
 
 def windows(values_SE: Array, steps_S: Array, most: int) -> tuple[Array, Array]:
-    """Return (means over W <= `most` equal windows of steps, [W, E]; the W + 1 edges of the windows, in steps)."""
+    """Average over W <= `most` windows of equally many steps. Return (means [W, E], edges of the windows in steps [W + 1])."""
     size = max(1, -(-len(steps_S) // most))
     starts = range(0, len(steps_S), size)
     parts = [values_SE[start : start + size] for start in starts]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import base64
 import json as json_format
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from itertools import starmap
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from moe.recipe.load import load
@@ -29,13 +30,7 @@ REPORT, PLOT_FOLDER = "report.html", "plots"
 MOST_EVENTS = 200
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A drawn plot as two PNG files."""
-
-    plot: Plot
-    light: bytes
-    dark: bytes
+Pictures = dict["Plot", list[bytes]]  # drawn plot -> its PNG files [light, dark]
 
 
 def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
@@ -58,12 +53,9 @@ def write_report(run_dir: Path | str) -> Path:
     folder = Path(run_dir)
     if not (folder / METRICS).is_file():
         near = Path("runs") / folder.name
-        raise BadInput(
-            f"run folder {folder}",
-            got="no such folder" if not folder.is_dir() else f"no {METRICS} in it",
-            needed=f"the folder of a run, with its {METRICS}",
-            fix=f"did you mean {near}?" if (near / METRICS).is_file() else "name one, such as runs/switch_tiny",
-        )
+        got = "no such folder" if not folder.is_dir() else f"no {METRICS} in it"
+        fix = f"did you mean {near}?" if (near / METRICS).is_file() else "name one, such as runs/switch_tiny"
+        raise BadInput(f"run folder {folder}", got=got, needed=f"the folder of a run, with its {METRICS}", fix=fix)
     lines = read(folder)
     summary = _of_this_run(read_summary(folder), lines)
     recipe = folder / "recipe.yaml"
@@ -77,9 +69,8 @@ def write_report(run_dir: Path | str) -> Path:
         )
         replace_file(folder / REPORT, text.encode())
     except OSError as error:
-        raise BadInput(
-            f"run folder {folder}", got=error.strerror or error, needed="a folder with room to write", fix="free space"
-        ) from None
+        needed = "a folder with room to write"
+        raise BadInput(f"run folder {folder}", got=error.strerror or error, needed=needed, fix="free space") from None
     return folder / REPORT
 
 
@@ -101,14 +92,14 @@ def _weights(recipe: Path) -> dict[str, float]:
     return {"balance_loss": spec.balance_weight, "z_loss": spec.z_weight}
 
 
-def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> list[Picture]:
-    """Draw every plot for which lines of metrics.jsonl have data, also into `folder`. PNGs there of other plots are removed."""
+def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> Pictures:
+    """Draw every plot for which lines of metrics.jsonl have data, also into `folder`. Old PNGs of plots without data are removed."""
     from moe.report.history import History
     from moe.report.plots import PLOTS
     from moe.report.style import DARK, LIGHT, drawn_in, png
 
     folder.mkdir(parents=True, exist_ok=True)
-    history, pictures = History.of(lines, weights), []
+    history, pictures = History.of(lines, weights), Pictures()
     for plot in PLOTS:
         images = []
         for theme in (LIGHT, DARK):
@@ -118,33 +109,32 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[s
         path = folder / f"{plot.name}.png"
         if images:
             path.write_bytes(images[0])
-            pictures.append(Picture(plot, light=images[0], dark=images[1]))
+            pictures[plot] = images
         else:
             path.unlink(missing_ok=True)
     return pictures
 
 
 def page_text(
-    *, name: str, lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, recipe: str | None, pictures: Sequence[Picture]
+    *, name: str, lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, recipe: str | None, pictures: Pictures
 ) -> str:
     """Return the whole page as HTML. lines: of metrics.jsonl. recipe: text of recipe.yaml, or None."""
-    evals = [
-        (f"{line['step']:,}", fixed(line.get("validation_loss"), ".4f"), fixed(line.get("bits_per_byte"), ".4f"))
-        for line in lines
-        if line.get("kind") == "eval"
-    ]
+    found = [line for line in lines if line.get("kind") == "eval"]
+    evals = [(f"{one['step']:,}", *(fixed(one.get(key), ".4f") for key in ("validation_loss", "bits_per_byte"))) for one in found]
     events = _events(lines)
     sample = (summary or {}).get("sample")
+    figures = "".join(starmap(_figure, pictures.items()))
     sections = [
         _cards(summary, lines),
-        f'<div class="plots">{"".join(map(_figure, pictures))}</div>' if pictures else '<p class="note">No step has been recorded yet.</p>',
+        f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step has been recorded yet.</p>',
         _section("What it writes", f"<pre>{escape(printable(str(sample)))}</pre>") if sample else "",
         _section("Summary", _table(("", ""), summary_rows(summary))) if summary else "",
         _section("Evaluations", _table(("step", "validation loss", "bits per byte"), evals)) if evals else "",
         _section(f"Events ({len(events)})", _table(("step", "event", "details"), events[:MOST_EVENTS])) if events else "",
         _section("Recipe", f"<pre>{escape(recipe)}</pre>", is_open=False) if recipe else "",
     ]
-    return _PAGE.format(title=escape(name), state=escape(_state(lines, summary)), style=_STYLE, body="\n".join(s for s in sections if s))
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return page.substitute(title=escape(name), state=escape(_state(lines, summary)), body="\n".join(filter(None, sections)))
 
 
 def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> str:
@@ -176,7 +166,7 @@ def _latest(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return (step, event, details) for each event line, skipped step, and step with a number that was not finite."""
+    """Return rows (step, event, details) of the report's table: events, skipped steps, and steps with a number that was not finite."""
     found: list[tuple[str, ...]] = []
     explained = {line["step"] for line in lines if line.get("event") == "skipped"}
     for line in lines:
@@ -192,9 +182,8 @@ def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return found
 
 
-def _figure(picture: Picture) -> str:
-    light, dark = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in (picture.light, picture.dark))
-    plot = picture.plot
+def _figure(plot: Plot, images: Sequence[bytes]) -> str:
+    light, dark = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images)
     return (
         f'<figure{" class=wide" if plot.wide else ""}><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
         f'<img src="{light}" alt="{escape(plot.title)}: {escape(plot.caption)}"></picture>'
@@ -210,55 +199,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if any(head) else ""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
-
-
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f8fa; --card: #ffffff; --text: #1f2328; --muted: #656d76; --line: #d8dee4; --accent: #0072b2; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #0d1117; --card: #161b22; --text: #e6edf3; --muted: #9198a1; --line: #30363d; --accent: #58b4f0; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { margin: 0; font-size: 26px; } h2 { display: inline; font-size: 17px; margin: 0; }
-.state, figcaption, .note, .cards span { color: var(--muted); }
-.state { margin: 2px 0 20px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-bottom: 16px; }
-.cards div, figure, details { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.cards div { padding: 12px 14px; } .cards span { font-size: 13px; }
-.cards b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
-.plots { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; margin-bottom: 14px; }
-figure { margin: 0; padding: 10px 10px 8px; } figure.wide { grid-column: 1 / -1; }
-img { width: 100%; height: auto; display: block; } figcaption { font-size: 13px; padding: 6px 6px 0; }
-details { padding: 12px 16px; margin-bottom: 14px; } summary { cursor: pointer; } details > :last-child { margin-top: 10px; }
-pre { background: var(--page); border-radius: 8px; padding: 12px; overflow-x: auto;
-      font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; margin: 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: 4px 24px 4px 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--muted); font-weight: 600; }
-footer { color: var(--muted); font-size: 13px; }
-@media (max-width: 760px) {
-  .plots { grid-template-columns: minmax(0, 1fr); }
-  figure.wide picture { display: block; overflow-x: auto; } figure.wide img { min-width: 960px; }
-}
-@media print { body { background: none; } figure, details { break-inside: avoid; } }
-"""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title} · run report</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<p class="state">{state}</p>
-{body}
-<footer>Made from metrics.jsonl alone; the same pictures are in plots/ as PNG.</footer>
-</main>
-</body>
-</html>
-"""

@@ -51,7 +51,7 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
         ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=colour, alpha=alpha)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     title = "Memory at the peak"
-    if capacity is not None and max(bottoms) < capacity / GIB / 20:  # too small next to a line at the capacity: write it in the title
+    if capacity is not None and max(bottoms) < capacity / GIB / 20:  # a line at the capacity would shrink the bars: write it in the title
         title += f", of the device's {capacity / GIB:.4g} GiB"
     elif capacity is not None:
         ax.axhline(capacity / GIB, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")

@@ -60,25 +60,10 @@ DARK = Theme(
 
 def settings(theme: Theme) -> Any:  # matplotlib types each of its 300 keys
     return {
-        "font.size": 10,
-        "font.family": "DejaVu Sans",
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.labelsize": 10,
-        "axes.grid": True,
-        "axes.axisbelow": True,
         "grid.color": theme.grid,
-        "grid.linewidth": 0.8,
-        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         **dict.fromkeys(("text.color", "axes.titlecolor", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), theme.text),
         **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), theme.muted),
         **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), theme.background),
-        "legend.fontsize": 9,
-        "lines.linewidth": 1.8,
-        "lines.solid_capstyle": "round",
-        "path.simplify": True,
-        "agg.path.chunksize": 10000,
     }
 
 
@@ -86,7 +71,7 @@ def drawn_in(theme: Theme) -> AbstractContextManager[Any]:
     """Return a context in which new figures have the theme's colours. At its exit matplotlib's settings are as before."""
     import matplotlib
 
-    return matplotlib.rc_context(settings(theme))
+    return matplotlib.rc_context(settings(theme), fname=Path(__file__).with_name("pictures.mplstyle"))
 
 
 def figure(*, width: float = NARROW, height: float = 3.6) -> Figure:

@@ -1,1 +1,1 @@
-"""Faults put into runs that train, and their outcomes."""
+"""Campaigns of fault injection: each puts faults into training runs and reports their outcomes."""

@@ -1,4 +1,4 @@
-"""`python -m tests.campaigns`: faults put into runs that train."""
+"""`python -m tests.campaigns`: fault injection into training runs."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """`python -m tests.campaigns corruption`: flips bits in audited runs (moe/train/parts/audit.py) and reports the outcome of the step.
 
-A flip changes one bit of one number on one rank: of a weight or moment between steps, of a weight during the passes, of a product, of a
+A flip changes one bit of one number on one rank: of a weight or moment between steps or during the passes, of a layer's output, of a
 gradient, or of a weight just after the update. The following step is audited and compared with the same step without the flip:
 
     repaired   found, and weights and moments after the step are bitwise equal to the undisturbed step
@@ -8,9 +8,9 @@ gradient, or of a weight just after the update. The following step is audited an
     masked     not found, but bitwise equal: the number was not used, or rounding hid the bit
     missed     not found, and numbers differ
 
-A try is held if it is repaired, masked, or ended with only two copies. If a layout has a number only once, flips between steps are missed;
-the row says `cannot be seen`, as docs/use/corruption.md explains. Hooks in this file put the faults in. Further rows: steps without a
-fault, which must not raise an alarm, and the extra time of an audited step. `train.audit_every: 100` pays a hundredth of that time.
+A try passes if its outcome is `masked`, or `repaired`; with only two copies, `ended`. A tensor without copies cannot be compared, so a
+flip between steps is missed there; such rows say `cannot be seen`. Further rows: steps without a fault, which must raise no alarm, and
+the cost of `train.audit_every: 100` as a share of a run's time.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ WHERE = ("sign", "exponent", "high mantissa", "low mantissa")
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of flip. `what`: a kind of tensor, a key of `_PUT`; `expected`: its outcome unless masked; `few`, `full`: the number of
-    flips by default and with --full.
-    """
+    """A kind of flip. `what`: kind of tensor and moment, a key of `_PUT`. `expected`: the outcome that passes, in addition to masked.
+    `few`, `full`: number of flips by default and with --full."""
 
     what: str
     ranks: int
@@ -116,7 +115,7 @@ CLEAN: tuple[tuple[str, int, dict[str, Any]], ...] = (
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
-    """A row for each kind of flip, for steps without a flip, and for the time."""
+    """Yield a row for each kind of flip, rows for steps without a flip, and rows for the cost of audits."""
     if any("zero" in fault.layout and only in str(fault) for fault in FAULTS):
         from parallel.data.deepspeed import load_deepspeed
 
@@ -148,9 +147,7 @@ class Trained:
         self.engine, self.model, self.scale = self.executor.engine, model, LossScale()
         self.shard: TokenShard = shard_of(self.run, self.mesh, self.run.train.global_batch)
         self.events: list[dict[str, Any]] = []
-        self.auditor = Auditor(
-            self.engine, self.mesh, every=1, record=self.events.append, note=lambda _: None, checkpoints=Path("/nowhere")
-        )
+        self.auditor = Auditor(self.engine, self.mesh, every=1, record=self.events.append, note=lambda _: None, folder=Path("/nowhere"))
         self.steps = steps
         for step in range(steps):
             self.step(step)
@@ -187,12 +184,12 @@ class Trained:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bits as int32, so that NaN equals itself and 0.0 differs from -0.0."""
+    """Return the bits of an fp32 tensor as int32, which compare NaN as equal to itself and 0.0 as different from -0.0."""
     return tensor.contiguous().reshape(-1).view(torch.int32)
 
 
 def flip(tensor: Tensor, bit: int, at: float) -> None:
-    """Flip one bit of one number of an fp32 tensor, in place. `at`: its position, as a share of the tensor's length."""
+    """Flip one bit of one element of an fp32 tensor, in place. `at`: the element's position as a share of the tensor's length."""
     with torch.no_grad():
         number = int(at * tensor.numel())
         flat = tensor.detach().contiguous().reshape(-1)
@@ -232,7 +229,7 @@ def once(trained: Trained, what: str, seed: str, wanted: dict[str, dict[str, Ten
 
 @dataclass
 class Put:
-    """Hooks that put a fault into a step: called before it, around its forward and backward pass number n, or after its update."""
+    """Hooks that put a fault into a step: `before` the step, around its forward and backward pass (`passes`), or `after` its update."""
 
     before: Callable[[], object] = lambda: None
     passes: Callable[[ExitStack, int], object] = lambda stack, number: None
@@ -248,7 +245,7 @@ Flip = Callable[[Tensor], None]
 
 
 def _kept(trained: Trained, kind: str, place: float) -> Tensor:
-    """One tensor of this rank, chosen by `place` in [0, 1): a weight or moment with copies on other ranks; kind "part": without copies."""
+    """Return this rank's tensor at `place`, from 0 to 1, of a kind: "weight" or "moment" with copies on other ranks, or "part": without."""
     held = []
     for one in trained.engine.tensors():
         copies = bool(one.axes) and trained.mesh.axis(*one.axes).size > 1
@@ -262,7 +259,7 @@ def _at_rest(kind: str) -> Callable[[Trained, Flip, float, int], Put]:
 
 
 def _meanwhile(kind: str) -> Callable[[Trained, Flip, float, int], Put]:
-    """Return a function that makes the hooks of a fault: the flip is made as the first block's forward pass number `call` begins."""
+    """Return a function that makes the hooks of a flip at the beginning of a forward pass. kind: of the tensor, as in `_kept`."""
 
     def put(trained: Trained, strike: Flip, place: float, call: int) -> Put:
         def around(stack: ExitStack, number: int) -> None:
@@ -365,7 +362,7 @@ def _row(fault: Fault, tries: int) -> Row:
 
 
 def judged(fault: Fault, ranks: list[dict[str, Any]]) -> tuple[str, int, str, float]:
-    """(outcome, bit, what went wrong, seconds) of one flip, from the results of all ranks."""
+    """Return (outcome, bit, problem or "", seconds) of one flip. ranks: each rank's result of `once`."""
     first = ranks[0]
     equal, ended = all(rank["equal"] for rank in ranks), first["ended"]
     outcome = "ended" if ended else ("repaired" if equal else "wrong") if first["found"] else "masked" if equal else "missed"
@@ -376,7 +373,7 @@ def judged(fault: Fault, ranks: list[dict[str, Any]]) -> tuple[str, int, str, fl
 
 
 def place_of(bit: int) -> str:
-    """The part of an fp32 number that a bit belongs to: sign, exponent or mantissa."""
+    """Return the name, in WHERE, of the part of an fp32 number to which the bit belongs."""
     return WHERE[0] if bit == 31 else WHERE[1] if bit >= 23 else WHERE[2] if bit >= 12 else WHERE[3]
 
 

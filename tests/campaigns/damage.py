@@ -2,8 +2,8 @@
 
     step-2, step-4 -> one damage to step-4 -> resume, and load to generate -> step-2 is loaded with a message, or one line refuses
 
-A try is lost if values other than the saved ones are loaded, if an error is not one line, or if it takes more than a few seconds. Signed
-damages: the hashes are computed again after the change, as by a faulty converter. Then a mere change of values cannot be detected.
+A try fails if values other than the saved ones are loaded, if an error is not one line, or if it takes more than a few seconds. Some
+damages are signed: the checkpoint's hashes are computed again after the change, as by a faulty converter.
 """
 
 from __future__ import annotations
@@ -93,11 +93,8 @@ def _engine(run: Run, mesh: Mesh) -> Engine:
 
 
 def _numbers(engine: Engine, step: int, name: str, kind: str, box: Box) -> torch.Tensor:
-    """Return values that differ in each save for one slice of a parameter's state, as `load_state` asks for them.
-
-    name: of the parameter. kind: "weight" (the initial weight plus the step), or an optimizer moment (the absolute initial weight times the
-    step, because a mean of squares is never negative). box: a slice for each dim.
-    """
+    """Return made-up values, different in each save, of the region `box` of a parameter's weight or moment. Moments are not negative,
+    because a mean of squares is not."""
     first = dict(engine.module.named_parameters())[name].detach()[box]
     return first + step if kind == "weight" else first.abs() * step
 
@@ -139,7 +136,7 @@ def _instead(name: str, make: Callable[[Path], object]) -> Damage:
 
 
 def _beside(name: str, make: Callable[[Path], object]) -> Damage:
-    """Make a damage that makes `name` next to the newer save, which stays complete and must be loaded."""
+    """Return a damage that calls `make` for a path `name` next to the newer save. The save stays complete and must be loaded."""
     return lambda path, _: make(path.parent / name)
 
 
@@ -148,7 +145,7 @@ def _other_save(name: str) -> Damage:
 
 
 def _header(text: Callable[[dict[str, Any], random.Random], Any], *, signed: bool) -> Damage:
-    """Make a damage that replaces the header of a safetensors file by `text(header, rng)`. signed: compute the hashes again."""
+    """Return a damage that replaces the header of a safetensors file by `text(header, rng)`. signed: compute the hashes again."""
 
     def change(path: Path, rng: random.Random) -> None:
         raw = (path / FILES[0]).read_bytes()
@@ -171,7 +168,7 @@ def _length(length: int) -> Damage:
 
 
 def _manifest(change: Callable[[dict[str, Any], random.Random], object]) -> Damage:
-    """Make a damage that changes the manifest in place, and computes its hash again."""
+    """Return a damage that changes the manifest with `change` and computes its hash again."""
 
     def apply(path: Path, rng: random.Random) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -216,7 +213,7 @@ def _gone(name: str) -> Damage:
 
 
 def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Damage:
-    """Make a damage that changes one tensor of these kinds, keeps its shape and dtype, and computes the hashes again."""
+    """Return a damage that replaces one tensor of these kinds by `change(tensor)` and computes the hashes again."""
 
     def apply(path: Path, rng: random.Random) -> None:
         from safetensors.torch import load_file, save_file
@@ -231,7 +228,7 @@ def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Dama
 
 
 def _overlapping(path: Path, rng: random.Random) -> None:
-    """A tensor in two pieces that overlap in one row and leave out another, signed: the number of elements is right."""
+    """Store a tensor as two pieces that overlap in one row and omit another, with correct hashes and number of elements."""
     from safetensors.torch import load_file, save_file
 
     held, manifest = load_file(path / FILES[0]), json.loads((path / "manifest.json").read_text())
@@ -248,7 +245,7 @@ def _overlapping(path: Path, rng: random.Random) -> None:
 
 
 def _retyped(entry: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Half the bytes an element, so that the same bytes would hold twice the elements."""
+    """Return a safetensors header with another dtype, so that a tensor's bytes no longer fit its shape."""
     key = rng.choice([key for key in entry if key != "__metadata__"])
     return entry | {key: entry[key] | {"dtype": rng.choice(["I8", "I32", "U8", "F16", "F8", "", 7])}}
 
@@ -270,7 +267,7 @@ def _nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def damages() -> dict[str, list[Damage]]:
-    """The damages of each row of the table, by the row's name. A damage with a random choice draws another one in each try."""
+    """Return the damages by name of the table's row. A damage with a random choice makes a new choice in each try."""
     each = {name: [_edit(name, change) for change in (_flip, _zero, _swap)] for name in FILES}
     return {
         **{f"bits and bytes of {name}": found for name, found in each.items()},
@@ -349,7 +346,7 @@ def damages() -> dict[str, list[Damage]]:
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
-    """A row for each kind of damage."""
+    """Yield a row for each kind of damage."""
     tries = rounds or (MANY if full else FEW)
     with tempfile.TemporaryDirectory() as home:
         given = saved(Path(home) / "saved")
@@ -364,7 +361,7 @@ def _numbered(given: Saved, made: list[tuple[int, Damage]], name: str, home: Pat
 
 
 def once(given: Saved, damage: Damage, seed: str, home: Path) -> tuple[str, float]:
-    """Make one damage, then resume and load: ("" or what went wrong, seconds)."""
+    """Damage a copy of the run, then resume from it and load it to generate. Return (problem or "", seconds)."""
     folder = home / "tried"
     shutil.copytree(given.folder, folder)
     damage(folder / "checkpoints" / "step-4", random.Random(seed))
@@ -382,7 +379,7 @@ def _judge(given: Saved, folder: Path) -> str:
 
 
 def _read(how: str, given: Saved, folder: Path, take: Callable[[Saved, Path, Callable[[str], None]], Taken]) -> str:
-    """What went wrong when the folder was read in this way; "" if it was refused in one line, or if the saved values were read."""
+    """Read the folder with `take`. Return "" if it was refused in one line or gave the saved values, else the problem, after `how`."""
     said: list[str] = []
     try:
         with contextlib.redirect_stderr(io.StringIO()) as printed:
@@ -398,7 +395,7 @@ def _read(how: str, given: Saved, folder: Path, take: Callable[[Saved, Path, Cal
 
 
 def resumed(given: Saved, folder: Path, log: Callable[[str], None]) -> Taken:
-    """Resume as `moe train` does: (step, all values of the engine, the checkpoint's state). Raises BadInput."""
+    """Resume as `moe train` does. Return (step, all values of the engine, the checkpoint's state). Raises BadInput."""
     mesh = Mesh.of(Degrees())
     found = find(folder / "checkpoints", mesh, log=log)
     assert found is not None
@@ -411,7 +408,7 @@ def resumed(given: Saved, folder: Path, log: Callable[[str], None]) -> Taken:
 
 
 def generated(given: Saved, folder: Path, _: Callable[[str], None]) -> Taken:
-    """Load as `moe generate` and `moe eval` do: weights and biases of the whole model."""
+    """Load as `moe generate` and `moe eval` do. Return (step, weights and routers' biases, the state that was saved)."""
     model, _tokenizer, step = load_model(folder)
     values = {(name, "weight"): parameter.detach() for name, parameter in model.named_parameters()}
     return step, values | {(name, EXTRA): bias for name, bias in extra_state(model).items()}, given.states[step]

@@ -2,8 +2,8 @@
 
     tmpfs of a fixed size -> moe train -> one line about the disk -> the disk is enlarged -> moe train resumes from the newest save
 
-A try is held if the run ends well or with one line about the folder or the cache, if everything saved is complete, and if the next run
-resumes from it. Mounting disks of a fixed size needs root on Linux; those rows are skipped elsewhere.
+A try passes if the run ends well or with one line about the folder or the cache, and if the next run resumes from the newest complete
+checkpoint. Mounting disks of a fixed size needs root on Linux; those rows are skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIZE = "64m"
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
-    """A row for each fault."""
+    """Yield a row for each fault."""
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     import moe.train.loop.trainer  # noqa: F401
@@ -61,7 +61,7 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
 
 
 def why_not() -> str:
-    """What this machine lacks for mounting a disk; "" if nothing."""
+    """Return the reason why this machine cannot mount a disk; "" if it can."""
     if not sys.platform.startswith("linux") or os.geteuid():
         return "it needs root on Linux"
     try:
@@ -73,7 +73,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def disk(place: Path, size: str, *more: str) -> Iterator[None]:
-    """A tmpfs of this size mounted at the folder, unmounted afterwards. Raises CalledProcessError if the system does not allow it."""
+    """Mount a tmpfs of this size at `place` until the context exits. more: mount options. Raises CalledProcessError if not allowed."""
     place.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join((f"size={size}", *more)), "tmpfs", str(place)], check=True, capture_output=True)
     try:
@@ -83,7 +83,7 @@ def disk(place: Path, size: str, *more: str) -> Iterator[None]:
 
 
 def _in_folder(once: object, home: Path, tries: int, number: int) -> tuple[str, float]:
-    """One try in a folder of its own: (what went wrong, seconds of the run with the fault)."""
+    """Call `once` in a new folder with a recipe and a text. Return its result: (problem or "", seconds)."""
     place = home / str(number)
     place.mkdir()
     (place / "tiny.yaml").write_text(TINY.replace("steps: 2,", "steps: 6,"))
@@ -97,7 +97,7 @@ def _train(place: Path, *more: str, cache: Path | None = None) -> tuple[int | No
 
 
 def _one_line(code: int | None, said: str, *about: str) -> str:
-    """The problem with the end of a run that could not continue; "" if its last line is one error with one of the words `about`."""
+    """Return "" if a run that could not continue ended with one error line that has one of the words `about`; else the problem."""
     lines = [line for line in said.splitlines() if line.startswith("error")]
     if "Traceback" in said:
         return f"a traceback: {said.splitlines()[-1][:200]}"
@@ -107,7 +107,7 @@ def _one_line(code: int | None, said: str, *about: str) -> str:
 
 
 def _saved(run: Path) -> int:
-    """The newest step with a complete checkpoint; 0 if there is none."""
+    """Return the newest step with a complete checkpoint; 0 if there is none."""
     for step, path in sorted(checkpoint.numbered(run / "checkpoints"), reverse=True):
         with contextlib.suppress(BadInput):
             checkpoint.verify(path)
@@ -116,7 +116,7 @@ def _saved(run: Path) -> int:
 
 
 def _goes_on(place: Path, run: str, before: int) -> str:
-    """The problem with the next run, which has enough space: it must begin after the saved step."""
+    """Start the run again, now with enough space. Return "" if it resumes at step `before`, else the problem."""
     code, said, _ = _train(place, "--out", run)
     if code != exit_codes.DONE:
         return f"the next run: exit code {code}: {said[-300:]}"
@@ -147,9 +147,8 @@ def _cache_fills(place: Path, share: float) -> tuple[str, float]:
 
 
 def _cache_unwritable(place: Path, share: float) -> tuple[str, float]:
-    """Train with a token cache on a read-only disk, or that is a file, or a link to nowhere: one line must say so. `share`: which of the
-    three. Returns ("" or the problem, seconds of the run).
-    """
+    """Train with a token cache that is, by `share` (below 1/3, below 2/3, else), a read-only disk, a file, or a broken link. One line
+    must say so. Return (problem or "", seconds of the run)."""
     cache = place / "cache"
     with contextlib.ExitStack() as stack:
         if share < 1 / 3:
@@ -167,12 +166,8 @@ def _rename(run: Path, **_: bool) -> None:
 
 
 def _second(place: Path, share: float) -> tuple[str, float]:
-    """Start a second run, then a third, in the folder of a running one: both must be refused or find it complete, and the first must end
-    well.
-
-    place: folder of this try. share: from 0 to 1, four times the seconds between the first run's lock and the second start. Returns ("" or
-    the problem, seconds of the first run).
-    """
+    """Start two more runs in the folder of a running one. They must be refused, or find it finished; the first must end well. The second
+    starts share / 4 seconds after the first has its lock. Return (problem or "", seconds of the first run)."""
     ends: list[tuple[int | None, str, float]] = []
     first = threading.Thread(target=lambda: ends.append(_train(place, "--out", "run", "--train.steps", "40")))
     first.start()
@@ -198,9 +193,8 @@ def _beside(place: Path, name: str) -> Path:
 
 
 def _goes(place: Path, share: float, *, how: Callable[..., None]) -> tuple[str, float]:
-    """Remove or rename a run's folder while it trains: nothing with its name may remain. share: seconds between its first records and the
-    removal. how: the function that removes it. Returns ("" or the problem, seconds).
-    """
+    """Remove or rename a run's folder with `how`, `share` seconds after its first records. The run must end with one line about its
+    folder, and not make it again. Return (problem or "", seconds from the removal to the end)."""
     run = place / "run"
     gone: list[float] = []
 
@@ -222,7 +216,7 @@ def _goes(place: Path, share: float, *, how: Callable[..., None]) -> tuple[str, 
 
 
 def _together(place: Path, _: float) -> tuple[str, float]:
-    """Two runs start at the same time. Both end well, and there is one set of token files."""
+    """Start two runs with the same text and token cache at the same time. Both must end well, with one set of token files."""
     ends: list[tuple[int | None, str, float]] = []
     homes = [place / "a", place / "b"]
     for home in homes:

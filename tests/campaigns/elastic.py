@@ -3,9 +3,9 @@
     moe train --nproc 4 --restarts 1 --elastic 2         a rank is killed after each start on four, until the run continues with two
     torchrun --nnodes 1:2 --nproc_per_node 2             one of two agents is killed with its ranks; later another agent joins
 
-A try is held if the run ends well on the numbers of processes that its records name, with the losses of an undisturbed run on one process,
-up to rounding. For `moe train`, the last weights and moments must also be bitwise equal to a run that is resumed by hand on two processes,
-with dp, ep and micro-batches given. Seconds: from the last kill to the end of the first new step.
+A try passes if the run ends well, its records name these numbers of processes, and its losses are those of an undisturbed run on one
+process, up to rounding. For `moe train`, the last weights and moments must also be bitwise equal to a run that is resumed by hand on two
+processes, with dp, ep and micro-batches given. Seconds: from the last kill to the end of the first new step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.campaigns.faults import Row
 from tests.campaigns.hangs import warm_up
 from tests.campaigns.lives import TINY, Attempt, hashes, whole
 
-CLOSE = 1e-5  # relative difference of losses; fp32 sums are taken in another order
+CLOSE = 1e-5  # largest relative difference of losses, because layouts sum in different orders
 _LONGEST_S = 400.0
 _KEPT = {"train.keep": "9", "precision.compute": "fp32"}
 _AGENTS = {"train.steps": "1500", "train.save_every": "20", "train.eval_every": "0", "precision.compute": "fp32", "optimizer.lr": "1e-6"}
@@ -39,7 +39,7 @@ _NODES = ["--nnodes", "1:2", "--nproc_per_node", "2", "--max-restarts", "3", "--
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """A row for each launcher; with `full` three tries each."""
+    """Yield a row for each launcher, of one try, or of three with `full`."""
     torch.set_num_threads(1)
     tries = rounds or (3 if full else 1)
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
@@ -87,7 +87,7 @@ def _torchrun(home: Path, number: int) -> tuple[str, float]:
             return stack.enter_context(_started(home, words, _AGENTS, out.with_suffix(f".{name}")))
 
         first = agent("log")
-        time.sleep(1.0)  # the agent that starts first holds the rendezvous; it must be the one that is not killed
+        time.sleep(1.0)  # the first agent hosts the rendezvous, so only the second may be killed
         second = agent("second")
         if not _reach(first, out, 30):
             return _told("no steps on two agents", out), 0.0
@@ -104,7 +104,7 @@ def _torchrun(home: Path, number: int) -> tuple[str, float]:
 
 @contextlib.contextmanager
 def _started(home: Path, words: list[str], values: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A running command, which is ended with this context."""
+    """Start `python *words` with the overrides `values`, and kill it when the context exits. log: receives its output."""
     overrides = [f"--{key}={value}" for key, value in (TINY | {"data.path": str(home / "text.txt")} | dict(values)).items()]
     env = os.environ | {"XDG_CACHE_HOME": str(home / "cache"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it torch 2.13 does not tell an agent that joins later where to meet
@@ -129,7 +129,7 @@ def _steps(out: Path) -> int:
 
 
 def _unlike(out: Path, wanted: Path, *, worlds: list[int]) -> str:
-    """The first difference: numbers of processes of the run's starts from `worlds`, or losses from the run `wanted`; "" if none."""
+    """Compare the numbers of processes of the run's starts with `worlds`, and its losses with `wanted`'s. Return a difference, or ""."""
     resumed = [line for line in read(out) if line.get("event") == "resumed"]
     lives = [line["world"] for line in resumed]
     lives = [*([resumed[0]["world_before"]] if resumed and "world_before" in resumed[0] else []), *lives]
@@ -142,7 +142,7 @@ def _unlike(out: Path, wanted: Path, *, worlds: list[int]) -> str:
 
 
 def _seconds(out: Path, at: float) -> float:
-    """Seconds from `at` to the first step that a later start recorded."""
+    """Return the seconds from time `at` to the first step recorded by a start after it."""
     lines: list[dict[str, Any]] = whole_lines(out / METRICS)
     begun = next((line["time"] for line in lines if line.get("event") == "resumed" and line["time"] > at), at)
     return float(next((line["time"] - at for line in lines if line["kind"] == "train" and line["time"] > begun), 0.0))

@@ -1,10 +1,10 @@
-"""Faults put into runs that train, and their outcomes.
+"""Fault injection into training runs: the table of all campaigns.
 
     python -m tests.campaigns hangs damage         kinds of faults; all of them if none is named
     python -m tests.campaigns machines:torchrun    the rows of a kind with this text in their name
     python -m tests.campaigns --full               many tries of each fault; by default one
 
-Columns: fault, tried, held (the run did what it should), lost (it did not), seconds_median (from the fault to the end).
+Columns: fault, tried (number of tries), held (passed), lost (failed), seconds_median (median of the seconds from fault to end).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ KINDS = {
 
 @dataclass
 class Row:
-    """One fault, tried several times. `problems`: one line for each try that was lost. `more`: further results of this kind."""
+    """Results of several tries of one fault. held: passed tries; lost: failed tries. problems: a line for each failed try. more: results
+    of this kind of fault alone."""
 
     fault: str
     tried: int = 0
@@ -51,7 +52,7 @@ class Row:
 
     @staticmethod
     def of(fault: str, tries: int, once: Callable[[int], tuple[str, float]]) -> Row:
-        """The row of `tries` calls of `once(number)`, which returns (what went wrong or "", seconds)."""
+        """Call `once(number)` for each try, which returns (problem or "", seconds). Return the row."""
         row, seconds = Row(fault), []
         for number in range(tries):
             problem, took = once(number)
@@ -68,10 +69,10 @@ class Row:
 def main(
     kinds: tyro.conf.Positional[tuple[str, ...]] = (), *, full: bool = False, rounds: int | None = None, json: str | None = None
 ) -> int:
-    """Print a row for each fault. Returns 0 if nothing was lost.
+    """Print a row for each fault. Return exit code 0 if no try failed.
 
     `kinds`: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks, elastic, machines; all if none is named.
-    `machines:torchrun`: the rows of a kind with this text in their name. `full`: many tries of each fault.
+    `machines:torchrun`: only the rows of that kind with this text in their name. `full`: many tries of each fault.
     """
     rows: list[Row] = []
     asked = _asked(kinds)

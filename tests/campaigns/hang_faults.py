@@ -29,7 +29,7 @@ def nothing(number: int, mark: Path) -> None:
 
 
 def noted(number: int, mark: Path) -> None:
-    """Write the time to `mark` and do nothing else; the campaign itself makes the fault."""
+    """Only write the time to `mark`: the campaign itself makes the fault, from outside the rank."""
     _at_a_collective(number, mark, lambda: None)
 
 
@@ -95,7 +95,7 @@ def lost_message(number: int, mark: Path) -> None:
 
 
 def another(how: str) -> Install:
-    """Return a fault: the rank makes one sum of the third step twice, leaves it out, or changes its shape or dtype, as `how` says."""
+    """Return a fault: the rank calls an all-reduce of the third step "twice", omits it ("none"), or changes its "shape" or "dtype"."""
 
     def install(number: int, mark: Path) -> None:
         real, made = collectives._reduce, [0]
@@ -126,7 +126,7 @@ def another(how: str) -> Install:
 
 
 def split(number: int, mark: Path) -> None:
-    """Send one row of an exchange to another rank than agreed."""
+    """In an all-to-all of the third step, send one row to another rank than the ranks agreed."""
     real, made = collectives._exchange, [0]
 
     def exchange(rows: torch.Tensor, axis: Any, *, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _mark(mark: Path) -> None:
 
 
 def _at_a_collective(number: int, mark: Path, fault: Callable[[], Any]) -> None:
-    """Strike before one of the step's collectives, another one in each try."""
+    """Call `fault` before one of the third step's collectives. number: of the try, which selects the collective."""
     real, made = Record.announce, [0]
 
     def announce(self: Record, *args: Any, **kwargs: Any) -> None:

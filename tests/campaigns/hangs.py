@@ -2,8 +2,8 @@
 
     fork N ranks -> moe.launch.launch, as a launcher would start it -> the fault, in the third step -> every other rank's last line
 
-A try is held if every remaining rank ends within the limit plus SLACK_S, with a line that names the culprit and where it was. The ranks are
-forks of this process, which has loaded torch, so that one try takes seconds.
+A try passes if every other rank ends within the watchdog's limit plus SLACK_S, with a line that names the faulty rank and the point in the
+step at which it was. The ranks are forks of this process, which has loaded torch, so that a try takes seconds.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ Install = Callable[[int, Path], None]  # (number of the try, file to which the t
 
 @dataclass(frozen=True)
 class Case:
-    """One fault. `install`: called in the culprit's process before it trains. `said`: the text that a line must contain, with CULPRIT at
-    its beginning for that rank; for a run that continues, its required text or "". `limit`: the time in
-    which the run must end, in multiples of the watchdog's limit.
-    """
+    """One fault. `install`: called in the faulty rank's process (`culprit`) before it trains. `said`: regular expression for the error
+    line of the other ranks, in which CULPRIT is the faulty rank; if the run must continue, for its notes ("": it has none). `limit`: the
+    time in which the run must end, in multiples of the watchdog's limit."""
 
     name: str
     install: Install
@@ -154,7 +153,7 @@ _CUT = Case(
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """A row for each case, and one for runs without a fault."""
+    """Yield a row for each fault, and one for runs without a fault."""
     torch.set_num_threads(1)
     tries = rounds or (4 if full else 1)
     with tempfile.TemporaryDirectory(prefix="hangs-") as name:
@@ -193,7 +192,7 @@ def warm_up(home: Path, *, deepspeed: bool = True) -> None:
 
 
 def _cut(tries: int, home: Path) -> Row:
-    """A row for a pulled cable between two machines (network namespaces): each side ends by itself and names the other."""
+    """Return the row of the pulled cable between two machines (network namespaces): each side must end by itself and name the other."""
     name = f"hang: {_CUT.name}"
     if reason := why_not():
         return Row(name, skipped=reason)
@@ -202,9 +201,8 @@ def _cut(tries: int, home: Path) -> Row:
 
 
 def once(case: Case, number: int, home: Path, machines: Machines | None = None, *, slack_s: float = SLACK_S) -> tuple[str, float]:
-    """(what went wrong or "", seconds from the fault to the last rank's end). `machines`: one for each rank; the cable between them is
-    pulled when the culprit asks for it.
-    """
+    """Run the case once. Return (problem or "", seconds from the fault to the last rank's end). `machines`: two machines with one rank
+    each; the cable between them is pulled once the faulty rank has written its time of the fault."""
     with tempfile.TemporaryDirectory(dir=home) as name:
         folder = Path(name)
         port = _free_port()
@@ -235,7 +233,7 @@ def once(case: Case, number: int, home: Path, machines: Machines | None = None, 
 
 
 def _cost() -> Row:
-    """A row for the time in which a rank announces one collective to the watchdog: an exchange over 8 ranks, which takes longest."""
+    """Return a row with the seconds that announcing a collective to the watchdog takes: an all-to-all of 8 ranks, the slowest kind."""
     record, rows, splits, times = Record(0), torch.ones(64, 16), [8] * 8, 20_000
     began = time.process_time()  # processor time, so that other users of the core do not count
     for _ in range(times):
@@ -245,7 +243,7 @@ def _cost() -> Row:
 
 
 def _judged(case: Case, folder: Path, running: list[int], took: float, slack_s: float) -> str:
-    """The problem with how the ranks ended; "" if none."""
+    """Return the problem with the ranks' ends; "" if none. running: ranks that have not ended. took: seconds from fault to end."""
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
     if running:
         return f"still running: ranks {running}; {output[-300:]!r}"
@@ -285,7 +283,7 @@ def _fork(case: Case, rank: int, number: int, port: int, home: Path, folder: Pat
             machines.enter(rank)
             places["MASTER_ADDR"] = machines.addresses[0]
         os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu"})
-        os.environ[HELD] = str((folder / "run").resolve())  # set as by a parent that reads how ranks end
+        os.environ[HELD] = str((folder / "run").resolve())  # a rank writes its status file only if its launcher has set this
         if rank == case.culprit:
             case.install(number, folder / "fault")
         from moe.launch import launch

@@ -2,8 +2,8 @@
 
     an input (hostile_inputs.py) -> its own process with limits on time and memory -> the command -> its effects are examined
 
-A try is held if nothing of the input was executed (that would create a file), and if the command ended within its limits, with one line and
-exit code 2 or, for harmless input, as a run. Its output has no control characters, and a page that it wrote has the input escaped.
+A try passes if no part of the input was executed (that would create a file), and if the command ended within its limits: with one line and
+exit code 2, or with success if the input is harmless. Output must have no control characters; a page must show the input escaped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ data: {path: text.txt}
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
-    """A row for each kind of input. `full`: files of full size, up to a gigabyte, which takes minutes."""
+    """Yield a row for each kind of input. `full`: files of full size, up to a gigabyte, which takes minutes."""
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     import moe.report.plots
@@ -56,7 +56,7 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
 
 
 def _trained(home: Path) -> Path:
-    """The folder of a run of two steps, which inputs change."""
+    """Train a run of two steps, which some inputs modify. Return its folder."""
     place = home / "trained"
     place.mkdir()
     _surroundings(place)
@@ -71,7 +71,7 @@ def _numbered(given: list[Input], home: Path, run: Path | None, number: int) -> 
 
 
 def once(given: Input, place: Path, run: Path | None) -> tuple[str, float]:
-    """(what went wrong, seconds) with one input, in a temporary folder."""
+    """Give one input to the command, in the temporary folder `place`. run: the run to copy. Return (problem or "", seconds)."""
     place.mkdir()
     try:
         _surroundings(place)
@@ -95,9 +95,9 @@ def _surroundings(place: Path) -> None:
 def carry_out(
     words: tuple[str, ...], place: Path, *, limit_s: float, terminal: bool = False, cache: Path | None = None
 ) -> tuple[int | None, str, float, int]:
-    """Run the command in its own process in that folder: (exit code or None, its output, seconds, peak bytes of memory).
+    """Run `moe *words` in a process in folder `place`. Return (exit code, or None after the time limit; output; seconds; peak bytes).
 
-    `terminal`: it writes to a terminal, and the buffered output is read afterwards.
+    `terminal`: its output is a terminal.
     """
     output = place / ".output"
     started = time.perf_counter()
@@ -126,7 +126,7 @@ def carry_out(
 
 
 def _enter(place: Path, output: int, cache: Path) -> None:
-    """Set this process's folder, output and limits."""
+    """Set this forked process's working folder, output (a file descriptor), token cache and resource limits."""
     os.chdir(place)
     os.environ |= {"XDG_CACHE_HOME": str(cache), "HOME": str(place), "CUDA_VISIBLE_DEVICES": ""}
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -154,13 +154,13 @@ def _wait(pid: int, limit_s: float) -> tuple[bool, int, resource.struct_rusage]:
 
 
 def _resident() -> int:
-    """Resident bytes of this process. A forked child begins with as many, so they are subtracted from its peak."""
+    """Return the resident bytes of this process. A forked child begins with them, so they are subtracted from the child's peak."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 def _problem(given: Input, place: Path, code: int | None, said: str) -> str:
-    """The problem after this input; "" if none."""
+    """Return the problem with the command's exit code, output and files after this input; "" if none."""
     lines = said.splitlines()
     if (place / CANARY).exists():
         return "it was executed"

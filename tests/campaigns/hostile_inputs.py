@@ -27,9 +27,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Input:
-    """One input. `runs`: True if the command must succeed, False if it must refuse, None if both are harmless. `run`: it needs a run's
-    folder, `run`. `terminal`: its output is a terminal. `times`: multiple of the usual time limit; `bytes`: limit of memory.
-    """
+    """One input. `words`: the command's arguments. `make`: writes the input's files into a folder. `runs`: True if the command must
+    succeed, False if it must refuse, None if both are harmless. `run`: the folder must have a trained run, `run`. `terminal`: output goes
+    to a terminal. `times`: multiple of the usual time limit. `bytes`: limit of memory."""
 
     kind: str
     name: str
@@ -50,7 +50,7 @@ class _Executes:
 
 
 def inputs(*, full: bool = False) -> list[Input]:
-    """All inputs. `full`: large files at their full size, otherwise a sixteenth of it."""
+    """Return all inputs. `full`: large files have their full size, otherwise a sixteenth of it."""
     part = 1 if full else 16
     return [*_recipes(part), *_words(), *_links(), *_texts(part), *_tables(), *_folders(part), *_huggingface(part), *_others(part)]
 
@@ -101,7 +101,7 @@ def _link(name: str, to: str) -> Callable[[Path], object]:
 
 
 def _bomb(leaf: str, levels: int = 40) -> str:
-    """YAML whose anchors expand to 9 to the power of `levels` values."""
+    """Return YAML whose anchors expand to 9 to the power of `levels` values."""
     lines = [f"a0: &a0 {leaf}"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "\n".join(lines) + "\n"
 
@@ -174,7 +174,7 @@ def _recipes(part: int) -> list[Input]:
 
 
 def _flow_bomb(levels: int = 30) -> str:
-    """One YAML value whose anchors expand to 9 to the power of `levels` numbers."""
+    """Return one YAML value whose anchors expand to 9 to the power of `levels` numbers."""
     text = "&a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"
     for level in range(1, levels):
         text = f"&a{level} [{text}{f', *a{level - 1}' * 8}]"
@@ -388,7 +388,7 @@ def _zst(name: str) -> Callable[[Path], object]:
 
 
 def _tables() -> list[Input]:
-    """Tables with changed bytes. If a flipped bit leaves a table readable, it is harmless."""
+    """Return inputs that are Parquet and Arrow files of text with changed bytes. The command may accept a file that is still readable."""
     kind = "tables: Parquet and Arrow with bytes changed"
     found = []
     for ending in ("parquet", "arrow"):

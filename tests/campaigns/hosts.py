@@ -31,15 +31,15 @@ _START_S = 20.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts. `first`: the process of each host that started all others on it."""
+    """Two hosts. `first`: process ids of the hosts' first processes, which started all others on their host."""
 
     machines: Machines
     first: tuple[int, ...]
 
     def start(self, host: int, command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[str]:
-        """Start a command on that host. Its output is one text."""
+        """Start a command on host number `host`. stdout and stderr are one stream of text."""
         there = ["nsenter", "--target", str(self.first[host]), "--net", "--uts", "--mount", "--pid"]
-        # the folder is entered after nsenter, because a folder entered before would belong to the mounts of this process
+        # cd runs inside the host: a folder entered before nsenter would be on this process's mounts
         words = [*there, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *command]
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(words, env=dict(env), text=True, **streams)  # type: ignore[call-overload, no-any-return]
@@ -49,7 +49,7 @@ class Hosts:
         os.kill(_child(process.pid), number)
 
     def left(self) -> list[str]:
-        """The commands that run on the hosts in addition to their daemons."""
+        """Return the commands that still run on the hosts, without their daemons."""
         here, found = {os.readlink(f"/proc/{first}/ns/pid") for first in self.first}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -60,12 +60,12 @@ class Hosts:
 
 
 def path(env: Mapping[str, str]) -> str:
-    """The search path for an environment's programs, with the daemons' folders at its end."""
+    """Return PATH of the environment `env`, with the folders of daemons at its end."""
     return f"{env.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def missing(programs: Mapping[str, str] = PROGRAMS) -> str:
-    """Programs that this machine lacks, in addition to the network (`why_not` of two_machines.py); "" if none."""
+    """Return the reason why this machine cannot run two hosts: no network namespaces, or missing programs; "" if it can."""
     absent = sorted({package for program, package in programs.items() if shutil.which(program, path=path(os.environ)) is None})
     if absent:
         return f"it needs {' '.join(absent)} (apt-get install {' '.join(absent)})"
@@ -75,7 +75,7 @@ def missing(programs: Mapping[str, str] = PROGRAMS) -> str:
 
 @contextlib.contextmanager
 def two_hosts(home: Path, variables: Mapping[str, str]) -> Iterator[Hosts]:
-    """Two hosts that reach each other by ssh without a password. `home`: folder for keys; `variables`: environment of ssh sessions."""
+    """Yield two hosts that reach each other by ssh without a password. `home`: folder for keys; `variables`: environment of sessions."""
     with two_machines() as machines, contextlib.ExitStack() as stack:
         _ssh_files(home, machines, variables)
         first = [stack.enter_context(_host(home, machines, number)) for number in range(2)]
@@ -105,7 +105,7 @@ def _ssh_files(home: Path, machines: Machines, variables: Mapping[str, str]) -> 
 
 @contextlib.contextmanager
 def _host(home: Path, machines: Machines, number: int) -> Iterator[int]:
-    """The first process of a host, ready when its sshd listens."""
+    """Start a host; yield the id of its first process once sshd listens. number: 0 or 1."""
     sshd = shutil.which("sshd", path=path(os.environ))
     own = {"hosts": "/etc/hosts", "ssh_config": "/etc/ssh/ssh_config", "shadow": "/etc/shadow"}
     script = (

@@ -1,7 +1,7 @@
 """SIGKILLs, for `python -m tests.campaigns kills`: a tiny run is killed, started again, and must equal the run that was never killed.
 
-    one rank, the launcher (ranks die with it), or all at once: at a random moment of a random step, including the start
-    inside a save: one rank, when it opens, renames or removes a checkpoint's file; each of those calls is equally likely
+    at a random moment of a random step, or of the start: one rank, the launcher (its ranks die with it), or all processes
+    inside a save: one rank, when it opens, renames or removes a checkpoint's file; each of these calls is equally likely
 
 A try passes if the second start ends well, and every loss, weight and moment is bitwise equal to the undisturbed run. Further rows are
 pairs of layouts: a checkpoint saved on one layout is loaded on another and saved again; the hashes of all tensors must be equal.
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "pp 2": {"degrees.pp": "2", "pipeline.microbatches": "4"},
     "ep 2, moving experts": {"degrees.ep": "2", "experts.rebalance_every": "3", "optimizer.clip_norm": "0.1"},
 }
-# layouts: number of ranks, and recipe values
+# name of a layout -> number of ranks, recipe values
 LAID: dict[str, tuple[int, dict[str, str]]] = {
     "one": (1, {"degrees.ep": "1"}),
     "dp 2": (2, {"degrees.ep": "1"}),
@@ -66,7 +66,7 @@ _CALLS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """A row for each layout that is killed, and one for each pair of layouts."""
+    """Yield a row of kills for each layout, and a row for each pair of layouts (saved on one, loaded on the other)."""
     torch.set_num_threads(1)
     tries = rounds or (MANY if full else 1)
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
@@ -88,7 +88,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 class Kills:
-    """Kills of the run on one layout. The undisturbed run to compare with is made at the first kill."""
+    """Kills of runs on one layout. The undisturbed run to compare with is made at the first kill."""
 
     def __init__(self, home: Path, layout: str) -> None:
         self.home, self.name = home, layout.replace(" ", "-").replace(",", "")
@@ -99,7 +99,7 @@ class Kills:
         self.calls: list[int] = []
 
     def once(self, number: int) -> tuple[str, float]:
-        """One kill, of a kind that follows from its number: (what went wrong, seconds of the start after it)."""
+        """Kill a run and start it again. number: selects the kind of kill. Return (problem or "", seconds of the second start)."""
         problem = self._undisturbed()
         if problem:
             return problem, 0.0
@@ -130,7 +130,7 @@ class Kills:
         return problem
 
     def _killed(self, out: Path, how: str, draw: random.Random) -> str:
-        """Run until a SIGKILL ends all processes. Returns what went wrong, or ""."""
+        """Run until a SIGKILL ends all processes. Return the problem, or "". how: kind of kill."""
         before: Before | None = None
         if how == "save":
             who = draw.choices((0, 1), weights=self.calls)[0]
@@ -157,7 +157,7 @@ class Kills:
 
 
 def at_calls(act: Callable[[int], object]) -> None:
-    """In a rank's process: call `act` with the number of each call that opens, renames or removes a file of the checkpoints."""
+    """Make this rank's process call `act(n)` before its nth call that opens, renames or removes a checkpoint's file."""
     made = [0]
 
     def heard(event: str, arguments: tuple[object, ...]) -> None:
@@ -174,7 +174,7 @@ def _die_at(who: int, at: int, rank: int) -> None:
 
 
 def resharded(home: Path, saved: dict[str, Path], source: str, target: str) -> tuple[str, float]:
-    """Load a checkpoint of `source` on `target` and save it again before training: (what differs, seconds)."""
+    """Load a checkpoint of layout `source` on layout `target` and save it again. Return (differing tensors or "", seconds)."""
     if source not in saved:
         ranks, overrides = LAID[source]
         out = home / f"from {source}"
@@ -192,7 +192,7 @@ def resharded(home: Path, saved: dict[str, Path], source: str, target: str) -> t
 
 
 def _save_first(again: Path) -> None:
-    """In a rank's process: save the loaded state into another folder before training."""
+    """Make this rank's process save the loaded state in `again` before training."""
     from moe.train.loop import trainer
     from moe.train.start.job import Job
     from parallel.store.saver import Saver

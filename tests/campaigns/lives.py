@@ -1,4 +1,4 @@
-"""Runs a tiny training several times, for `python -m tests.campaigns`: started on a few ranks, ended by a fault, started again.
+"""Starts of a tiny run for `python -m tests.campaigns`: started on a few ranks, ended by a fault, started again.
 
     this process, which has loaded torch -> a launcher that only waits -> ranks: moe.launch.launch, as a launcher starts it
 
@@ -86,7 +86,7 @@ class Attempt:
     def _rank(self, rank: int, port: int, home: Path, overrides: Mapping[str, str], before: Before | None, *, launcher: int) -> int:
         code = 1
         try:
-            die_with(launcher)  # in a real launch, the parent also ends processes that have not yet called this
+            die_with(launcher)  # a real launcher also ends ranks that have not called this yet
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
                 os.dup2(log, stream)
@@ -94,7 +94,7 @@ class Attempt:
             places: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": self.world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.world}
             places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_CACHE_HOME": home / "cache", "CUDA_VISIBLE_DEVICES": ""}
             os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu", TOKEN: str(launcher)})
-            os.environ[HELD] = str(self.out.resolve())  # set as by a parent that reads how ranks end
+            os.environ[HELD] = str(self.out.resolve())  # a rank writes its status file only if its launcher has set this
             if before is not None:
                 before(rank)
             from moe.launch import launch
@@ -148,7 +148,7 @@ class Attempt:
         return found
 
     def orphans(self) -> list[int]:
-        """Processes that the ranks left behind."""
+        """Return ids of processes that the ranks started and that still run."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -157,12 +157,12 @@ class Attempt:
         return found
 
     def said(self) -> str:
-        """The end of the ranks' output."""
+        """Return the last part of the ranks' output."""
         return self.log.read_text(errors="replace")[-400:] if self.log.exists() else ""
 
 
 def whole(home: Path, out: Path, overrides: Mapping[str, str], *, world: int = 2, before: Before | None = None) -> str:
-    """Run once from the newest checkpoint to the end. Returns what went wrong, or ""."""
+    """Run from the newest checkpoint in `out`, or the beginning, to the end. Return the problem, or ""."""
     attempt = Attempt(home, out, overrides, world=world, before=before)
     stuck = attempt.end()
     codes = attempt.codes()
@@ -170,7 +170,7 @@ def whole(home: Path, out: Path, overrides: Mapping[str, str], *, world: int = 2
 
 
 def left_behind(out: Path) -> dict[str, Any]:
-    """The results of a run: every bit of each step's loss and of evaluations, and SHA-256 of each logical tensor of both checkpoints."""
+    """Return a run's results for a bitwise comparison: losses of steps and evaluations, and hashes of the tensors of its checkpoints."""
     lines = read(out)
     found: dict[str, Any] = {"steps": [(line["step"], float(line["loss"]).hex()) for line in lines if line["kind"] == "train"]}
     found["evaluations"] = {line["step"]: float(line["validation_loss"]).hex() for line in lines if line["kind"] == "eval"}
@@ -180,7 +180,7 @@ def left_behind(out: Path) -> dict[str, Any]:
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every whole tensor (parameters and experts, with both moments), regardless of its shards, and the counters."""
+    """Return {name: SHA-256} of a checkpoint's whole tensors (weights and moments), independent of shards, and of its counters."""
     reader = Reader(checkpoint)
     found = {"counters": str(reader.state["counters"])}
     for (name, kind), parts in reader.entries.items():
@@ -190,7 +190,7 @@ def hashes(checkpoint: Path) -> dict[str, str]:
 
 
 def differ(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The name of the first difference; "" if all is equal."""
+    """Return the name of the first difference between two results of `left_behind`; "" if all is equal."""
     for name in [*wanted, *(name for name in found if name not in wanted)]:
         ours, theirs = found.get(name), wanted.get(name)
         if ours == theirs:

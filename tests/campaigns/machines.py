@@ -1,10 +1,10 @@
-"""Several machines, for `python -m tests.campaigns machines`: real launchers start a tiny run on two, it is ended, and resumed.
+"""Two machines, for `python -m tests.campaigns machines`: real launchers start a tiny run on them; it is ended, and resumed.
 
     hostfile   moe train --hostfile -> DeepSpeed's launcher -> pdsh -> ssh          torchrun   one on each; then the cable is pulled
     SLURM      sbatch, with the script of docs/use/launching.md -> srun             the machines: hosts.py, slurm.py
 
-A try is held if the exit code after a signal is 75, nothing still runs on either machine, and every loss up to some steps after the resume
-is bitwise equal to an undisturbed run with two ranks on one machine.
+A try passes if the exit code after a signal is 75, no process still runs on either machine, and all losses, up to some steps after the
+resume, are bitwise equal to an undisturbed run with two ranks on one machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Check = Callable[[Path, Hosts], str]
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """A row for each way to start on two machines."""
+    """Yield a row for each launcher."""
     torch.set_num_threads(1)
     tries = rounds or (3 if full else 1)
     checks: list[tuple[str, Check]] = [
@@ -66,7 +66,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 def once(check: Check) -> tuple[str, float]:
-    """(what went wrong or "", seconds of all) on new machines."""
+    """Call `check` on two new hosts. Return (problem or "", seconds)."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="machines-") as name:
         home = Path(name)
@@ -79,7 +79,7 @@ def once(check: Check) -> tuple[str, float]:
 
 
 def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, *, resumed: str = "there") -> str:
-    """Start a run with --hostfile, send it a signal, resume it. Return "" or the problem.
+    """Start a run with --hostfile, send it a signal, resume it. Return the problem, or "".
 
     resumed: "there", on the same machines, or "here", on two ranks forked from this process.
     """
@@ -108,7 +108,7 @@ def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, 
 
 
 def torchrun(home: Path, hosts: Hosts) -> str:
-    """Start a run with torchrun, pull the cable, plug it in again and resume. Return "" or the problem."""
+    """Start a run with torchrun, pull the cable, plug it in again and resume. Return the problem, or ""."""
     out, saved = home / "run", {"train.save_every": "20", "train.timeout_s": "5"}
 
     def start() -> list[subprocess.Popen[str]]:
@@ -152,7 +152,7 @@ def torchrun(home: Path, hosts: Hosts) -> str:
 
 
 def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
-    """Run a batch job that a signal requeues, then cancel it. Return "" or the problem. `of_slurm`: SLURM sends it, not the user."""
+    """Run a batch job that is requeued after a signal, then cancel it. Return the problem, or "". `of_slurm`: SLURM sends the signal."""
     if not PAGE.exists():
         raise OSError(0, "it needs a checkout, with docs/use/launching.md")
     (home / "job.sh").write_text(script(PAGE.read_text()))
@@ -182,7 +182,7 @@ def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
 
 
 def script(page: str) -> str:
-    """The batch script in a page of the docs."""
+    """Return the batch script in the text `page` of the docs."""
     found = re.search(r"^#!/bin/bash\n(.*\n)+?(?=```)", page, flags=re.M)
     assert found, "the page shows no script"
     return found.group()
@@ -228,12 +228,12 @@ def _words(home: Path, more: dict[str, str] | None = None) -> list[str]:
 
 
 def held(out: Path) -> dict[str, str]:
-    """Environment variables that make ranks record how they end: this bench is the parent that holds their run's folder."""
+    """Return environment variables with which ranks write their exit codes into the run's folder `out`, as under `moe train`."""
     return {HELD: str(out.resolve())}
 
 
 def environment(home: Path) -> dict[str, str]:
-    """A user's environment on each machine."""
+    """Return the environment variables of a user on each host. home: folder of the cache."""
     mine = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{mine.get('PATH', '')}"
     return mine | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(home / "cache")}

@@ -1,11 +1,11 @@
-"""Preemption, for `python -m tests.campaigns preemption`: a signal at any moment of a tiny run, which saves or has nothing to lose.
+"""Preemption, for `python -m tests.campaigns preemption`: a signal at any moment of a tiny run, which saves if it has made a step.
 
     SIGTERM, SIGINT, SIGUSR1, SIGHUP   x   starting, tokenising, first step, forward, evaluation, saving, ending
 
-A try is held if all of these are true. All ranks end within LIMIT_S with a documented exit code (75; 130 for Ctrl-C before training; 0 at
+A try passes if all of these are true. All ranks end within LIMIT_S with a documented exit code (75; 130 for Ctrl-C before training; 0 at
 the end). They leave no process behind. No recorded step is repeated. A second start ends bitwise as the undisturbed run: losses, weights
-and moments. The signal goes to all ranks at once, as `moe train` passes it on; during training in every second try to only one rank.
-Before training a signal to one rank is not tested, because the other ranks wait for it.
+and moments. The signal goes to all ranks, as `moe train` sends it; in every second try during training to one rank only. Before training,
+a signal to one rank is not tested, because the other ranks wait for that rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOMENTS = {
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """A row for each moment at which a signal comes."""
+    """Yield a row for each moment at which a signal is sent."""
     torch.set_num_threads(1)
     tries = rounds or (MANY if full else 1)
     with tempfile.TemporaryDirectory(prefix="preemption-") as name:
@@ -68,7 +68,7 @@ class Preemptions:
         self.reference: dict[str, object] = {}
 
     def once(self, moment: str, number: int) -> tuple[str, float]:
-        """Preempt one run at this moment; `number` decides which signal comes. Return ("" or the problem, seconds until all ranks end)."""
+        """Preempt one run at this moment. number: selects the signal. Return (problem or "", seconds until all ranks end)."""
         if not self.reference:
             if problem := whole(self.home, self.home / "whole", {}):
                 return problem, 0.0
@@ -85,7 +85,7 @@ class Preemptions:
         alone = moment not in EARLY and number % 2 == 1
         heard, told = os.pipe()
         before = None if moment == "starting" else _at_phase(MOMENTS[moment], lambda: os.write(told, b"."), draw.uniform(0, 0.03))
-        if moment == "tokenising":  # without the tokens of an earlier run
+        if moment == "tokenising":  # a new cache folder, because an earlier run has cached the tokens
             home = out.with_suffix(".home")
             home.mkdir()
             shutil.copy(self.home / "text.txt", home)
@@ -117,7 +117,7 @@ class Preemptions:
 
 
 def _at_phase(phase: str, act: object, delay_s: float) -> Before:
-    """Return a `before` function that makes rank 0 call `act` delay_s seconds after it first enters the phase."""
+    """Return a `before` function that makes rank 0 call `act`, `delay_s` seconds after it first enters the phase of a step."""
 
     def before(rank: int) -> None:
         real, done = Record.enter, [rank != 0]
@@ -135,6 +135,6 @@ def _at_phase(phase: str, act: object, delay_s: float) -> Before:
 
 
 def _redone(out: Path) -> str:
-    """The recorded steps that the second start had to repeat."""
+    """Return a line about recorded steps that the second start repeated; "" if none."""
     again = [line for line in read(out) if line.get("event") == "resumed" and line["redone_steps"]]
     return f"{again[0]['redone_steps']} steps were lost" if again else ""

@@ -52,7 +52,7 @@ class Kind:
 
 
 def _given(values: Values, prefix: str = "") -> list[str]:
-    """Dotted keys that the recipe sets."""
+    """Return the dotted keys that the recipe sets."""
     found = []
     for key, value in values.items():
         found += _given(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
@@ -140,7 +140,7 @@ def _misspelled_section(rng: random.Random, values: Values) -> str:
 
 
 def _misspelled_name(rng: random.Random, values: Values) -> str:
-    """Misspells a name that the recipe sets or has by default."""
+    """Misspell a name that is a value of the recipe, set or by default."""
     names = {key: name for key, name in flat(build_run(values)).items() if isinstance(name, str) and len(name) > 3 and name in _names(key)}
     while True:
         key = rng.choice(sorted(names))
@@ -190,7 +190,7 @@ def _size(rng: random.Random, values: Values) -> str:
 
 
 def _choice(rng: random.Random, values: Values) -> str:
-    """Sets another allowed value of a key, which may not fit the other keys."""
+    """Set another allowed value of a key, which may not fit the other keys."""
     key = rng.choice([k for k in known_keys() if _names(k) or _field(k).annotation is bool])
     value = rng.choice([yaml.safe_load(name) for name in _names(key)] or [not _field(key).default])
     put(values, key, value)
@@ -211,7 +211,7 @@ def _section_gone(rng: random.Random, values: Values) -> str:
 
 
 def _lines(rng: random.Random, text: str) -> str:
-    """Removes, repeats or cuts a line, or puts a sign in the wrong place."""
+    """Remove, repeat or cut a line of the recipe's text, or insert a character that breaks the YAML."""
     lines = text.splitlines()
     at = rng.randrange(len(lines))
     line = lines[at]
@@ -245,7 +245,7 @@ KINDS = [
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
-    """Two rows for each kind: `tried` bad recipes, and `tried` proposed values."""
+    """Yield two rows for each kind of mutation: one of bad recipes, one of the fixes that their errors propose."""
     tries = rounds or (MANY if full else FEW)
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
@@ -254,7 +254,7 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
 
 
 def of_kind(kind: Kind, tries: int, folder: Path) -> tuple[Row, Row]:
-    """Two rows: recipes with this fault, refused (good ones are not counted), and the advice in the refusals."""
+    """Return two rows: recipes with this mutation, which must be refused (good ones are not counted), and the fixes they propose."""
     refused, mended = Row(kind.name), Row(f"    the fix that its line proposes ({kind.name})")
     good = [(name, world) for name in recipe_names() for world in WORLDS if _starts(name, world)]
     seconds: list[float] = []
@@ -287,7 +287,7 @@ def of_kind(kind: Kind, tries: int, folder: Path) -> tuple[Row, Row]:
 
 
 def _make(kind: Kind, rng: random.Random, folder: Path, good: list[tuple[str, int]]) -> tuple[Path, str, int]:
-    """A file with a bad recipe, a description of the fault, and the number of processes for which the recipe was good."""
+    """Write a mutated recipe. Return (its file, description of the mutation, number of processes for which the original was good)."""
     name, world = rng.choice(good)
     path = folder / "bad.yaml"
     if kind.text is not None:
@@ -313,7 +313,7 @@ def _starts(recipe: str | Path, world: int) -> bool:
 
 
 def _judge(path: Path, world: int) -> tuple[BadInput | None, str]:
-    """(the refusal or None, the problem with it or "")."""
+    """Check the recipe for `world` processes. Return (the error, or None if accepted; problem with the error, or "")."""
     try:
         run, origins = load(path)
         check_for_user(run, world, origins)
@@ -325,7 +325,7 @@ def _judge(path: Path, world: int) -> tuple[BadInput | None, str]:
 
 
 def _as_command(path: Path, world: int, bad: BadInput) -> str:
-    """The problem with the command's answer, which must be only that line, with exit code 2; "" if none."""
+    """Give the recipe to `moe train`. Return "" if it prints only the line of `bad`, with exit code 2; else the problem."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = moe(["train", str(path), "--nproc", str(world)])
@@ -335,7 +335,7 @@ def _as_command(path: Path, world: int, bad: BadInput) -> str:
 
 
 def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
-    """Apply each fix that `bad` proposes on its own, and note in `row` if the recipe is still refused or did not change."""
+    """Apply each fix that `bad` proposes, one at a time. Add a problem to `row` if the recipe is still refused or did not change."""
     try:
         values: Values | None
         values, origins = read_recipe(path)
@@ -358,7 +358,7 @@ def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
 
 
 def _raw(path: Path) -> Values | None:
-    """The file's own values, or None if it cannot be read."""
+    """Return the values in the file, without defaults; None if it cannot be read."""
     try:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, ValueError):

@@ -1,14 +1,13 @@
-"""ETTR, for `python -m tests.campaigns restarts`: the productive share of wall time of a run in which ranks are killed now and then.
+"""`python -m tests.campaigns restarts` measures ETTR, the productive share of a run's wall time, while ranks are killed now and then.
 
     moe train --nproc 2 --restarts 3; a random rank gets SIGKILL once in BETWEEN checkpoint intervals, at a random step of them
 
     ETTR = 1 - (lost seconds / all seconds)
     all seconds     from the first step to the last, including saves
-    lost seconds    from the checkpoint that a run resumes from to its first new step: repeated steps, the end, the start
+    lost seconds    from the checkpoint that a run resumes from to its first new step: ending, restarting, repeated steps
 
-A try is held if the run continued after each kill and ended well; with --full ETTR must also be at least AIM. By default there is one kill
-with short intervals, so that a start weighs more than AIM allows; the row reports the result. The number of steps in an interval on this
-machine is measured first.
+The row passes if the run continued after each kill and ended well; with --full ETTR must also be at least AIM. By default there is one
+kill with short intervals, in which a restart costs more than AIM allows, so ETTR is only reported.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _END = 1 << 16  # bytes, more than a line of the records has
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
-    """One row: `tried` kills, held if the run continued after each and the productive share is large enough."""
+    """Yield one row, of all kills: they pass if the run continued after each and ETTR is large enough."""
     name = f"restarts: a kill every {BETWEEN} intervals"
     if only not in name:
         return
@@ -52,7 +51,7 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 
 def measured(home: Path, name: str, *, interval_s: float, kills: int, aim: float) -> Row:
-    """Train for as long as `kills` kills need on average, and compute the shares."""
+    """Train a run for `kills` expected kills. Return the row with its ETTR. interval_s: between checkpoints. aim: least ETTR."""
     steps_a_second = _speed(home)
     every = max(1, round(interval_s * steps_a_second))
     steps = every * BETWEEN * kills
@@ -87,7 +86,7 @@ def measured(home: Path, name: str, *, interval_s: float, kills: int, aim: float
 
 
 def shares(lines: Iterable[dict[str, Any]]) -> tuple[float, list[float]]:
-    """(seconds from the end of the first step to the end of the last, lost seconds of each resume), from a run's records."""
+    """Return (seconds from the end of the first step to the end of the last, lost seconds of each resume). lines: of metrics.jsonl."""
     gaps: list[float] = []
     times: list[float] = []
     resumed = False
@@ -101,7 +100,7 @@ def shares(lines: Iterable[dict[str, Any]]) -> tuple[float, list[float]]:
 
 
 def _speed(home: Path) -> float:
-    """Steps a second of the run that will be killed, measured on a short one."""
+    """Measure a short run like the one to be killed. Return its steps a second."""
     with _train(home, home / "speed", steps=150, every=0) as process:
         process.wait(_LONGEST_S)
     lines = [line for line in whole_lines(home / "speed" / METRICS) if line["kind"] == "train"][50:]
@@ -117,7 +116,7 @@ def _train(home: Path, out: Path, *, steps: int, every: int) -> subprocess.Popen
 
 
 def _step(out: Path) -> int:
-    """The newest step since the last start; 0 before its first step."""
+    """Return the newest step recorded since the last start; 0 before its first step."""
     path = out / METRICS
     if not path.exists():
         return 0

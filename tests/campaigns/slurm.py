@@ -52,7 +52,7 @@ class Cluster:
         self.hosts, self.folder, self.env = hosts, folder, env
 
     def do(self, *words: str) -> str:
-        """The output of a command. Raises OSError if it fails."""
+        """Run a command; return its output. Raises OSError if it fails."""
         process = self.hosts.start(0, words, env=self.env, cwd=self.folder)
         said, _ = process.communicate(timeout=60)
         if process.returncode:

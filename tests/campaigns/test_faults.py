@@ -1,5 +1,4 @@
-"""A sample of each fault of `python -m tests.campaigns` that the suite has nowhere else: signals at moments of a run, and disks that
-fail."""
+"""A few tries of campaigns that no other test runs: signals at moments of a run, and failing disks."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ def test_a_signal_at_any_moment_saves_or_has_nothing_to_lose(signals: Preemption
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_a_rank_whose_peer_is_in_its_first_step_asks_for_another_go(number: signal.Signals, home: Path, tmp_path: Path) -> None:
-    """Rank 0 sleeps before its first step, in which rank 1 waits for it. The signal ends rank 0, and therefore rank 1 fails too."""
+def test_a_signal_to_one_rank_before_its_first_step_ends_the_run_for_a_restart(number: signal.Signals, home: Path, tmp_path: Path) -> None:
+    """Rank 1 is in its first step and waits for rank 0, which gets the signal. Rank 0 ends, so rank 1 fails; the run can be restarted."""
     out = tmp_path / "run"
 
     def late(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The seconds that count as lost if a run's ranks die and the run starts again."""
+"""Lost seconds of a run that is killed and started again, as `shares` computes them from its records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.campaigns import restarts
 from tests.campaigns.restarts import shares
 
 
-def test_what_lies_between_the_checkpoint_and_the_first_new_step_is_lost() -> None:
+def test_seconds_from_the_checkpoint_to_the_first_new_step_are_lost() -> None:
     """Steps take 1 s and are recorded at their end. Saved at second 3, killed; step 4 ends at second 13: 13 - 3 - 1 = 9 s are lost."""
     steps = {1: 1.0, 2: 2.0, 3: 3.0, 4: 13.0, 5: 14.0}
     lines = [{"kind": "train", "step": step, "time": at, "step_seconds": 1.0} for step, at in steps.items()]

@@ -45,7 +45,7 @@ class Machines:
 
 
 def why_not() -> str:
-    """Why this machine cannot simulate two machines; "" if it can."""
+    """Return the reason why this machine cannot simulate two machines; "" if it can."""
     if not sys.platform.startswith("linux") or os.geteuid():
         return "it needs root on Linux"
     if shutil.which("ip") is None:
@@ -59,7 +59,7 @@ def why_not() -> str:
 
 @contextmanager
 def two_machines() -> Iterator[Machines]:
-    """Two machines that exist within the context. Raises OSError or CalledProcessError if the system does not allow them."""
+    """Yield two machines that exist until the context exits. Raises OSError or CalledProcessError if the system does not allow them."""
     spaces: list[int] = []
     try:
         spaces = [_namespace(), _namespace()]
@@ -77,7 +77,7 @@ def two_machines() -> Iterator[Machines]:
 
 
 def _namespace() -> int:
-    """A file descriptor of a new network namespace. This thread enters it for a moment."""
+    """Return a file descriptor of a new network namespace, which this thread enters for a moment."""
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _call("unshare", _NEW_NET)

@@ -1,4 +1,4 @@
-"""The names that `moe` offers: they are what their files define, and nothing slow is loaded before one is used."""
+"""The public names of `moe` are the objects that their modules define, and `import moe` loads neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_names_load_torch_only_when_they_are_used() -> None:
     subprocess.run([sys.executable, "-c", LOADED], check=True, timeout=120)
 
 
-def test_a_file_of_the_users_does_not_stand_for_a_package_of_ours(tmp_path: Path) -> None:
-    """A script or notebook has its own folder first on its path; `parallel` is a name that anybody may take."""
+def test_a_users_parallel_py_does_not_replace_our_package(tmp_path: Path) -> None:
+    """Python searches a script's own folder first, where a user may have a `parallel.py`."""
     (tmp_path / "parallel.py").write_text("mine = True")
     environment = os.environ | {"PYTHONPATH": str(Path(moe.__file__).parents[1])}
 
@@ -51,7 +51,7 @@ def test_a_package_that_is_called_does_what_its_name_says() -> None:
     import moe.verify.verify as oracle
 
     assert moe.train.loop.trainer is trainer and moe.verify.verify is oracle, "the packages are still packages"
-    with pytest.raises(BadInput, match="--only"):  # no row: nothing was shown
+    with pytest.raises(BadInput, match="--only"):  # an error: no layout has this name
         moe.verify(nproc=1, only="no such layout", say=lambda line: None)
 
 

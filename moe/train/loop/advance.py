@@ -43,7 +43,7 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
             accumulate,
             training.executor,
             _batch(job, counters.step),
-            shard=job.batches.shard,
+            shard=job.shard,
             microbatches=run.pipeline.microbatches,
             seed=run.train.seed,
             step=counters.step,
@@ -53,23 +53,16 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
         numbers = passes() if auditor is None else auditor.passes(passes, step=counters.step + 1)
     if measured is not None:
         measured.before_update(job.engine)
+    world, clip_norm = job.mesh.axis("world"), run.optimizer.clip_norm
     with during(STEP):
-        norm = finish(
-            job.engine,
-            numbers,
-            world=job.mesh.axis("world"),
-            scale=training.scale,
-            lr=rate,
-            clip_norm=run.optimizer.clip_norm,
-            device=job.world.device,
-        )
+        norm = finish(job.engine, numbers, world=world, scale=training.scale, lr=rate, clip_norm=clip_norm, device=job.world.device)
         if auditor is not None:
             auditor.compare_copies(counters.step + 1, "after the update")
     return Made(numbers, norm, rate, scale)
 
 
 def _flag(job: Job, asked: Callable[[], bool]) -> int:
-    """Return the number of tp ranks that are asked to stop. The step's numbers, which carry it, are summed over all axes but tp."""
+    """Return the number of ranks of the tp axis that are asked to stop. The other axes add theirs when the step's numbers are summed."""
     tp = job.mesh.axis("tp", label="who is asked to stop")
     return int(sum_over(torch.tensor(int(asked()), device=job.world.device), tp)) if tp.size > 1 else int(asked())
 
@@ -87,7 +80,7 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
             job.training.executor,
             [_batch(job, counters.step + n) for n in range(count)],
             schedule=schedules[count],
-            shard=job.batches.shard,
+            shard=job.shard,
             world=job.mesh.axis("world"),
             seed=run.train.seed,
             step=counters.step,
@@ -98,5 +91,4 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
 
 
 def _batch(job: Job, step: int) -> Tensor:
-    batches = job.batches
-    return torch.from_numpy(batches.read(partial(batches.data.train.batch, step, batches.shard))).to(job.world.device)
+    return torch.from_numpy(job.read(partial(job.data.train.batch, step, job.shard))).to(job.world.device)

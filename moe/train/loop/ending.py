@@ -24,24 +24,22 @@ from parallel.watch import watchdog
 
 def finish(job: Job) -> dict[str, Any]:
     """Write the summary and return it; if no step was left to make, return the stored one. Collective."""
-    run, world, figures, output = job.run, job.mesh.axis("world"), job.figures, job.output
+    run, world, figures, progress = job.run, job.mesh.axis("world"), job.figures, job.progress
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
         if job.counters.step == run.train.steps:  # False if a callback stopped the run before its first step
-            output.progress.note(
-                f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh"
-            )
-        output.progress.close(before)
+            progress.note(f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh")
+        progress.close(before)
         return before
     if not figures.evaluated:  # the run ended after its last step, before its summary was written
         evaluate(job, record=not was_evaluated(job))
     watchdog.enter("ending after the step", patience=watchdog.FIRST)
     job.engine.module.eval()
-    model, length = logits_of(job.training.executor, job.batches.shard), run.model.max_length
+    model, length = logits_of(job.training.executor, job.shard), run.model.max_length
     text = ""
     if run.train.sample_tokens and run.model.kind == "decoder":
-        output.progress.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
-        much, tokenizer = run.train.sample_tokens, job.batches.data.tokenizer
+        progress.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
+        much, tokenizer = run.train.sample_tokens, job.data.tokenizer
         text = sample(model, tokenizer, prompt=tokenizer.example, num_tokens=much, max_length=length, device=job.world.device)
     costs = size(run)
     speed = None
@@ -77,21 +75,21 @@ def finish(job: Job) -> dict[str, Any]:
     }
     if job.world.rank == 0:
         write_summary(job.out, summary)
-        output.records.close()
+        job.records.close()
         if run.train.report:
             from moe.report import write_report
 
             try:
                 write_report(job.out)
             except Exception as error:  # a picture that cannot be drawn must not fail a finished run
-                output.progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")
-    output.progress.close(summary)
+                progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")
+    progress.close(summary)
     return summary
 
 
 def _totals(job: Job) -> list[float]:
-    """Return numbers of the whole run, read from metrics.jsonl by rank 0: tokens, seconds, dropped share in all steps and the last tenth,
-    resumes, restarts, and number and seconds of the steps made again. Collective."""
+    """Return totals of the run, read from metrics.jsonl by rank 0: tokens, seconds, dropped share in all steps and in the last tenth,
+    resumes, restarts, number and seconds of repeated steps. Collective."""
     totals = [0.0] * (4 + len(NOTHING))
     if job.world.rank == 0:
         found = read(job.out)

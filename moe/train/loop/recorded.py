@@ -1,4 +1,4 @@
-"""What follows a step: counters, a line of metrics.jsonl, evaluation, and an error if gradients are not finite again and again."""
+"""Work after a step: counters, a line of metrics.jsonl, evaluation, and an error if gradients are repeatedly not finite."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         "moe": layers,
         "time": time.time(),
     }
-    job.output.records.write(line)
-    job.output.progress.step(line)
+    job.records.write(line)
+    job.progress.step(line)
     return line
 
 
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
-    """After a skipped step, raise BadInput on all ranks if further steps would be skipped too. norm: the step's. Collective if skipped."""
+    """Raise BadInput on all ranks if this step was skipped and later steps would be too. norm: the step's. Collective if it was skipped."""
     run, c = job.run, job.counters
     if norm.finite:
         return
     of_all(lambda: _refuse_bad_weights(job), job.mesh.axis("world"), what=f"step {c.step}")
     families = ", ".join(name for name, value in norm.families.items() if not value < float("inf"))
-    job.output.event("skipped", step=c.step, families=families)
+    job.records.event("skipped", step=c.step, families=families)
     scale = job.training.scale
     scaled = scale.growth_interval > 0
     if continuous(run):
@@ -113,25 +113,25 @@ def _refuse_bad_weights(job: Job) -> None:
         f"step {job.counters.step}",
         got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",
         needed="finite weights: no further step can mend them, and nothing of them is saved",
-        fix=f"start it again: {goes_on}; if that ends so too, --from_step with an earlier checkpoint, or a lower optimizer.lr",
+        fix=f"start it again: {goes_on}; if this error returns, --from_step with an earlier checkpoint, or a lower optimizer.lr",
     )
 
 
 def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     """Evaluate on held-out text. Return the line for metrics.jsonl; write it only if `record`. Collective."""
-    run, batches = job.run, job.batches
+    run = job.run
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
-    at_once = max(1, len(batches.shard.sequences) // run.pipeline.microbatches)
+    at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
     with during(EVALUATION):  # names the evaluation if memory runs out: its sequences are all loaded together
-        held = batches.read(partial(batches.data.validation.held, shard))
+        held = job.read(partial(job.data.validation.held, shard))
         loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     step, found = job.counters.step, {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
     job.figures.evaluated_at, job.figures.evaluated = step, found
     line = {"kind": "eval", "step": step, "time": time.time()} | found
     if record:
-        job.output.records.write(line)
-    job.output.progress.evaluation(line)
+        job.records.write(line)
+    job.progress.evaluation(line)
     return line
 
 

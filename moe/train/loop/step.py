@@ -44,8 +44,8 @@ def accumulate(
     flag: int = 0,
 ) -> Numbers:
     """Run forward and backward of one step; the engine then holds summed gradients. Return the step's numbers over all ranks. Collective.
-    sequences_NL: token ids of this rank, int64, of the shard's shape; the stages of one pipeline get the same. PADDING may only be at the
-    end of a sequence. flag: a number; the result has its sum over ranks."""
+    sequences_NL: token ids of this rank, int64, of shape `shard.shape`; all stages of a pipeline get the same. PADDING may only be at the
+    end of a sequence. flag: summed over ranks in the result."""
     tokens = count_tokens(sequences_NL, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
     passes = with_whole_step(executor, passes, shard)
@@ -91,7 +91,7 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Return the mean loss, in nats a token, of all ranks' sequences, with evaluation capacity. at_once: sequences of a micro-batch."""
+    """Return the mean loss, in nats a token, of all ranks' sequences, with evaluation capacity. at_once: sequences in a micro-batch."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 

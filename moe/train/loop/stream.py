@@ -41,8 +41,8 @@ def stream(
     flag: int = 0,
 ) -> list[tuple[Numbers, GradientNorm]]:
     """Make one step for each batch, then drain the pipeline. Return each step's numbers and gradient norm. Collective. batches: this rank's
-    token ids, int64, each of the shard's shape. schedule: of all batches. step: number of the first one, from 0. rate(n): learning rate of
-    update n of these, from 0. flag: a number; each step's numbers have its sum over ranks."""
+    token ids, int64, of shape `shard.shape`. schedule: for all batches together. step: number of the first step. rate(n): learning rate for
+    batches[n]. flag: summed over ranks in each step's numbers."""
     assert isinstance(executor, Pipelined)
     engine, model, device = executor.engine, executor.model, batches[0].device
     passes: list[Pass] = []

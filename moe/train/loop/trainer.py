@@ -67,14 +67,14 @@ def train(
 ) -> dict[str, Any]:
     """Train a run and return its summary (the fields of summary.json). It resumes from the newest checkpoint in `out`, if there is one.
 
-    Runs in this process, or on every rank that a launcher started. fresh: rename earlier checkpoints instead of resuming. from_step: resume
-    from this step's checkpoint, and rename later ones. allow_changes: keys of the recipe that may change what a resumed model computes.
-    cluster: the file that memory and time are predicted with (default: this machine's). force: start even if memory is predicted not to
-    suffice. init_from: another run, or one of its checkpoints, whose weights and tokenizer this run begins with. restart: set by a
-    launcher that restarted the run. profile: record time by region for a few steps.
+    Call it in one process, or on every rank that a launcher started. origins: recipe key -> source of its value. fresh: rename earlier
+    checkpoints instead of resuming. from_step: resume from this step's checkpoint, and rename later ones. allow_changes: recipe keys that
+    may change what a resumed model computes. cluster: cluster file for the prediction of memory and time (default: this machine's). force:
+    start even if memory is predicted not to suffice. init_from: another run, or its checkpoint, whose weights and tokenizer this run begins
+    with. restart: set by a launcher that restarted the run. profile: record time by region for a few steps.
 
-    A user's own parts, the same on every rank: callbacks (moe/train/parts/callbacks.py); data: samples instead of text
-    (moe/data/given.py); optimizer: a function of torch's parameter groups (parallel/optim/given.py).
+    From a user's program, the same on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
+    (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).
 
     Raises BadInput before anything is written, Stopped after a signal once the state is saved, and Ended if a callback raised.
     """
@@ -102,13 +102,13 @@ def train(
 def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, profile: bool) -> dict[str, Any]:
     watchdog.enter("preparing", patience=watchdog.FIRST)
     job = open_job(run, arguments)
-    figures, output = job.figures, job.output
+    figures = job.figures
     figures.predicted, figures.measured = predicted, Measured(arguments.world)
     if profile and first_of_its_stage(job.mesh):
-        figures.recording = Recording(arguments.out / "profile", f"rank-{arguments.world.rank}", note=output.progress.note)
+        figures.recording = Recording(arguments.out / "profile", f"rank-{arguments.world.rank}", note=job.progress.note)
     with asked_to_stop() as asked:
         try:
-            with planned_clocks(run, job.training.executor, job.mesh, arguments.world, note=output.progress.note):
+            with planned_clocks(run, job.training.executor, job.mesh, arguments.world, note=job.progress.note):
                 _loop(job, asked)
             summary = finish(job)
             job.tell("on_train_end", summary)
@@ -117,8 +117,8 @@ def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, prof
             if figures.recording is not None:
                 figures.recording.close()
             job.saves.saver.leave()
-            output.progress.close()
-            output.records.close()
+            job.progress.close()
+            job.records.close()
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
@@ -138,7 +138,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             count(job, one.norm)
             line = record(job, one, seconds)
             refuse_endless_skips(job, one.norm)
-            job.training.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.output.records.write)
+            job.training.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.records.write)
             job.tell("on_step_end", line)
         _announce_saves(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
@@ -150,8 +150,8 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         if last or due(run.train.eval_every):
             job.tell("on_evaluate", evaluate(job))
         if flags and not last:
-            job.output.event("stopped", step=counters.step)
-            job.output.progress.note(f"stopped by a signal at step {counters.step}; the same command continues from here")
+            job.records.event("stopped", step=counters.step)
+            job.progress.note(f"stopped by a signal at step {counters.step}; the same command continues from here")
             raise Stopped
     if job.stopped is not None and counters.step < run.train.steps:
         _end_early(job)
@@ -166,8 +166,8 @@ def _end_early(job: Job) -> None:
     _announce_saves(job)
     if job.figures.evaluated_at != step:
         evaluate(job, record=not was_evaluated(job))
-    job.output.event("stopped", step=step, by=job.stopped)
-    job.output.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run continues from here")
+    job.records.event("stopped", step=step, by=job.stopped)
+    job.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run continues from here")
 
 
 def _save(job: Job, *, wait: bool) -> None:
@@ -189,14 +189,14 @@ def _save(job: Job, *, wait: bool) -> None:
 
 
 def _announce_saves(job: Job) -> None:
-    """Write the line "saved" of a checkpoint once rank 0 finds it complete; call on_save once all ranks know that. Collective."""
+    """Write the event "saved" once rank 0 finds a checkpoint complete; call on_save once all ranks know that. Collective."""
     saves = job.saves
 
     def line(step: int) -> dict[str, Any]:
         return {"kind": "event", "event": "saved", "step": step, "path": str(saves.saver.folder / f"step-{step}")}
 
     if (step := saves.saver.news()) is not None:
-        job.output.records.write(line(step))
+        job.records.write(line(step))
     if (known := saves.saver.known) is not None and known != saves.told:
         saves.told = known
         job.tell("on_save", line(known))

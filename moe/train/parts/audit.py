@@ -1,13 +1,12 @@
 """`train.audit_every: n` checks every n-th step for silent data corruption, with the comparisons of parallel/watch/audit.py.
 
-    before the step     copies of weights and optimizer states have equal hashes; a differing copy is replaced
+    before the step     copies of weights and optimizer states must have equal hashes; a differing copy is replaced
     first pass          forward and backward; gradients and the step's numbers are hashed, then dropped
-    second pass         the hashes must be equal on every rank, and tensors that no code wrote meanwhile must not have changed
-    after the update    copies are equal again; also before every save, so that no checkpoint holds a corrupt copy
+    second pass         hashes must equal the first pass's on every rank, and weights and states must not have changed
+    after the update    copies are compared again; also before every save, so that no checkpoint holds a corrupt copy
 
-Noise, dropout and routing are functions of a token's place in the run, so both passes compute the same. If they differ, further passes are
-made until two agree; the step uses their gradients. If no intact copy is known, all ranks end with a line that names the checkpoint to
-resume from.
+Random numbers depend only on seed, step, layer and token, so both passes compute the same. If they differ, passes are repeated until two
+agree; the step uses their gradients. If no intact copy is known, all ranks end with a line that names the checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -39,21 +38,14 @@ MOST_NAMED = 3  # at most this number of differing tensors or layers are named i
 
 
 class Auditor:
-    """Audits of one rank. every: steps between audits, or 0. record: writes a line of metrics.jsonl. note: prints a line. checkpoints: the
-    run's folder of checkpoints."""
+    """Audits of one rank. every: steps between audits, or 0. record: writes a line of metrics.jsonl. note: prints a line. folder: of the
+    run's checkpoints."""
 
     def __init__(
-        self,
-        engine: Engine,
-        mesh: Mesh,
-        *,
-        every: int,
-        record: Callable[[dict[str, Any]], None],
-        note: Callable[[str], None],
-        checkpoints: Path,
+        self, engine: Engine, mesh: Mesh, *, every: int, record: Callable[[dict[str, Any]], None], note: Callable[[str], None], folder: Path
     ) -> None:
         self.engine, self.mesh, self.every, self.world = engine, mesh, every, mesh.axis("world", label="the audit")
-        self.record, self.note, self.checkpoints = record, note, checkpoints
+        self.record, self.note, self.folder = record, note, folder
         self.step = 0  # last step after which copies were compared
 
     def due(self, step: int) -> bool:
@@ -93,7 +85,7 @@ class Auditor:
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            if left := self._on_all(by_majority(held, prints, self.mesh)):  # copies on several stages, or a recurring fault
+            if left := self._on_all(by_majority(held, prints, self.mesh)):  # stages differ from one another, or the fault recurs
                 self._end(step, when, left)
         self.step = step
         return held, prints
@@ -117,8 +109,8 @@ class Auditor:
         ]
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
-        """Replace every corrupt tensor in `found` by an intact copy; return whether any rank had found one. Raises Ended on all ranks for a
-        tensor without an intact copy. looks_again: not yet, if another stage mends it, because the caller compares again. Collective."""
+        """Replace the corrupt tensors `found` on this rank by intact copies. Return whether any rank found one. Raises Ended on all ranks
+        for a tensor without an intact copy; with looks_again, only if no other stage repairs it either. Collective."""
         said = self._on_all(found)
         if not said:
             return False
@@ -135,9 +127,9 @@ class Auditor:
         return True
 
     def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
-        """Return the layers or gradients in which this pass differs from the last, for all ranks; [] if it agrees with any before and
-        all copies of gradients are equal. Collective. grads: the engine's gradients. mine: their hashes, then one of the step's numbers.
-        heard: hashes by layer, from `listening`. seen: (mine, heard) of the earlier passes."""
+        """Return names of layers or gradients that differ from the previous pass on any rank; [] if this pass agrees with an earlier pass
+        and copies of gradients are equal. Collective. mine: hashes of `grads`, then a hash of the step's numbers. heard: hashes by layer,
+        from `listening`. seen: (mine, heard) of each earlier pass."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
         if not copies and not all(differs):
@@ -162,8 +154,8 @@ class Auditor:
         raise Ended(line, prints=self.world.index == 0)
 
     def _otherwise(self) -> str:
-        steps = [number for number, _ in numbered(self.checkpoints)]
-        return f"without --fresh the run continues from {self.checkpoints / f'step-{max(steps)}'}" if steps else "start over with --fresh"
+        steps = [number for number, _ in numbered(self.folder)]
+        return f"without --fresh the run continues from {self.folder / f'step-{max(steps)}'}" if steps else "start over with --fresh"
 
 
 def _few(found: Sequence[str]) -> str:
@@ -173,8 +165,8 @@ def _few(found: Sequence[str]) -> str:
 
 @contextmanager
 def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Yield a dict, filled when the context exits: "the forward pass of layers.3" -> hash of its outputs; "the backward pass behind
-    layers.3" -> hash of their gradients. Hashes are summed over micro-batches; keys are in order of computation."""
+    """Yield a dict, filled when the context exits: "the forward pass of layers.3" -> hash of the layer's outputs; "the backward pass behind
+    layers.3" -> hash of these outputs' gradients. Hashes are summed over micro-batches; keys are in order of computation."""
     noted: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def after(layer: int, module: Any, args: Any, output: Any) -> None:

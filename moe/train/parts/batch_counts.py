@@ -1,11 +1,9 @@
-"""Sums of each MoE layer's router statistics over the whole step, which a balance loss over the global batch needs in every forward pass.
+"""Sums each MoE layer's router statistics over the whole step: a balance loss over the global batch needs them in every forward pass.
 
-    one micro-batch a rank     the layer's forward pass sums its statistics over the data ranks    one small all-reduce a layer
-    several                    forward passes over all micro-batches without gradient, then
-                               one all-reduce; the passes with gradient are given the sums         about one forward pass more
+    one micro-batch a rank     each layer all-reduces its statistics over the data ranks in its forward pass
+    several micro-batches      forward passes of all of them without gradient, one all-reduce; the passes with gradient get the sums
 
-Passes with and without gradient route tokens alike: noise is a function of (seed, step, layer, token), and weights and biases
-do not change within a step.
+Passes with and without gradient route tokens alike: noise is a function of (seed, step, layer, token), and weights are the same.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, sums of one forward pass) -> t
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes; if the balance loss is over the global batch, their contexts give each layer's sums over the whole step. Not for a
-    balance loss of weight 0, which is only reported, as a mean over micro-batches. Collective."""
+    """Return the passes, whose contexts now give each layer the sums over the whole step, if the balance loss is over the global batch and
+    has a weight (otherwise it is only reported, as a mean over micro-batches). Collective."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)

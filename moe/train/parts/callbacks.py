@@ -5,10 +5,10 @@
             if now.record["validation_loss"] < 1.5:
                 now.stop("good enough")                     saves and evaluates, and ends the run
 
-    train(run, callbacks=[Best()])                          the same on every rank, in this order
+    train(run, callbacks=[Best()])                          the same callbacks in the same order on every rank
 
 Every rank calls them, so a callback may use the model's shards or a collective. For an action by one rank alone, test `now.rank == 0`.
-After each call ranks agree: an exception on one rank ends the run on all, and if one asks to stop, all stop after this step.
+An exception on one rank ends the run on all; if one rank asks to stop, all stop after this step.
 """
 
 from __future__ import annotations
@@ -33,18 +33,8 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 
 @dataclass
 class Now:
-    """Progress of a run for a callback. step: number of steps made, of `steps`. record: by event:
-
-    | event | `record` |
-    |---|---|
-    | on_train_begin | empty |
-    | on_step_end | the step's line of metrics.jsonl: loss, lr, grad_norm, ...; load of each MoE layer under "moe" |
-    | on_evaluate | the evaluation's line of metrics.jsonl: validation_loss, bits_per_byte |
-    | on_save | the line of metrics.jsonl with the step and path of the new checkpoint |
-    | on_train_end | the summary, as in summary.json |
-
-    model: this rank's shard or copy. Do not change its parameters: a change on one rank alone makes copies differ. asked: stop reasons.
-    """
+    """Progress of a run for a callback. step: number of steps made, of `steps`. record: see `Callback`. model: this rank's shard or copy;
+    a change of its parameters on one rank alone makes copies differ. asked: reasons given to `stop`."""
 
     run: Run
     step: int
@@ -60,7 +50,7 @@ class Now:
         return self.run.train.steps
 
     def stop(self, reason: str = "") -> None:
-        """End the run on all ranks after this step, or before the first one: it is saved and evaluated, and `train` returns its summary."""
+        """End the run on all ranks after this step, or before the first step. It is saved and evaluated; `train` returns its summary."""
         self.asked.append(reason)
 
 
@@ -68,19 +58,20 @@ class Callback:
     """Base class of callbacks: override the methods you need. Every rank calls each of them, with the run's progress."""
 
     def on_train_begin(self, now: Now) -> None:
-        """Called before the first step of this process, also if the run is resumed."""
+        """Called before the first step of this process, also if the run is resumed. record: empty."""
 
     def on_step_end(self, now: Now) -> None:
-        """Called after each step, also a skipped one ("skipped" in its record)."""
+        """Called after each step, also a skipped one. record: its line of metrics.jsonl: loss, lr, skipped, ...; MoE layers under "moe"."""
 
     def on_evaluate(self, now: Now) -> None:
-        """Called after each evaluation on held-out text."""
+        """Called after each evaluation on held-out text. record: its line of metrics.jsonl: validation_loss, bits_per_byte."""
 
     def on_save(self, now: Now) -> None:
-        """Called when a checkpoint is complete on disk; with train.save_mode async at the time of the next save, or of the end."""
+        """Called when a checkpoint is complete on disk; with train.save_mode async, possibly only at the next save or the run's end.
+        record: its line of metrics.jsonl, with step and path."""
 
     def on_train_end(self, now: Now) -> None:
-        """Called at the end of the run, also if a callback has stopped it; not after a signal."""
+        """Called at the end of the run, also if a callback has stopped it; not after a signal. record: the summary, as in summary.json."""
 
 
 class Callbacks:
@@ -93,7 +84,7 @@ class Callbacks:
         names = float(zlib.crc32(" ".join(f"{type(one).__qualname__} {_overridden(one)}" for one in self.each).encode()))
         if largest(names, world) != -largest(-names, world):
             needed = "the same on every rank: ranks wait for one another after each"
-            raise BadInput("callbacks", got="others on one rank than on another", needed=needed, fix="ask now.rank == 0 within one")
+            raise BadInput("callbacks", got="different ones on different ranks", needed=needed, fix="test now.rank == 0 in a callback")
 
     def call(self, event: str, now: Now) -> None:
         """Call the method `event` of each callback that overrides it. Raises Ended on every rank if a call raised on any. Collective."""

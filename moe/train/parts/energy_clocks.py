@@ -17,7 +17,7 @@ from moe.recipe.sections import Run
 from moe.train.parts.executor import Executor, Pipelined
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
-from parallel.pipeline.energy.nvml import ClockSetter, Gpus, NoControl, connect
+from parallel.pipeline.energy.nvml import ClockSetter, NoControl, connect
 from parallel.process.process import World
 
 AT_FULL_CLOCK = "training continues at the current clocks"
@@ -51,7 +51,7 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        def settle() -> None:  # waits for the kernels alone: posted receives may need later actions, so waiting for the device could hang
+        def settle() -> None:  # waits for this stream's kernels: waiting for all streams could hang, as receives may need later actions
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()
 
@@ -60,7 +60,11 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             with executor.watched(pace):
                 yield
         finally:
-            _give_back(gpus, lost)
+            try:
+                gpus.release()
+            except gpus.nvml.NVMLError as error:  # raised, it would end a finished run, or hide another error
+                gpus.locked = [0.0] * len(gpus.locked)
+                lost(f"its clock could not be given back ({error}): nvidia-smi --reset-gpu-clocks")
 
 
 def gpu_of(device: torch.device) -> str:
@@ -68,12 +72,3 @@ def gpu_of(device: torch.device) -> str:
     if device.type != "cuda":
         raise NoControl("this rank computes on a CPU, and plans are for GPUs")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _give_back(gpus: Gpus, lost: Callable[[str], None]) -> None:
-    """Unlock the clocks. If the driver refuses, call `lost`: an exception would end a finished run, or hide another error."""
-    try:
-        gpus.release()
-    except gpus.nvml.NVMLError as error:
-        gpus.locked = [0.0] * len(gpus.locked)
-        lost(f"its clock could not be given back ({error}): nvidia-smi --reset-gpu-clocks")

@@ -9,7 +9,7 @@ stage it returns the scalar from which the backward pass starts. A stage's forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,8 +41,7 @@ Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch'
 
 
 def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
-    """Start the recipe's data-parallel engine with this rank's model, and return the executor on it. rule: a user's own optimizer.
-    Collective."""
+    """Start the recipe's data-parallel engine for this rank's model; return its executor. rule: a user's own optimizer. Collective."""
     engine = start_engine(run, model, layouts, mesh, rule=rule)
     if mesh.axis("pp").size == 1:
         return Single(engine)
@@ -50,14 +49,14 @@ def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mes
 
 
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
-    """Return an executor of this rank's stages. watchers: told of every action of the pipeline in training. Collective."""
+    """Return an executor of this rank's pipeline stages. watchers: called for every action of the pipeline in training. Collective."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
     sums = stages.overlapped_sums(run, engine, runtime)
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
 def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
-    """Return [the watcher that does K-FAC's work while the pipeline is idle]; [] for another optimizer."""
+    """Return a list of one watcher, which does K-FAC's work while the pipeline is idle; [] for another optimizer."""
     if not isinstance(engine, KfacEngine):
         return []
     assert isinstance(engine.module, Transformer)
@@ -90,8 +89,8 @@ class Single:
 
 
 class Pipelined:
-    """Executor of a rank's stages. watchers: told of every action (F, B, U of a stage and micro-batch) in training. sums: a watcher that
-    starts to sum the gradients of a stage as soon as all its backward passes are done; unused without a drain between batches."""
+    """Executor of a rank's stages. watchers: called for every action (F, B, U of a stage and micro-batch) in training. sums: a watcher that
+    starts the all-reduce of a stage's gradients after its last backward pass; not used in `stream`."""
 
     def __init__(
         self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = (), sums: Watcher | None = None
@@ -107,13 +106,7 @@ class Pipelined:
         self.engine.reduce()
 
     def stream(
-        self,
-        passes: Sequence[Pass],
-        each: Each,
-        *,
-        schedule: Schedule,
-        versions: Mapping[int, Versions],
-        update: Callable[[int, int], None],
+        self, passes: Sequence[Pass], each: Each, *, schedule: Schedule, versions: dict[int, Versions], update: Callable[[int, int], None]
     ) -> None:
         """Run several batches without draining the pipeline between them. versions: stage -> versions of its weights. update(stage,
         version): called when the schedule updates a stage; changes its weights to that version."""
@@ -138,7 +131,7 @@ class Pipelined:
 
 
 class _Stages:
-    """Actions of this rank's stages, for parallel/pipeline/runtime.py. compute: the forward pass to call. versions, update: as in
+    """Actions of this rank's stages, called by parallel/pipeline/runtime.py. compute: runs a stage's forward pass. versions, update: as in
     `Pipelined.stream`; without them, the caller makes the optimizer's step after all backward passes."""
 
     def __init__(
@@ -147,7 +140,7 @@ class _Stages:
         passes: Sequence[Pass],
         each: Each,
         compute: Callable[..., Output],
-        versions: Mapping[int, Versions] | None = None,
+        versions: dict[int, Versions] | None = None,
         update: Callable[[int, int], None] = lambda stage, version: None,
     ) -> None:
         self.executor, self.passes, self.each, self.compute = executor, passes, each, compute
@@ -178,7 +171,7 @@ Executor = Single | Pipelined
 
 
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
-    """Return a function that maps tokens [B, length of the shard] to an Output with all logits on every rank, for any sharding of model and
+    """Return a function that maps whole sequences of tokens, [B, shard.length], to all logits on every rank, for any sharding of model and
     sequences. Its calls are collective."""
     model, places, (_, sp) = executor.model, shard.position_array, shard.axes
 

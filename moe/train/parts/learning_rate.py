@@ -1,4 +1,4 @@
-"""The learning rate of an update (skipped steps make none): a linear rise over warmup_steps, then lr times the share of the schedule.
+"""The learning rate of an update (skipped steps are none): a linear rise over warmup_steps, then lr times a share by optimizer.schedule.
 
 constant       1
 cosine         half a cosine down to min_lr_share                    (arXiv 1608.03983)

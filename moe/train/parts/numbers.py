@@ -59,8 +59,7 @@ class Numbers:
 
 
 class Sums:
-    """One step's numbers on this rank, summed over its micro-batches. expert_counts: layer -> number of experts, of the whole model's MoE
-    layers."""
+    """One step's numbers on this rank, summed over its micro-batches. expert_counts: MoE layer of the whole model -> number of experts."""
 
     def __init__(self, expert_counts: dict[int, int], device: torch.device) -> None:
         self.expert_counts = expert_counts
@@ -68,7 +67,7 @@ class Sums:
         self.rows: dict[tuple[int, ...], Tensor] = {}  # layers of a forward pass -> their rows, one after the other
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
-        """Add a forward pass. loss: its part of the global mean; None before the last stage. share: its part of all tokens."""
+        """Add a forward pass. loss: its addend of the global mean loss; None before the last stage. share: its tokens / global batch's."""
         if loss is not None:
             self.loss += loss.detach()
         if layers:
@@ -104,7 +103,7 @@ def _row(r: LayerReport, share: float) -> Tensor:
 
 
 def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
-    """Return the numbers in `packed`, a tensor from `Sums.packed` that was summed over ranks. expert_counts: layer -> number of experts."""
+    """Unpack a tensor from `Sums.packed` that was summed over ranks. expert_counts: layer -> number of experts."""
     row = packed.tolist()
     layers, at = [], 2
     for layer, count in expert_counts.items():

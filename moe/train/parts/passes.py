@@ -29,8 +29,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of this rank. targets_BL: tokens to predict, or marks for tokens that are only read (moe/nn/vocabulary.py); None: the
-    model returns logits instead of the loss. share: its tokens / tokens of the global batch."""
+    """One micro-batch of this rank. targets_BL: ids to predict; negative where nothing is predicted (moe/nn/vocabulary.py); None: the model
+    returns logits instead of a loss. share: its tokens / tokens of the global batch."""
 
     inputs_BL: Tensor
     targets_BL: Tensor | None
@@ -46,12 +46,8 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     gaps = (shard.targets(valid_NL) & ~reads_NL[:, shard.source :]).sum()
     inputs, targets, gaps = sum_over_all(torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps)), shard.axes).tolist()
     if gaps:
-        raise BadInput(
-            "sequences",
-            got=f"a token after padding ({PADDING}) in {counted(gaps, 'place')}",
-            needed="padding at the end alone: attention would read it",
-            fix="move the padding behind the tokens",
-        )
+        got, needed = f"a token after padding ({PADDING}) in {counted(gaps, 'place')}", "padding at the end alone: attention would read it"
+        raise BadInput("sequences", got=got, needed=needed, fix="move the padding behind the tokens")
     padded = inputs < shard.num_tokens
     if padded and shard.source:
         needed = "sequences without it: an encoder would read it"

@@ -23,7 +23,7 @@ from parallel.errors import counted
 from parallel.mesh.mesh import Mesh
 from parallel.mesh.regions import PREFIX, region
 
-WARM, RECORDED = 2, 3  # numbers of steps
+WARM, RECORDED = 2, 3  # steps before the recording, and recorded steps
 STEP = "step"
 BETWEEN = "between"
 _NODE = "autograd::engine::evaluate_function"
@@ -41,8 +41,8 @@ class Spent(NamedTuple):
 
 
 class Recording:
-    """Recorder of a few steps, each of which is run by `recording.of(work)`. It writes its files after RECORDED steps, then is idle. name:
-    stem of the files, such as rank-0. note: prints a line for the user."""
+    """Profiler of a few steps, which the loop runs with `of`. It writes its files after RECORDED steps, then is idle. name: stem of the
+    files, such as rank-0. note: prints a line for the user."""
 
     def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
         self.folder, self.name, self.note = folder, name, note
@@ -51,7 +51,7 @@ class Recording:
         self._done, self._recorded = 0, list[int]()  # steps made; steps in each recorded call of work
 
     def of(self, work: Callable[[], list[Any]]) -> list[Any]:
-        """Call work, which makes one or more steps and returns a list with an entry a step; return that list."""
+        """Call work(), which makes one or more steps, and return its result, a list with one entry for each step."""
         if self._profiler is None:
             return work()
         if self._done < WARM:
@@ -68,7 +68,7 @@ class Recording:
         return made
 
     def close(self) -> None:
-        """Write the files, of fewer steps if the run ended before RECORDED of them."""
+        """Write the files, with fewer steps if the run ended before RECORDED steps."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -96,12 +96,12 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
-    """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler.
-    Some of them are regions named `step`; number i of these covers steps[i] training steps. The result is for the region with the least
-    time a step, which other work on the machine disturbed least."""
-    number, end = -1, 0.0  # of the current region `step`: its number, and the time at which it ends
-    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # that number -> (region, phase) -> ms
-    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # that number -> region -> ms
+    """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler;
+    the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. The call with the least time a
+    step is returned, because other work on the machine disturbed it least."""
+    number, end = -1, 0.0  # number of the current event `step`, and the time at which it ends
+    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
+    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
     place: dict[int, tuple[str, Phase]] = {}  # id of an event within a step -> its region and phase
     region_of_node: dict[int, str] = {}  # autograd's sequence number -> region of the forward operation
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
@@ -115,7 +115,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         elif event.name.startswith(PREFIX):
             where = event.name.removeprefix(PREFIX)
         elif event.sequence_nr >= 0:
-            region_of_node[event.sequence_nr] = where  # of several operations with this number, autograd differentiates the last
+            region_of_node[event.sequence_nr] = where  # the last operation with this number is the one that autograd differentiates
         place[id(event)] = (where, phase)
         host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
         device[number][where] += event.self_device_time_total / 1e3 / steps[number]

@@ -2,10 +2,9 @@
 
     every n steps, for each layer: load of its experts -> balanced placement -> less load on the fullest rank? -> move, else nothing
 
-All ranks have the numbers that decide (each step's choices, summed over ranks), so no message is needed for that. An expert's weights and
-optimizer states travel over the ep axis. Layouts then say where it is, so that norms and checkpoints keep its global name, and dispatchers
-send its rows there. Each expert gets the same rows in the same order as before; rounding may still differ (docs/moe/dispatch.md). A
-checkpoint has the placement and the load counted so far, so a run resumed with the same ep continues bit by bit.
+All ranks know each step's choices, summed over ranks, so they decide alike without a message. Weights and optimizer states are exchanged
+over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards (docs/moe/dispatch.md). A checkpoint stores
+placement and load, so a run resumed with the same ep continues bit by bit.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class Rebalancer:
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
 
     def resume(self, state: Any, *, where: str) -> None:
-        """Restore a checkpoint's `state` (None: nothing): the load, and the placement if ep is the same. Call it before tensors are loaded.
-        Raises BadInput, about `where`, for impossible values."""
+        """Restore the load and, if ep is the same, the placement from a checkpoint's `state` (None: nothing). Call it before tensors are
+        loaded. Raises BadInput for impossible values. where: names the checkpoint."""
         if state is None or not self.every:
             return
         experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
@@ -86,9 +85,7 @@ class Rebalancer:
             self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
         if step % self.every:
             return
-        held = {
-            layer.layer: layer for layer in moe_layers(self.engine.module)
-        }  # only layers of this rank's stages are moved here, but every rank decides for all layers
+        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}  # every rank decides for all layers, but moves only these
         moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
         self.load.clear()
         if moved:
@@ -131,7 +128,6 @@ class Rebalancer:
 
 
 def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
-    """Return the dict with its keys as text, as in JSON."""
     return {str(number): list(values) for number, values in by_layer.items()}
 
 
@@ -146,13 +142,14 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
         right = False
     if not right:
         needed = "each expert of a layer at one place, and how often it was chosen"
-        raise BadInput(where, got="places of experts that no run has", needed=needed, fix="take another checkpoint")
+        raise BadInput(where, got="an impossible placement of experts", needed=needed, fix="take another checkpoint")
     return {number: tuple(found) for number, found in placements.items()}, load
 
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """Send experts' tensors to their new ranks. stack: [E / P, ...], for this rank's experts by `now`. Return it for `then`. Collective."""
+    """Send experts' tensors to their new ranks. stack: [E / P, ...], of this rank's experts by placement `now`. Return the stack of its
+    experts by placement `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}

@@ -34,7 +34,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Training:
     """The model in its engine, and the state that steps change. auditor: None in a rehearsal. schedules: number of batches between two
-    drains of the pipeline -> schedule, made once, because the runtime caches its analysis of it."""
+    drains of the pipeline -> its schedule (kept, because the runtime caches its analysis of a schedule)."""
 
     executor: Executor
     scale: LossScale
@@ -44,40 +44,14 @@ class Training:
     schedules: dict[int, Schedule] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Batches:
-    """The data set, and this rank's shard of a training batch. agree: the axis of all ranks if a user's program gives the samples."""
-
-    data: Dataset
-    shard: TokenShard
-    agree: Axis | None = None
-
-    def read(self, samples: Callable[[], T]) -> T:
-        """Return samples(). If `agree` is set, the call is collective: if samples() fails on one rank, all ranks raise BadInput."""
-        return samples() if self.agree is None else of_all(samples, self.agree, what="data")
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a run's lines go: metrics.jsonl, the display, and callbacks (None in a rehearsal)."""
-
-    records: Records
-    progress: Progress
-    callbacks: Callbacks | None = None
-
-    def event(self, name: str, **fields: Any) -> None:
-        """Write a line of kind "event" to metrics.jsonl."""
-        self.records.write({"kind": "event", "event": name, **fields})
-
-
 @dataclass
 class Saves:
-    """A run's checkpoints. described: what each stores unchanged (recipe, tokenizer, ...), as keyword arguments of `state.parts`."""
+    """A run's checkpoints. described: keyword arguments of `state.parts` that are the same for all (recipe, tokenizer, ...)."""
 
     saver: Saver
     described: dict[str, Any] = field(default_factory=dict)
     begun: int | None = None  # step of the newest checkpoint, also if it is still being written
-    told: int | None = None  # step of the newest checkpoint for which on_save was called
+    told: int | None = None  # step of the checkpoint for which on_save was last called
 
 
 @dataclass
@@ -94,7 +68,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class Job:
-    """All objects with which one rank trains a run. name: the recipe's. out: the run's folder."""
+    """All objects with which one rank trains a run. name: the recipe's. out: the run's folder. shard: this rank's part of a training batch.
+    agree: the axis of all ranks if a user's program gives the samples. callbacks: None in a rehearsal."""
 
     run: Run
     name: str
@@ -102,9 +77,13 @@ class Job:
     world: World
     mesh: Mesh
     training: Training
-    batches: Batches
-    output: Output
+    data: Dataset
+    shard: TokenShard
+    records: Records
+    progress: Progress
     saves: Saves
+    callbacks: Callbacks | None = None
+    agree: Axis | None = None
     figures: Figures = field(default_factory=Figures)
 
     @property
@@ -118,10 +97,14 @@ class Job:
     @property
     def stopped(self) -> str | None:
         """The reason for which a callback has stopped the run; None if none has."""
-        return None if self.output.callbacks is None else self.output.callbacks.stopped
+        return None if self.callbacks is None else self.callbacks.stopped
+
+    def read(self, samples: Callable[[], T]) -> T:
+        """Return samples(). If `agree` is set, the call is collective: if samples() fails on one rank, all ranks raise BadInput."""
+        return samples() if self.agree is None else of_all(samples, self.agree, what="data")
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
         """Call the method `event` of all callbacks, with `record` in its argument. Collective if there are callbacks."""
-        if self.output.callbacks is not None:
+        if self.callbacks is not None:
             w = self.world
-            self.output.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))
+            self.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

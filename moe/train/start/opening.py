@@ -37,7 +37,7 @@ from moe.train.parts.callbacks import Callbacks
 from moe.train.parts.executor import Executor, start_executor
 from moe.train.parts.rebalance import Rebalancer, nothing_to_move
 from moe.train.start import state
-from moe.train.start.job import Batches, Job, Output, Saves, Training
+from moe.train.start.job import Job, Saves, Training
 from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
@@ -81,7 +81,7 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class Start:
-    """Checkpoints that a run starts from. resumed: what is taken over other than tensors."""
+    """Checkpoints that a run starts from. resumed: values taken from them other than tensors."""
 
     found: Reader | None  # the run's own checkpoint, to resume from
     source: Reader | None  # the checkpoint of --init_from, if the run begins with it
@@ -110,21 +110,22 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     aside = None if arguments.from_step is None else set_aside(out / "checkpoints", world, after=arguments.from_step)
     if start.writes:
         _write_folder(run, arguments, data, start)
-    output = _open_output(run, arguments, start, training.counters.step, callbacks)
+    records, progress = _open_output(run, arguments, start, training.counters.step)
     for line in (*_recipe_lines(run, arguments, start), *_start_lines(run, arguments, start, training.counters.step, aside)):
-        output.progress.note(line)
+        progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if start.found is not None and start.writes and not training.counters.in_a_row:  # after skipped steps, older ones are kept
+    if start.found is not None and start.writes and not training.counters.in_a_row:  # older checkpoints stay while steps are skipped
         keep_newest(saver.folder, training.counters.step, run.train.keep)
-    record, note = output.records.write, output.progress.note
-    auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, checkpoints=saver.folder)
+    record, note = records.write, progress.note
+    auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, folder=saver.folder)
     base = described(start.base) if start.base is not None and run.lora.rank else None
     saved: dict[str, Any] = {"recipe": run.model_dump(mode="json"), "tokenizer": data.tokenizer.describe(), "data": data.key}
     saved |= {"code": arguments.code, "base": base, "table": start.resumed.table}
     saves = Saves(saver, saved, begun=None if start.found is None else training.counters.step)
-    batches = Batches(data, shard, mesh.axis("world") if run.data.is_own else None)
-    return Job(run, arguments.name, out, world, mesh, replace(training, auditor=auditor), batches, output, saves)
+    agree = mesh.axis("world") if run.data.is_own else None
+    training = replace(training, auditor=auditor)
+    return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree)
 
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
@@ -146,8 +147,8 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
 def read_data(
     run: Run, source: Data, *, tokenizer: Any, log: Callable[[str], None], listing: Path | None = None, given: Any = None
 ) -> Dataset:
-    """Open `source` for a run's model, and log remarks on its files. tokenizer: its stored description; None: made from the text.
-    listing: file that holds all remarks. given: samples of a user's program."""
+    """Open the data `source` for a run's model, and log remarks on its files. tokenizer: its stored description; None: made from the text.
+    listing: file of all remarks, named in the log. given: samples of a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
     for line in remark_lines(data.index, listing):
@@ -166,17 +167,8 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
     with during(RESUMING):
         if start.base is not None:  # before `resume`, which loads the adapters and the counters
             state.begin(start.base, engine, mesh, log=arguments.say, whole=whole)
-        state.resume(
-            found,
-            engine,
-            mesh,
-            counters=training.counters,
-            scale=training.scale,
-            data=data.key,
-            recipe=run.model_dump(mode="json"),
-            log=arguments.say,
-            whole=whole,
-        )
+        counters, scale, recipe = training.counters, training.scale, run.model_dump(mode="json")
+        state.resume(found, engine, mesh, counters=counters, scale=scale, data=data.key, recipe=recipe, log=arguments.say, whole=whole)
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
@@ -189,8 +181,8 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
         (arguments.out / f"{hash_table.STATE}.json").write_text(json.dumps(start.resumed.table))
 
 
-def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, callbacks: Callbacks) -> Output:
-    """Open metrics.jsonl, trackers and display; if the run resumes at `step` or begins from another run, write a line about it."""
+def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> tuple[Records, Progress]:
+    """Open metrics.jsonl with its trackers, and the display. Write a line if the run resumes at `step` or begins from another run."""
     out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
     goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
     again = going_on(out, step, arguments.restart) if goes_on and first else {}
@@ -201,14 +193,13 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int, cal
     records = Records(out if start.writes else None, resume_step=step if goes_on else None, say=arguments.say, trackers=trackers)
     kind: Literal["auto", "none"] = "auto" if first and arguments.display else "none"
     shown = State(run.train.steps, recipe=arguments.name, world=world.size, lines=title(run, world))
-    output = Output(records, Progress(shown, out=out, kind=kind), callbacks)
     if goes_on:
         about = resumed.recorded() if start.source is None else {}
         worlds = {"world": world.size} | ({} if resumed.world is None else {"world_before": resumed.world})
-        output.event("resumed", step=step, **worlds, **again, **about)
+        records.event("resumed", step=step, **worlds, **again, **about)
     if start.source is not None:
-        output.event("begun", step=0, **{"from": str(start.source.path)}, **resumed.recorded())
-    return output
+        records.event("begun", step=0, **{"from": str(start.source.path)}, **resumed.recorded())
+    return records, Progress(shown, out=out, kind=kind)
 
 
 def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
@@ -226,7 +217,7 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
 
 
 def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
-    """Yield lines for the user about the checkpoints that the run starts from. aside: the folder that later ones were moved to."""
+    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which later checkpoints were moved."""
     if start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:
@@ -251,14 +242,14 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return the folder to which the base of a resumed run of adapters was moved: --init_from if it is a checkpoint's folder, else None."""
+    """Return --init_from if it is a checkpoint's folder, else None. To a resumed run of adapters it names the new folder of its base."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
 
 def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None, table: Table | None = None) -> Executor:
-    """Build this rank's share of the model, and return the executor that runs it. rule: a user's own optimizer. table: token id -> experts,
-    of hash routers, from a checkpoint. Collective."""
+    """Build this rank's share of the model; return its executor. rule: a user's own optimizer. table: token id -> experts, of hash routers.
+    Collective."""
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device, table=table)
     with during(STATES):

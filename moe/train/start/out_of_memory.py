@@ -3,9 +3,8 @@
     with during("the optimizer's step"): ...      adds that name to an exception from the block
     did_not_fit(error, run, ...)                  returns the line, or None if the error is not about memory
 
-Each line advises one step of this order: less for activations (recompute, smaller micro-batches, sequence parallelism for a sequence larger
-than the model's states), then for model states (shard them, offload them to host memory, then to a disk), then tile the largest layer.
-Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
+Each line advises the next step of this order (ZeRO-Infinity, arXiv 2104.07857, section 3): less memory for activations (recompute, smaller
+micro-batches, sequence parallelism), then for model states (shard, offload to host memory, then to a disk), then tile the largest layer.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
 
 
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
-    """Return the keys to set: the first step of the order that the recipe has not taken. where: what did not fit."""
+    """Return the keys to set: the first step, in the order above, that the recipe has not taken. where: name of what did not fit."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
         return typed({"train.eval_sequences": run.train.global_batch})

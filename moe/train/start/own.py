@@ -1,7 +1,6 @@
 """Parts of a run that a user's program gives to `train` as objects: callbacks, samples instead of text, an optimizer.
 
-The recipe then has `data.source: given` or `optimizer.kind: given`, so that a run's folder tells how it was trained. Without the object,
-such a recipe is refused.
+The run's recipe then has `data.source: given` or `optimizer.kind: given`. A later start that does not give the object is refused.
 """
 
 from __future__ import annotations
@@ -93,5 +92,5 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
     seen = float(zlib.crc32(what))
     if largest(seen, world) != -largest(-seen, world):
         needed = "the same on every rank, which reads its own part of them"
-        raise BadInput("data", got="other samples on one rank than on another", needed=needed, fix="give every rank all samples")
+        raise BadInput("data", got="different samples on different ranks", needed=needed, fix="give every rank all samples")
     return data

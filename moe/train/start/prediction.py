@@ -48,9 +48,9 @@ def here(world: World) -> Place:
 
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
-    """Predict memory and time, print them, and return them; None without a prediction. Collective: all ranks decide alike. run: checked.
-    asked: as the user gave it, for the error's fix. cluster: a cluster file, or None for this machine. Raises BadInput if the run
-    is predicted not to fit, unless `force`."""
+    """Predict memory and time, print them, and return them; None if that fails. Collective: all ranks decide alike. run: the checked run.
+    asked: the run before defaults were resolved, for the error's fix. cluster: a cluster file, or None for this machine. Raises BadInput if
+    the run is predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size
@@ -71,7 +71,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         say(f"starting nevertheless (--force): {large.what}: got {large.got}")
     if found is None:
         return None
-    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the least memory of any rank
+    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # limits of the rank with the least memory
     say(prediction.line(found))
     if found.over_bytes > 0:
         refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
@@ -95,8 +95,8 @@ def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
 
 
 class Measured:
-    """Measurements of a run from its start, when the model and its engine exist. In the first two steps, by which the optimizer has all its
-    states, also of memory: the peak, and bytes of model states (later, saves and evaluations would count too)."""
+    """Measured seconds of a run's steps and, in its first two steps, memory: the peak, and bytes of model states. By then the optimizer has
+    all its states; later, saves and evaluations would count too. Create it when the model and its engine exist."""
 
     def __init__(self, world: World) -> None:
         # bytes of a CPU process other than tensors; 0 on a GPU, where torch counts tensors alone
@@ -121,7 +121,7 @@ class Measured:
             self.peak_bytes = own_peak_bytes()
             held = list(engine.tensors())
             read = storages([*engine.module.parameters(), *(each.tensor for each in held if each.kind == "working weight")])
-            if not read:  # the engine gathers weights only in passes, so its own shards count as parameters
+            if not read:  # the model has no weights between passes (they are gathered), so the engine's shards count
                 read = storages(each.tensor for each in held if each.kind == "weight")
             self._add("parameters", read)
             self._add("optimizer", {at: size for at, size in storages(each.tensor for each in held).items() if at not in read})
@@ -144,23 +144,16 @@ class Measured:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return address -> bytes of the storages behind the tensors; of a distributed tensor, this rank's shard counts."""
+    """Return address -> bytes of the tensors' storages; of a distributed tensor, this rank's shard counts."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
-        if local.device.type != "meta" and not local.is_sparse:
-            storage = local.untyped_storage()
+        with contextlib.suppress(RuntimeError):  # a sparse tensor has no storage
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)
+    found.pop(0, None)  # tensors without memory, such as those on the meta device
     return found
 
 
 def _tensor_bytes() -> int:
     """Return the bytes of all tensors of this process, each storage once."""
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            with contextlib.suppress(RuntimeError):  # a DTensor has no storage; its local tensor, another object, has
-                storage = thing.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    return sum(storages(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)).values())

@@ -26,14 +26,14 @@ from moe.parallelize.build import build
 from moe.recipe import hash_table
 from moe.recipe.load import build_run
 from moe.recipe.sections import Lora
-from moe.train.start.state import EXTRA, check_values, load_extra, opened
+from moe.train.start.state import EXTRA, check_values, global_layouts, load_extra, opened
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store import checkpoint
 from parallel.store.stored import Reader, check_same_parameters
 
-WHERE = "base"  # key in the state of a checkpoint of adapters: its value, from `described`, says which base they need
+WHERE = "base"  # key of a checkpoint's state whose value, from `described`, is the base that its adapters need
 _TRAINS = "moe train also takes --init_from WHERE_IT_IS"
 
 
@@ -59,7 +59,7 @@ def restore(path: Path) -> Transformer:
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, layouts = build(run, mesh, device=device, table=reader.state.get(hash_table.STATE))
-    check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
+    check_same_parameters(reader, global_layouts(layouts))
     for name, parameter in model.named_parameters():
         stored = reader.load(global_name(name), "weight", layouts[name], mesh)
         check_values(stored, f"weight of {global_name(name)} in {path.name}")
@@ -125,8 +125,8 @@ class Merged(Reader):
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
-    """Raise BadInput for adapters without a base, or if only one of recipe and own checkpoint has adapters. rank: lora.rank. source: the
-    checkpoint of --init_from. found: the run's own checkpoint."""
+    """Raise BadInput for adapters without a base, or if the recipe has adapters and the run's own checkpoint none, or the reverse. rank:
+    lora.rank. source: the checkpoint of --init_from. found: the run's own checkpoint."""
     if rank and source is None and found is None:
         raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):

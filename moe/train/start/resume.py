@@ -1,4 +1,4 @@
-"""What a run takes over from a checkpoint that it resumes or begins with, other than tensors; and the check that the model fits.
+"""Values other than tensors that a run takes from a checkpoint that it resumes or begins with; and the check that its model is the same.
 
 recipe of the checkpoint, and this run's      differences are refused, or allowed and recorded (moe/recipe/changes.py)
 tokenizer                                     is used even if the text would now give another: other ids would scramble the model
@@ -28,7 +28,7 @@ KEPT = "huggingface"  # folder in a run: config.json, generation_config.json, to
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run takes over, and how its recipe differs from the checkpoint's."""
+    """Values that a run takes from a checkpoint, and differences between their recipes."""
 
     tokenizer: dict[str, Any] | None = None  # its description; None: made from the text
     changed: tuple[Change, ...] = ()  # every recipe key with another value than in the checkpoint
@@ -38,8 +38,8 @@ class Resumed:
 
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if a changed key, not in
-        `allowed`, makes the model compute something else."""
+        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if a key that is not in `allowed` has changed
+        and makes the model compute something else."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
@@ -55,7 +55,7 @@ class Resumed:
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check the recipe against another run's checkpoint (`--init_from`), of which no training state is taken over."""
+        """Check the recipe against another run's checkpoint (`--init_from`). Its counters and optimizer states are not used."""
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
         table, other = _table(source, run, allowed, where=str(source.path))
@@ -73,8 +73,8 @@ class Resumed:
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """Return (token id -> experts for hash routers, or None; [the change if the table differs from the checkpoint's]). The table is the
-    checkpoint's; it is the one in the recipe's file if the checkpoint has none, or the change is in `allowed`."""
+    """Return (table of hash routers: token id -> experts, or None; list of its change, if any). The table is the checkpoint's, or the
+    recipe's if the checkpoint has none. Another table in the recipe raises BadInput, or replaces it if `allowed` has the key."""
     if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)

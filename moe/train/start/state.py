@@ -70,11 +70,8 @@ def parts(
     placed: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
-
-    tokenizer: its description. data: key of the tokenized text. code: key of the recipe -> hash of the plug-in's file. base: the base of
-    adapters (moe/train/start/restore.py). table: token id -> experts, of hash routers. placed: from moe/train/parts/rebalance.py.
-    Iterating `held` is collective.
-    """
+    tokenizer: its description. data: key of the tokenized text. code: recipe key -> hash of the plug-in's file. base: of adapters, from
+    `described`. table: token id -> experts, of hash routers. placed: from `Rebalancer.state`. Iterating `held` is collective."""
     state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
     optional = {"base": base, hash_table.STATE: table, PLACED: placed, "code": code or None}
     state |= {key: value for key, value in optional.items() if value is not None}
@@ -82,8 +79,8 @@ def parts(
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
-    """Yield (kind, piece) of all tensors that this rank writes to a checkpoint; weights that adapters leave frozen are in the base's.
-    Collective: an engine may gather shards."""
+    """Yield (kind, piece) of all tensors that this rank writes to a checkpoint. Weights that adapters freeze are left out: the base's
+    checkpoint has them. Collective: an engine may gather shards."""
     for name, layout in adapters_of(engine.layouts)[0].items():
         parts = engine.state(name)  # collective, so every rank calls it
         if layout.is_owner(mesh):
@@ -99,14 +96,14 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of routers' biases, each on one rank of the world. The stages that hold the layer's norm hold its bias too."""
+    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. One rank writes each: its layer norm's owner."""
     for layer in moe_layers(model):
         if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
 
 
 def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
-    """Return the layout of a parameter's weight or optimizer state, given the weight's; a state that is a mean over a dim lacks it."""
+    """Return the layout of a parameter's weight or optimizer state. layout: the weight's. A state that is a mean over a dim lacks it."""
     dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
     return layout if dim is None else layout.without(dim)
 
@@ -139,12 +136,9 @@ def resume(
     log: Callable[[str], None],
     whole: dict[str, Layout] | None = None,
 ) -> bool:
-    """Load a checkpoint into the engine, `counters` and `scale`; return False if it is None. Collective.
-
-    data: key of the tokenized text. whole: layouts of all parameters, if this rank has only some stages. Raises BadInput, naming the
-    parameter, for a checkpoint of another model; logs other changes. Whether the recipe still computes the same function with these
-    parameters is checked by moe/train/start/resume.py.
-    """
+    """Load a checkpoint into the engine, `counters` and `scale`; return False if it is None. Collective. data: key of the tokenized text.
+    whole: layouts of all parameters, if this rank has only some stages. Raises BadInput, naming the parameter, for a checkpoint of another
+    model; logs other changes. resume.py checks that the recipe still computes the same function."""
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
@@ -228,7 +222,7 @@ _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": 
 def opened(path: Path) -> Reader:
     """Open a verified checkpoint of a run. Raises BadInput if its state lacks a section or has an impossible value."""
     what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
-    if not (path / "manifest.json").is_file():  # rank 0, on another machine, has found and verified it
+    if not (path / "manifest.json").is_file():  # rank 0 found and verified it, but this machine does not have it
         needed, said = "the folder that rank 0 reads, on every machine", "name it in full, on a disk that all machines share"
         raise BadInput(what, got=f"no manifest in {path.absolute()}", needed=needed, fix=said)
     reader = Reader(path)
@@ -282,11 +276,11 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
-    """Load routers' biases; log which ones the checkpoint or the recipe does not have, since a resumed run may add or remove them. staged:
-    the model has only some stages of the pipeline, so other biases are on other ranks."""
+    """Load routers' biases. Log biases that only the checkpoint or only the model has: a resumed run may add or remove them. staged: this
+    rank has only some pipeline stages, so biases of other stages are not logged."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # moe convert may write none: zeros then
+    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # if False, zeros are right
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
@@ -309,5 +303,5 @@ def _layer(name: str) -> int:
 
 
 def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the same layouts, with checkpoints' names of the parameters as keys."""
+    """Return the layouts by the parameters' names in checkpoints."""
     return {global_name(name): layout for name, layout in layouts.items()}

@@ -1,11 +1,10 @@
-"""Continues texts token by token: which of its tokens a model reads to write the next one, and how that token is chosen.
+"""Continues texts token by token: the context that the model reads for each new token, and the choice of that token.
 
     tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model that reads at most 8 tokens)
     context          all                 4..8   4..9   4..10  4..11  8..12    a full context is cut to its newer half
 
-`Cached` computes each token once, with a key-value cache, and a whole context only after a cut. `Recomputed` computes the whole context for
-every token; it takes any model that is a function, and is the reference for `Cached`. Sampling: top-k, Fan et al., arXiv 1805.04833;
-nucleus sampling (top_p), Holtzman et al., arXiv 1904.09751.
+`Cached` computes each token once, with a key-value cache, and a whole context only after a cut. `Recomputed`, its reference, computes the
+whole context for every token. Sampling: top-k, arXiv 1805.04833; nucleus sampling (top_p), arXiv 1904.09751.
 """
 
 from __future__ import annotations
@@ -57,12 +56,9 @@ class Recomputed:
 
 
 class Cached:
-    """Reader (see `Reads`) with a key-value cache for contexts of at most `max_length` tokens; the model is whole, on one device.
-
-    source: number of leading tokens that an encoder reads; max_length then counts the other tokens. at_once: tokens of a prompt computed
-    together, which limits the memory of logits. record: receives the experts of each token; BadInput for an encoder-decoder, and for
-    texts longer than a context.
-    """
+    """Reader (see `Reads`) with a key-value cache for contexts of at most `max_length` tokens; the model is whole, on one device. source:
+    number of leading tokens that an encoder reads; max_length then counts the other tokens. at_once: tokens of a prompt computed together.
+    record: receives the experts of each token. Raises BadInput for a record of an encoder-decoder, or of texts longer than a context."""
 
     def __init__(
         self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512, record: RoutingRecord | None = None
@@ -156,8 +152,8 @@ def continued(
     seeds: Sequence[int],
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the next token of every text, `num_tokens` times. prompts: token ids, all of one length; their last `max_length` are read.
-    seeds: one for each text, so that it does not depend on the other texts. Tokens from `vocab_size` on are never chosen."""
+    """Yield a list of each text's next token, `num_tokens` times. prompts: token ids, all equally many; their last `max_length` are read.
+    seeds: one for each text, so that texts do not depend on one another. Ids from `vocab_size` on are never chosen."""
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(num_tokens):

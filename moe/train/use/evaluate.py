@@ -102,7 +102,7 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
     if sources and "data.path" not in overrides:
         data_config = data_config.model_copy(update={"path": None})
     if data_config.sources and data_config.path is not None:
-        raise BadInput("--data.path", got="it and data.sources as well", needed="one of the two", fix="remove --data.path")
+        raise BadInput("--data.path", got="data.sources as well", needed="one of the two", fix="remove --data.path")
     another = sources or "data.path" in overrides
     data = read_data(run, data_config, tokenizer=state["tokenizer"], log=partial(print, file=sys.stderr))
     found = evaluate(restore(path), _texts(data, whole=another), sequences=sequences)

@@ -47,8 +47,8 @@ def sample(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """Return the prompt and `num_tokens` more tokens as text. Every rank of a parallel model must call it with the same arguments. model:
-    maps tokens [1, max_length] to logits."""
+    """Return the prompt and `num_tokens` more tokens as text. All ranks of a parallel model must call it alike. model: maps tokens
+    [1, max_length] to logits."""
     ids = tokenizer.beginning(prompt)
     steps = continued(
         Recomputed(model, max_length),
@@ -75,12 +75,9 @@ def generate(
     max_batch: int = 64,
     heard: Callable[[str], None] | None = None,
 ) -> list[Continued]:
-    """Return `samples` continuations of each prompt, in order. Sample n is drawn with seed + n, whatever the other arguments are.
-
-    Prompts with equally many tokens are continued together, at most `max_batch` texts at once. heard: called with each piece of new text,
-    in whole characters, if there is only one text. In an encoder-decoder the encoder reads the prompt and the decoder writes; sentinels are
-    spelled <extra_id_0>, <extra_id_1>, ...
-    """
+    """Return `samples` continuations of each prompt, in order. Sample n is drawn with seed + n, whatever the other arguments are. Prompts
+    with equally many tokens are continued together, at most `max_batch` texts at once. heard: called with each piece of new text, in whole
+    characters, if there is only one text. In an encoder-decoder the encoder reads the prompt; sentinels are spelled <extra_id_0>, ..."""
     for_continuing(model)
     m, halves = model.config, model.config.kind == "encoder_decoder"
     if halves:
@@ -130,7 +127,8 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 def _until_separators(
     steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
 ) -> list[tuple[list[int], bool]]:
-    """Return (tokens before the first separator, whether one came) of each of `count` texts. steps: yield each text's next token."""
+    """Return (tokens before the first separator, whether a separator came) for each of `count` texts. steps: yields lists of each text's
+    next token. heard: called with pieces of the text, if there is only one."""
     texts: list[list[int]] = [[] for _ in range(count)]
     ended = [False] * count
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

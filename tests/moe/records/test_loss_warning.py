@@ -1,4 +1,4 @@
-"""A loss that went up is said in a line, with where it did; one that falls, or a short run, is not."""
+"""`loss_warning` returns one line about a training loss that rose, and None for a loss that fell and for a short run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_a_loss_that_rises_is_one_line_with_a_fix(name: str) -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.4])
 def test_a_loss_that_falls_or_stays_where_it_is_is_not_mentioned(steps: int, noise: float) -> None:
     assert loss_warning(lines(lambda n: falls(n * 200 // steps), steps, noise=noise)) is None
-    assert loss_warning(lines(lambda n: 5.5, steps, noise=noise / 10)) is None  # a rate of nearly 0
+    assert (
+        loss_warning(lines(lambda n: 5.5, steps, noise=noise / 10)) is None
+    )  # constant but for noise, as with a learning rate of nearly 0
 
 
 def test_a_run_too_short_to_say_anything_and_losses_that_are_no_numbers() -> None:

@@ -1,4 +1,4 @@
-"""The metrics on disk: what is written is read back, whatever a kill leaves behind, and each step stands there once."""
+"""metrics.jsonl and summary.json: written lines are read back, also after a kill, and the file holds each step once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def strict(text: str) -> Any:
-    """JSON as the standard has it: NaN and Infinity refused."""
+    """Parse JSON by the standard: NaN and Infinity, which Python accepts, raise ValueError."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -46,7 +46,7 @@ def test_lines_read_back_as_written_and_at_once(tmp_path: Path, no_tensorboard: 
     with closing(Records(tmp_path / "new" / "run", say=lambda _: None)) as records:
         for number, line in enumerate(lines, start=1):
             records.write(line)
-            assert len(read(tmp_path / "new" / "run")) == number  # flushed: a kill here loses nothing
+            assert len(read(tmp_path / "new" / "run")) == number  # each line is flushed, so a kill would lose none
     assert read(tmp_path / "new" / "run" / METRICS) == lines
 
 
@@ -82,7 +82,7 @@ def test_a_file_cut_anywhere_reads_as_its_whole_lines(tmp_path_factory: pytest.T
     path.write_bytes(content)
     found = read(path)
     assert found == lines[: len(found)]
-    assert len(found) - content.count(b"\n") in (0, 1)  # 1: whole but for its line end
+    assert len(found) - content.count(b"\n") in (0, 1)  # 1 if the last line lacks only its newline
 
 
 @given(cut=st.integers(0, 12_000), resume=st.integers(0, 12))
@@ -240,18 +240,18 @@ def test_what_was_made_again_is_counted_from_whole_lines_alone(tmp_path: Path) -
         going_on(tmp_path, 3, None)
 
 
-def test_a_run_that_goes_on_reads_the_lines_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as a filter of all lines, of which only those that may count are parsed."""
+def test_latest_lines_parses_only_the_lines_that_it_may_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`latest_lines` equals a filter of all lines, but parses only lines that may pass the filter."""
     path, lines = tmp_path / METRICS, [dict(line) for line in run_lines(40, eval_every=7)]
     lines[3] |= {"so_far": {"resumes": 1}}
-    lines[5] = {"step": 60, "kind": "train", "note": '"step": 3'}  # of a file that somebody has changed
+    lines[5] = {"step": 60, "kind": "train", "note": '"step": 3'}  # as in a file that a user has edited
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "ki')
     wanted = [line for line in whole_lines(path) if line["step"] > 35 or "so_far" in line]
     parsed: list[bytes] = []
     parse = metrics._parse
     monkeypatch.setattr(metrics, "_parse", lambda text: parsed.append(text) or parse(text))
     assert metrics.latest_lines(path, 35, key="so_far") == wanted and len(wanted) > 6
-    assert len(parsed) <= len(wanted) + 2  # the last, which is cut off, and what is behind it
+    assert len(parsed) <= len(wanted) + 2  # two more: the half-written last line, and the empty text after the last newline
     parsed.clear()
     assert metrics.first_time(path) == lines[0]["time"] and len(parsed) == 1
 
@@ -261,7 +261,7 @@ def test_a_summary_whose_repeats_are_no_numbers_is_refused(redone: Any, tmp_path
     (tmp_path / "summary.json").write_text(json.dumps({"redone": redone}))
     with pytest.raises(BadInput, match="summary.json: got values that no run writes"):
         read_summary(tmp_path)
-    assert dict(summary_rows({"redone": {"resumes": 1}}))  # as an older program may have written it
+    assert dict(summary_rows({"redone": {"resumes": 1}}))  # an earlier release may have written only this key
 
 
 def test_a_board_that_cannot_close_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The live display: all numbers on every width, nothing wrapped, and no failure of it ever reaches training."""
+"""The live display shows all numbers at every width without wrapping, and its failures never stop training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def log(encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
 
 
 def shown(state: State, width: int = 80, height: int = 40) -> list[str]:
-    """The panel's lines of text."""
+    """Return the panel as lines of text."""
     console = terminal(width, height)
     rows = console.render_lines(panel(state, width=width, height=height), pad=False)
     return ["".join(segment.text for segment in row) for row in rows]
@@ -83,7 +83,9 @@ def test_the_panel_fits_the_terminal(width: int, experts: int, layers: tuple[int
     for fp16 in (False, True):
         rows = shown(state_at(experts=experts, layers=layers, fp16=fp16), width=width, height=24)
         assert {len(row) for row in rows} == {width} and len(rows) <= 24
-        assert all(row[0] + row[-1] in ("╭╮", "││", "╰╯") for row in rows)  # nothing wrapped, nothing cut at the border
+        assert all(
+            row[0] + row[-1] in ("╭╮", "││", "╰╯") for row in rows
+        )  # each row begins and ends with the border: none is wrapped or cut
 
 
 def test_the_panel_shows_every_number() -> None:
@@ -109,8 +111,8 @@ def test_the_panel_shows_every_number() -> None:
         assert f"{heat.imbalance(layer['load']):.2f}" in row and row.count("▁") + row.count("▄") + row.count("▅") > 7
 
 
-def test_skipped_steps_have_their_reason_and_no_loss_scale_where_there_is_none() -> None:
-    """In fp32 a gradient is not finite because the run diverges: nothing overflowed a scale."""
+def test_skipped_steps_are_shown_with_their_reason() -> None:
+    """Without a loss scale the reason is gradients that are not finite; with a dynamic scale it is an overflow."""
     state = state_at(20)
     state.add(state.step | {"skipped": True, "skipped_total": 20})
     for text in ("\n".join(shown(state)), plain_step(state)):
@@ -185,7 +187,7 @@ def test_a_sparkline_spans_its_range(values: list[float], cells: int) -> None:
     assert len(text) == min(cells, len(values)) and set(text) <= set(heat.BLOCKS[1:])
 
 
-# --- plain lines --------------------------------------------------------------------------------------------------------
+# --- plain lines, for logs ----------------------------------------------------------------------------------------------
 
 
 def plain_run(lines: list[dict[str, Any]], steps: int, encoding: str = "utf-8") -> list[str]:
@@ -242,7 +244,7 @@ def test_a_stream_without_unicode_gets_ascii() -> None:
     assert "?" not in "".join(rows)
 
 
-# --- the end ------------------------------------------------------------------------------------------------------------
+# --- the table at the end of a run --------------------------------------------------------------------------------------
 
 
 def test_the_end_shows_numbers_sample_and_files(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_the_end_shows_numbers_sample_and_files(tmp_path: Path) -> None:
         assert part in text, part
     for part in ("metrics.jsonl", "recipe.yaml", "summary.json", "plots/", "1 item", "<b>markup</b> [red]x[/red]"):
         assert part in text, part
-    assert "\x1b" not in text and "checkpoints/" not in text  # what is not there is not listed
+    assert "\x1b" not in text and "checkpoints/" not in text  # the run has no checkpoints folder, so none is listed
 
 
 def test_summary_rows_leave_out_what_is_unknown() -> None:
@@ -274,7 +276,7 @@ def test_numbers_read_well() -> None:
     assert printable("a\tb\n\x07é\ud800") == "a\tb\n\ufffdé\ufffd"
 
 
-# --- it never stops training --------------------------------------------------------------------------------------------
+# --- a failing display never stops training -----------------------------------------------------------------------------
 
 
 def run_through(progress: Progress) -> None:
@@ -286,7 +288,7 @@ def run_through(progress: Progress) -> None:
 
 
 class Failing(io.StringIO):
-    """A stream that fails from its nth write on."""
+    """A stream whose first `after` writes succeed; later ones raise `error`."""
 
     def __init__(self, error: BaseException, after: int = 0) -> None:
         super().__init__()
@@ -309,7 +311,7 @@ def leave(_: Console) -> None:
 def test_a_broken_stream_costs_the_display_and_no_more(
     error: Exception, kind: Any, after: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Console, "on_broken_pipe", leave)  # rich's own also replaces this process's stdout
+    monkeypatch.setattr(Console, "on_broken_pipe", leave)  # rich's own method would also replace this process's stdout
     console = Console(file=Failing(error, after), force_terminal=kind == "live", width=80, height=30, _environ={})
     run_through(Progress(State(3, recipe="r"), kind=kind, console=console))
     assert 1 <= capsys.readouterr().err.count("training continues") <= 2

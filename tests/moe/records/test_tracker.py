@@ -1,6 +1,6 @@
-"""Trackers get the scalars that TensorBoard gets, of every step once, in one run over all lives of a run; one that fails stops alone.
+"""wandb, trackio and mlflow receive the scalars of each step once, also over a resume; one that fails does not stop training.
 
-The trackers here are modules that keep what they are told: nothing is sent anywhere.
+The tests replace these packages by modules that record their calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def module(name: str, **functions: Any) -> ModuleType:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """wandb's and mlflow's interfaces, and a trackio that nobody can reach."""
+    """Return {"wandb", "mlflow": list of calls}, which fake packages fill. The fake trackio fails: its server cannot be reached."""
     heard: dict[str, list[Any]] = {"wandb": [], "mlflow": []}
     w, m = heard["wandb"].append, heard["mlflow"].append
     monkeypatch.setitem(

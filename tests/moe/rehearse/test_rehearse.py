@@ -1,6 +1,6 @@
-"""A rehearsal is the run without its numbers: what it counts and holds is what real ranks count and hold, and what is wrong it names.
+"""`moe rehearse` finds the collectives and memory of a rank as real ranks have them, and names errors that a real run would have.
 
-The plain twin of a rank of a world that is not there: a world of two to four gloo ranks that is.
+The reference is the same run on two to four real gloo ranks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def rehearsed(case: Case, *, rank: int, device: str = "cpu") -> Walked:
 
 
 def staged(schedule: str, model: str = "gshard", kind: str = "ddp") -> Case:
-    """Two stages, two replicas of each; as many micro-batches as the schedule needs."""
+    """Return a case of two pipeline stages x two replicas, with at least as many micro-batches as the schedule requires."""
     least = {"zb_h2": 3, "dualpipe_v": 4, "dualpipe": 4}.get(schedule, 4)
     microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(6) if m >= least and m % 2 == 0)
     layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
     return Case(model, kind, 4, 2 if model != "dense" else 1, microbatches, "fp32", pp=2, schedule=schedule, layers=layers)
 
 
-# --- what real ranks count and hold -----------------------------------------------------------------------------------
+# --- collectives and memory of real ranks -----------------------------------------------------------------------------
 
 REAL = [
     Case("dense", "ddp", 2, 1, 3, "fp32"),
@@ -68,7 +68,7 @@ REAL = [
 
 
 def real(rank: int, world: int, run: Run) -> tuple[dict[str, list[int]], int]:
-    """Counts of the second step, and the most bytes of tensors in it."""
+    """Run two steps on a real rank. Return the second step's collectives, "axis name" -> [calls, bytes, sent], and its peak bytes."""
     with Alive() as alive:
         job = open_job(run, World(rank, world, place="cpu"))
         for _ in range(2):
@@ -83,7 +83,7 @@ def test_counts_and_peak_are_those_of_real_ranks(case: Case) -> None:
     counts, most = run_on_ranks(real, case.world, case.world, run_of(case))[rank]
     walked = rehearsed(case, rank=rank)
     found = {" ".join(key): [c.calls, c.bytes, c.sent] for key, c in walked.counts.items()}
-    if case.ep > 1:  # how many rows travel is the routing's; how often they do is not
+    if case.ep > 1:  # real routing is not balanced: calls must be equal, bytes only similar
         rows, pretended = counts.pop("ep all_to_all"), found.pop("ep all_to_all")
         assert rows[0] == pretended[0] and abs(rows[1] / pretended[1] - 1) < 0.3
     assert found == counts
@@ -92,8 +92,8 @@ def test_counts_and_peak_are_those_of_real_ranks(case: Case) -> None:
     assert sum(walked.held.values()) == walked.peak_bytes
 
 
-def test_states_at_the_peak_are_those_of_the_closed_form() -> None:
-    """DDP in fp32: 4 bytes of weight and of gradient and 8 of moments a parameter, in a world of any size."""
+def test_model_states_at_the_peak_are_16_bytes_a_parameter() -> None:
+    """With DDP in fp32 each parameter has 4 bytes of weight, 4 of gradient and 8 of moments, for any number of ranks."""
     case = replace(Case("dense", "ddp", 6, 1, 1, "fp32"), batch=12)
     walked = rehearsed(case, rank=3)
     elements = sum(torch.Size(shape).numel() for shape in walked.parameters.values())
@@ -106,7 +106,7 @@ def test_states_at_the_peak_are_those_of_the_closed_form() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("reshard", "recompute"), [(True, "none"), (True, "full"), (False, "full")])
 def test_predicted_bytes_of_fsdp_are_those_of_a_rehearsed_gpu(tied: bool, reshard: bool, recompute: str) -> None:
-    """Weights outweigh activations, so what is gathered decides: moe/plan/memory/temporary.py."""
+    """The planner predicts FSDP's peak bytes within 7 %, with sizes for which gathered weights take more than activations."""
     model = {"num_layers": 6, "d_model": 512, "d_ff": 1536, "num_heads": 8, "vocab_size": 1000, "max_length": 96, "positions": "rotary"}
     run = build_run(
         {
@@ -141,7 +141,7 @@ PREDICTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PREDICTED)
 def test_predicted_bytes_are_those_of_a_rehearsed_gpu(name: str) -> None:
-    """Weights and activations alike, so that what a layer's backward pass has for a moment counts too."""
+    """The planner predicts peak bytes within 5 %. Weights and activations are of similar size here, so temporary tensors count too."""
     values = {"precision": {"compute": "bf16"}, "train": {"global_batch": 4, "eval_sequences": 4}} | PREDICTED[name]
     values["precision"] = {"compute": "bf16"} | values["precision"]
     values["model"] = WIDE | {"positions": "rotary"} | PREDICTED[name].get("model", {})
@@ -151,7 +151,7 @@ def test_predicted_bytes_are_those_of_a_rehearsed_gpu(name: str) -> None:
     assert said.allocated == pytest.approx(walk(run, World(0, world, place="cuda")).peak_bytes, rel=0.05)
 
 
-# --- every engine, schedule and kind, on both devices -----------------------------------------------------------------
+# --- every engine, pipeline schedule and layout, on CPU and on a GPU that this machine lacks --------------------------
 
 plain = Case("dense", "ddp", 4, 1, 1, "fp32")
 sparse = Case("deepseek", "ddp", 4, 4, 1, "fp32")
@@ -221,14 +221,14 @@ def test_balanced_logits_choose_every_expert_equally_often(tokens: int, experts:
     assert int(counts.sum()) == tokens * choices and int(counts.max() - counts.min()) <= 1
 
 
-# --- what is wrong is named -------------------------------------------------------------------------------------------
+# --- errors that a rehearsal finds ------------------------------------------------------------------------------------
 
 
 def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
     turned = attention.turned
 
     def wrong(x_BHLC: torch.Tensor, turns: Turns) -> torch.Tensor:
-        return turned(x_BHLC, turns) + torch.zeros(x_BHLC.shape)  # the host's, where there is a GPU
+        return turned(x_BHLC, turns) + torch.zeros(x_BHLC.shape)  # without `device`: in host memory, also if x is on a GPU
 
     monkeypatch.setattr(attention, "turned", wrong)
     case = Case("dense", "ddp", 2, 1, 1, "fp32")

@@ -1,4 +1,4 @@
-"""Two runs beside each other: every key that differs and no other, each run's own results, and a picture of both."""
+"""`moe report RUN OTHER` prints the recipe keys that differ and both runs' results, and draws both validation losses."""
 
 from __future__ import annotations
 

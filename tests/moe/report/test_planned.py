@@ -1,4 +1,4 @@
-"""A plan's memory as a table and as bars: every part of every rank, and sums that are sums."""
+"""A plan's predicted memory as a table and as bars: both show each part of each pipeline rank, and the parts add up to the total."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_bars_stack_to_what_a_rank_uses(tmp_path: Path) -> None:
         number = round(patch.get_x() + patch.get_width() / 2)
         tops[number] = max(tops[number], patch.get_y() + patch.get_height())
     assert tops == pytest.approx([rank.used / 2**30 for rank in RANKS])
-    for capacity, lines in ((16, 1), (1024, 0)):  # far above the bars it would leave nothing of them to see
+    for capacity, lines in ((16, 1), (1024, 0)):  # a line far above the bars would shrink them, so the title names that capacity
         with drawn_in(LIGHT):
             (ax,) = bars(RANKS, LIGHT, capacity=capacity * 2**30).axes
         assert len(ax.lines) == lines and ("1024 GiB" in ax.get_title("left")) == (lines == 0)

@@ -1,4 +1,4 @@
-"""The report: what the pictures draw is what the lines say, the page stands alone, and no run is too odd for it."""
+"""`moe report`: pictures draw the values in metrics.jsonl, the page is self-contained, and unusual runs have a report too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOID = {"meta", "img", "source"}
 
 
 class Page(HTMLParser):
-    """Parses strictly: every tag closed in order; keeps links, tags and text."""
+    """Parser of HTML that fails unless all tags are closed in order, and collects links, tags and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def pngs(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
-    """Drawn by the verb, which also writes new/report.json beside the folder."""
+    """Make the report of a finished run with `main`, which also writes ../new/report.json. Return (run folder, parsed page)."""
     folder = run_folder(tmp_path_factory.mktemp("runs") / "switch_tiny", steps=60, eval_every=20)
     assert main(str(folder), folder.parent / "new" / "report.json") == folder / "report.html"
     return folder, Page((folder / "report.html").read_text())
@@ -130,7 +130,7 @@ def test_a_folder_without_metrics_is_refused_and_stays_as_it_was(tmp_path: Path,
         write_report("switch_tiny")
 
 
-# --- odd runs -----------------------------------------------------------------------------------------------------------
+# --- unusual runs: dense, short, unfinished, with missing values --------------------------------------------------------
 
 
 def test_a_dense_run_has_no_expert_plots_and_loses_those_of_an_earlier_one(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_run_in_progress_with_a_half_written_line_and_a_summary_of_an_earlier_
         file.write('{"step": 31, "lo')
     page = page_of(folder)
     assert "30 steps" in page.text and "no summary.json yet" in page.text
-    assert "1.7812" not in page.text  # the summary says 300 steps
+    assert "1.7812" not in page.text  # from summary.json, which is out of date: it is of step 300
 
 
 def test_nulls_and_missing_fields_leave_gaps(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_many_experts_and_layers_and_both_themes() -> None:
             assert PLOT["dropped"].draw(history, theme) is not None
 
 
-# --- what is drawn is what was written ----------------------------------------------------------------------------------
+# --- pictures draw the values in metrics.jsonl --------------------------------------------------------------------------
 
 
 def axes_of(name: str, lines: list[dict[str, Any]]) -> Any:
@@ -205,8 +205,8 @@ def test_every_plot_has_a_title_and_labelled_axes(name: str) -> None:
     assert any(ax.get_xlabel() == "step" for ax in axes)
 
 
-def test_router_losses_have_their_ideal_and_say_what_is_only_measured(tmp_path: Path) -> None:
-    """An even load gives 1 in each layer; a z loss of weight 0 may rise, and nothing holds it."""
+def test_router_losses_are_drawn_with_the_ideal_and_with_weights_of_zero(tmp_path: Path) -> None:
+    """A dashed line marks the balance loss of an even load, 1 a layer. The label of a loss with weight 0 says "only measured"."""
     lines = run_lines(40, layers=(1, 3, 5))
     balance, z = axes_of("router_losses", lines)
     assert [line.get_ydata()[0] for line in balance.lines if line.get_label() == "even load"] == [3]
@@ -222,7 +222,7 @@ def test_router_losses_have_their_ideal_and_say_what_is_only_measured(tmp_path: 
 
 
 def test_drops_are_those_of_the_last_tenth_of_the_steps() -> None:
-    """A router drops much while it learns; over the whole run that hides what it drops at the end."""
+    """The summary has the dropped share of the last tenth of the steps too, because a router that still learns drops more tokens."""
     lines = [line for line in run_lines(50) if line["kind"] == "train"]
     for line in lines:
         for layer in line["moe"]:
@@ -233,7 +233,7 @@ def test_drops_are_those_of_the_last_tenth_of_the_steps() -> None:
 
 
 def test_wide_pictures_can_be_read_on_a_phone(finished: tuple[Path, Page]) -> None:
-    """Shrunk to a phone's width their 10 points would be 4 pixels high: they keep a width and scroll."""
+    """On narrow screens a wide picture scrolls instead of shrinking, so that its 10-point text is at least 10 pixels high."""
     (narrow,) = re.findall(r"@media \(max-width: 760px\) \{(.*?)\n\}", (finished[0] / "report.html").read_text(), flags=re.S)
     assert "overflow-x: auto" in narrow
     (pixels,) = re.findall(r"figure\.wide img \{ min-width: (\d+)px", narrow)
@@ -257,7 +257,7 @@ def test_the_heat_map_draws_the_loads() -> None:
     load_SE = np.array([line["moe"][0]["load"] for line in lines if line["kind"] == "train"])
     with np.errstate(divide="ignore"):
         expected_ES = np.clip(np.log2(6 * load_SE.T), -2, 2)
-    assert drawn_ES[0, 3] < -2  # below the scale: the colour of an expert without a token
+    assert drawn_ES[0, 3] < -2  # a value below the scale gets the colour of an expert without tokens
     expected_ES[0, 3] = drawn_ES[0, 3]
     np.testing.assert_allclose(drawn_ES.reshape(6, 20), expected_ES)
 
@@ -276,7 +276,7 @@ def test_importing_the_report_loads_nothing_heavy() -> None:
     assert run.stdout.strip() == "[]"
 
 
-# --- history ------------------------------------------------------------------------------------------------------------
+# --- History: lines of metrics.jsonl as arrays --------------------------------------------------------------------------
 
 
 def test_history_reads_series_loads_and_drops() -> None:
@@ -284,7 +284,7 @@ def test_history_reads_series_loads_and_drops() -> None:
     history = History.of([*reversed(lines), step_line(1, steps=9, experts=5, layers=(2,)) | {"loss": 99.0}])
     train = [line for line in lines if line["kind"] == "train"]
     assert history.steps_S.tolist() == list(range(1, 10)) and history.layers == (2,)
-    assert history.series_S("loss").tolist() == [99.0] + [line["loss"] for line in train[1:]]  # the last line of a step counts
+    assert history.series_S("loss").tolist() == [99.0] + [line["loss"] for line in train[1:]]  # step 1 has two lines; the later one counts
     assert history.series_S("grad_norm_parts.expert").tolist() == [line["grad_norm_parts"]["expert"] for line in train]
     assert history.load_SE(2).shape == (9, 5)
     np.testing.assert_allclose(history.load_SE(2).mean(axis=1), 1)
@@ -315,7 +315,7 @@ def test_windows_cover_every_step_once(num_steps: int, most: int) -> None:
     assert np.isnan(means_WE[:, 1]).all()
 
 
-# --- comparison ---------------------------------------------------------------------------------------------------------
+# --- comparison of recipes over seeds -----------------------------------------------------------------------------------
 
 
 def seeds(*shifts: float, steps: tuple[int, ...] = (10, 20, 30), gain: float = 0.0) -> list[list[dict[str, Any]]]:
@@ -335,13 +335,13 @@ def test_comparison_draws_mean_range_and_difference_of_equal_seeds(tmp_path: Pat
     out = compare(runs, tmp_path / "new" / "curves.png", baseline="dense", title="Equal FLOPs")
     assert out.read_bytes().startswith(b"\x89PNG")
     with drawn_in(LIGHT):
-        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, LIGHT, "dense", "validation_loss", None)
+        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, LIGHT, "dense", None)
     top, below = fig.axes
-    np.testing.assert_allclose(np.asarray(top.lines[0].get_ydata()), evaluations("x", seeds(0.2))[1][0])  # the mean
+    np.testing.assert_allclose(np.asarray(top.lines[0].get_ydata()), evaluations("x", seeds(0.2))[1][0])  # the mean over seeds
     band = np.asarray(top.collections[0].get_paths()[0].vertices)
     last = evaluations("x", seeds(0.0, 0.4))[1][:, -1]
     np.testing.assert_allclose([band[band[:, 0] == 30, 1].min(), band[band[:, 0] == 30, 1].max()], last)
-    np.testing.assert_allclose(np.asarray(below.lines[0].get_ydata()), -0.1)  # paired by seed: no spread is left
+    np.testing.assert_allclose(np.asarray(below.lines[0].get_ydata()), -0.1)  # difference to the baseline, seed by seed
 
 
 def test_comparison_refuses_what_cannot_be_compared(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""A good checkpoint is never pruned for a bad one: weights that are not finite, steps that are skipped, and a step that the user names.
-
-It alone would notice a run that trains on with a bad weight, saves it, and removes the good checkpoints for it.
-"""
+"""A run never saves weights that are not finite, and never removes a good checkpoint for a bad one; --from_step removes none either."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from parallel.store.stored import Reader
 from tests.moe.train.loop.test_trainer import poison
 from tests.support import trained
 
-STEPS, AT = 8, 5  # AT: after this step a weight is bad
+STEPS, AT = 8, 5  # steps of a run; step after which a weight is made NaN
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +31,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
-    """The run that nothing disturbs."""
+    """The folder of an undisturbed run."""
     trained.train(trained.recipe(home, degrees={"ep": 2}, train={"steps": STEPS, "save_every": 2, "keep": 9}), home / "whole", ranks=2)
     return home / "whole"
 
 
 def spoil(kind: str, *, rank: int, step: int = AT) -> Callable[[int], None]:
-    """A `before`: one number of an expert, its weight or a moment, is not finite any more on one rank, as a bad memory cell would do."""
+    """Return a `before` function: after `step`, on `rank`, it makes an element of an expert's weight NaN, or of a moment infinite."""
 
     def act(job: Job) -> None:
         if job.counters.step == step and job.world.rank == rank:
@@ -63,7 +60,7 @@ def test_a_bad_weight_ends_the_run_is_not_saved_and_the_next_start_is_the_undist
     first, second = trained.train(run, out, ranks=2, before=spoil(kind, rank=1))
     assert isinstance(first, str) and first == second and "\n" not in first
     assert "values that are not finite in the weight of" in first and "on rank 1" in first
-    assert "continues from step-4" in first  # or will, once that is saved
+    assert "continues from step-4" in first  # also if an asynchronous save of step 4 is still running
     assert trained.checkpoints(out) == [2, 4]
     assert all(isinstance(summary, dict) for summary in trained.train(run, out, ranks=2))
     if sharding == "ddp":
@@ -72,8 +69,8 @@ def test_a_bad_weight_ends_the_run_is_not_saved_and_the_next_start_is_the_undist
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_what_no_gradient_shows_yet_is_found_by_the_save(mode: str, home: Path, tmp_path: Path) -> None:
-    """Here a moment: the weight follows a step later, and its gradient one more."""
+def test_a_save_finds_a_moment_that_is_not_finite(mode: str, home: Path, tmp_path: Path) -> None:
+    """The gradients are still finite: an infinite moment spoils the weight in the next step, and gradients in the step after."""
     run, out = trained.recipe(home, degrees={"ep": 2}, train={"save_every": 1, "keep": 1, "save_mode": mode}), tmp_path / "run"
     first, second = trained.train(run, out, ranks=2, before=spoil("exp_avg", rank=1, step=2))
     assert first == second and "step-2: got values of layers.1.experts." in first and "/exp_avg that are not finite, on rank 1" in first
@@ -81,7 +78,7 @@ def test_what_no_gradient_shows_yet_is_found_by_the_save(mode: str, home: Path, 
 
 
 def test_while_steps_are_skipped_nothing_is_saved_or_pruned(home: Path, tmp_path: Path) -> None:
-    """Then the next step that is made is saved; a run that ends so keeps what it had, also when it is started again, and says so."""
+    """A save that is due during skipped steps follows after the next update. If the last steps are skipped, older checkpoints stay."""
     run, out = trained.recipe(home, degrees={"ep": 2}, train={"save_every": 2, "keep": 1}), tmp_path / "run"
     trained.train(run, out, ranks=2, before=poison(trained.EXPERT, range(2, 4), rank=1))
     assert [step for event, step in trained.events(out) if event == "saved"] == [2, 5, 6] and trained.checkpoints(out) == [6]
@@ -97,7 +94,7 @@ def test_while_steps_are_skipped_nothing_is_saved_or_pruned(home: Path, tmp_path
 
 
 def test_a_checkpoint_that_is_not_finite_is_passed_over(home: Path, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One that an earlier release has saved."""
+    """A resume skips a checkpoint with a NaN, which an earlier release may have saved, and takes the one before."""
     out = shutil.copytree(whole, tmp_path / "run")
     folder = out / "checkpoints"
     shutil.rmtree(folder / "step-8")
@@ -128,6 +125,6 @@ def test_a_named_step_is_gone_on_from_and_later_checkpoints_are_set_aside(home: 
     assert trained.train(run, out, ranks=2, from_step=4, before=trained.stop_at(5)) == [trained.STOPPED] * 2
     aside = {f"step-{step}/{name}": digest for step in (6, 8) for name, digest in trained.files(whole / f"checkpoints/step-{step}").items()}
     assert trained.files(out / "checkpoints.before-1") == aside and trained.checkpoints(out) == [2, 4, 6]
-    assert all(isinstance(summary, dict) for summary in trained.train(run, out, ranks=2, from_step=6))  # nothing is later
+    assert all(isinstance(summary, dict) for summary in trained.train(run, out, ranks=2, from_step=6))  # no checkpoint is later than step 6
     assert ("resumed", 4) in trained.events(out) and ("resumed", 6) in trained.events(out)
     assert trained.losses(out) == trained.losses(whole) and not (out / "checkpoints.before-2").exists()

@@ -1,9 +1,6 @@
-"""A sample of `python -m tests.campaigns damage`: a run's newer save is damaged in every way that the bench has, and nothing is loaded
-wrong.
+"""Each damage of `python -m tests.campaigns damage`, once: a damaged checkpoint is refused or an older one is loaded, never wrong values.
 
-It alone would notice contents that hashes cannot see, because they were signed after the damage: another dtype, bytes that two tensors
-share, a state that no run has, a manifest that is a pipe or a device.
-"""
+Some damages have correct hashes, computed after the change: another dtype, overlapping tensors, an impossible state."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> damage.Saved:
 
 
 @pytest.mark.parametrize("name", damage.damages())
-def test_what_is_damaged_is_refused_or_passed_over(given: damage.Saved, name: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_or_skipped(given: damage.Saved, name: str, tmp_path: Path) -> None:
     found = [damage.once(given, each, f"{name} {number}", tmp_path)[0] for number, each in enumerate(damage.damages()[name])]
     assert found == [""] * len(found)
 
 
-def test_the_unharmed_one_is_taken_and_its_numbers_are_the_saved_ones(given: damage.Saved, tmp_path: Path) -> None:
-    """And a change of one number that is signed is seen by the bench, which so does not call everything held."""
+def test_an_undamaged_checkpoint_is_loaded_as_saved(given: damage.Saved, tmp_path: Path) -> None:
+    """The campaign itself works too: it reports a changed weight with correct hashes as loaded with other contents."""
     step, values, state = damage.resumed(given, given.folder, lambda _: None)
     assert step == 4 and state == given.states[4] and values.keys() == given.values[4].keys()
     forged = damage._values(lambda tensor: tensor + 1, "weight")

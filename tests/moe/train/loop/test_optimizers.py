@@ -1,5 +1,5 @@
-"""Optimizers by name on the layouts that take them: weights and state equal one process's, checkpoints go from layout to layout to the
-bit, memory is what the planner says. It alone would notice a matrix made orthogonal in parts, and a state that is lost on the way."""
+"""Muon, Adafactor and SGD on their layouts: weights and states equal one process's, checkpoints are bitwise the same on another layout,
+and their bytes are the planner's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def trained(values: dict[str, Any], folder: Path, steps: int, found: Path | None = None, mesh: Mesh | None = None) -> list[float]:
-    """Losses of the steps up to `steps`, from the beginning or from a checkpoint; saved in `folder`."""
+    """Train up to step `steps`, from the beginning or from the checkpoint in `found`; save in `folder`. Return each step's loss."""
     run = check_run(Run.model_validate(BASE | values), 1 if mesh is None else mesh.axis("world").size)
     mesh = Mesh.of(run.mesh_degrees()) if mesh is None else mesh
     model, layouts = build(run, mesh, device=CPU)
@@ -69,7 +69,7 @@ def trained(values: dict[str, Any], folder: Path, steps: int, found: Path | None
 
 
 def on_ranks(rank: int, ranks: int, values: dict[str, Any], folder: Path) -> list[float]:
-    """Trained, saved as `ranks`; and what `alone` holds, loaded and saved as `again`."""
+    """Train 3 steps, saved in `ranks`; then load one process's checkpoint in `alone` and save it in `again`. Return the losses."""
     run = check_run(Run.model_validate(BASE | values), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     losses = trained(values, folder / "ranks", 3, mesh=mesh)
@@ -78,7 +78,7 @@ def on_ranks(rank: int, ranks: int, values: dict[str, Any], folder: Path) -> lis
 
 
 def tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
-    """Everything that the newest checkpoint holds, whole, by (name, kind)."""
+    """Return all whole tensors of the newest checkpoint, by (parameter, kind)."""
     reader = Reader(max(folder.glob("step-*"), key=lambda path: int(path.name[5:])))
     shapes = {(name, kind): reader.names(kind)[name] for name, kind in reader.entries}
     return {(name, kind): reader.region(name, kind, tuple(slice(0, n) for n in shape)) for (name, kind), shape in shapes.items()}
@@ -102,12 +102,10 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "world", "layout"), LAYOUTS)
-def test_a_layout_gives_what_one_process_gives_and_takes_its_checkpoint(
-    kind: str, world: int, layout: dict[str, Any], tmp_path: Path
-) -> None:
-    """Losses, weights and state after three steps; then one process's checkpoint, loaded and saved by the ranks, is the same bits.
+def test_a_layout_trains_like_one_process_and_loads_its_checkpoint(kind: str, world: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, weights and states agree after three steps; a checkpoint of one process, loaded and saved by the ranks, is bitwise equal.
 
-    Newton-Schulz makes the smallest singular values 3.44^5 = 480 times as large, and what sums in another order have rounded with them.
+    Muon's tolerance is wider: its Newton-Schulz iteration enlarges rounding errors up to 3.44^5 = 480 times.
     """
     model = {section: layout[section] for section in ("model", "data") if section in layout}
     plain = trained(model | {"optimizer": KINDS[kind]}, tmp_path / "alone", 3)

@@ -1,4 +1,4 @@
-"""Laws of the precision policy: what fp16 and bf16 lose, what master weights and the loss scale keep, and that all ranks skip alike."""
+"""Mixed precision: fp32 master weights and loss scaling keep small updates and gradients, and all ranks skip a step together."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def preload(kind: str) -> None:
 
 @each_kind
 def test_inf_on_one_rank_makes_all_ranks_skip_alike(kind: str) -> None:
-    """Weights and moments stay to the bit, Adam's counter stands, the scale halves on both; the next step is as if it had not been.
+    """An infinite gradient on rank 1 leaves weights, moments and Adam's step counter unchanged on both ranks, and halves the loss scale.
 
-    Twice: of a weight that the other rank does not have, and of one that both have.
+    Tested with an expert that only rank 1 holds, and with a replicated weight. The step after the skipped ones is as if there were none.
     """
     preload(kind)
 
@@ -77,7 +77,7 @@ def test_inf_on_one_rank_makes_all_ranks_skip_alike(kind: str) -> None:
 
 
 def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the trainer: the rate of a warm-up, which changes with every update, is that of the skipped step once more."""
+    """During warm-up, the step after a skipped step has the skipped step's learning rate."""
     (tmp_path / "text").write_text("to be or not to be, that is the question\n" * 400)
     values: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 16, "max_length": 16, "moe_every": 2},
@@ -102,7 +102,7 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
                 handle.remove()
 
     monkeypatch.setattr(advance, "accumulate", accumulate)
-    monkeypatch.setattr(ending, "matmul_flops", lambda *_: 1.0)  # takes a second, and is not what this is about
+    monkeypatch.setattr(ending, "matmul_flops", lambda *_: 1.0)  # skipped, because it takes a second
     monkeypatch.setattr(place, "multiplies", lambda *_: True)
 
     def work(rank: int) -> None:
@@ -116,8 +116,7 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
     assert [line["skipped_total"] for line in lines] == [0, 0, 1, 1, 1]
 
 
-def test_fp16_is_refused_where_one_ranks_processor_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every rank, in one line, before anything is written."""
+def test_fp16_is_refused_on_all_ranks_if_one_processor_would_emulate_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(rank: int) -> str:
         monkeypatch.setattr(place, "multiplies", lambda *_: rank == 0)
@@ -134,11 +133,11 @@ def test_fp16_is_refused_where_one_ranks_processor_has_none(tmp_path: Path, monk
     assert "; fix: set precision.compute to auto" in lines[0] and "\n" not in lines[0] and not (tmp_path / "out").exists()
 
 
-# --- what each format loses -------------------------------------------------------------------------------------------------
+# --- rounding and underflow in fp16 and bf16 --------------------------------------------------------------------------------
 
 
 def engine_for(kind: str, model: nn.Module, **adam: Any) -> Engine:
-    """One rank's engine around any module."""
+    """Return a data-parallel engine with AdamW on one rank. kind: ddp, zero1 or zero2."""
     settings = AdamW(adam.get("betas", (0.9, 0.95)), adam.get("eps", 1e-8), 0.0, lambda name, p: False)
     layouts = {name: Layout(tuple(p.shape)) for name, p in model.named_parameters()}
     kinds: dict[str, Callable[..., Engine]] = {"ddp": DDP} | {
@@ -148,7 +147,7 @@ def engine_for(kind: str, model: nn.Module, **adam: Any) -> Engine:
 
 
 def linear(value: float, *, master: torch.dtype = torch.float32) -> Linear:
-    """One number, as a layer of the model."""
+    """Return a 1 x 1 linear layer whose weight is `value`, in the dtype `master`."""
     layer = Linear(1, 1)
     nn.init.constant_(layer.weight, value)
     return layer.to(master)
@@ -157,7 +156,7 @@ def linear(value: float, *, master: torch.dtype = torch.float32) -> Linear:
 @whole_weights
 @pytest.mark.parametrize("scale, kept", [(1.0, False), (2.0**16, True)])
 def test_scaling_saves_a_gradient_that_fp16_would_lose(kind: str, scale: float, kept: bool) -> None:
-    """A gradient of 2e-8 is below fp16's smallest number, 6e-8: without a scale the weight never moves."""
+    """A gradient of 2e-8 underflows to 0 in fp16, whose smallest number is 6e-8, and the weight never changes. With a scale it does."""
     preload(kind)
 
     def work(rank: int) -> list[float]:
@@ -177,7 +176,7 @@ def test_scaling_saves_a_gradient_that_fp16_would_lose(kind: str, scale: float, 
 
 @whole_weights
 def test_fp32_masters_keep_what_bf16_weights_lose(kind: str) -> None:
-    """1 + 2^-9 is 1 in bf16: eight such updates are lost one by one, or add up to 1 + 2^-6, which bf16 can say."""
+    """In bf16, 1 + 2^-9 rounds to 1, so eight such updates have no effect. With fp32 masters they add up to 1 + 2^-6."""
     preload(kind)
 
     def work(rank: int, master: str) -> list[float]:
@@ -188,22 +187,22 @@ def test_fp32_masters_keep_what_bf16_weights_lose(kind: str) -> None:
             out = engine.forward(torch.ones(1, 1, dtype=torch.bfloat16), last=True)
             outputs.append(float(out.detach()))
             engine.backward(-out.float().sum(), last=True)
-            engine.step(lr=2.0**-9)  # with a gradient that stays the same, Adam's step is the rate
+            engine.step(lr=2.0**-9)  # with a constant gradient, Adam's update is the learning rate
         return [*outputs, float(engine.forward(torch.ones(1, 1, dtype=torch.bfloat16), last=True)), float(engine.state("weight")["weight"])]
 
     (kept,) = run_on_ranks(work, 1, "fp32", timeout_s=90)
     assert kept[-1] == pytest.approx(1 + 2.0**-6, rel=1e-6) and kept[0] == 1.0
-    assert kept[-2] == float(torch.tensor(kept[-1]).bfloat16()) == 1 + 2.0**-6  # what is computed with is the master's cast
+    assert kept[-2] == float(torch.tensor(kept[-1]).bfloat16()) == 1 + 2.0**-6  # the forward pass uses the master weight, cast to bf16
     (without,) = run_on_ranks(work, 1, "bf16", timeout_s=90)
     if kind == "ddp":
         assert without == [1.0] * 10
-    else:  # DeepSpeed keeps fp32 masters of its own beside bf16 parameters
+    else:  # DeepSpeed has its own fp32 masters of bf16 parameters
         assert without[-1] == kept[-1] and without[-2] == kept[-2]
 
 
 @whole_weights
 def test_tiny_gradients_of_many_micro_batches_add_up(kind: str) -> None:
-    """64 of 2^-9 on top of 1: bf16 would stay at 1; gradients of bf16 products accumulate in fp32."""
+    """Gradients accumulate in fp32: 1 + 64 * 2^-9 is 1.125, but a sum in bf16 would remain 1."""
     preload(kind)
 
     def work(rank: int) -> list[float]:
@@ -223,7 +222,7 @@ def test_tiny_gradients_of_many_micro_batches_add_up(kind: str) -> None:
 @whole_weights
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_model_computes_with_the_stepped_masters(kind: str, precision: str) -> None:
-    """After a step the parameters are the engine's fp32 masters, and a forward pass is that of a model loaded with them."""
+    """After a step the model's parameters equal the engine's fp32 masters, cast, and give the logits of a model loaded with the masters."""
     preload(kind)
 
     def work(rank: int) -> list[Any]:
@@ -232,7 +231,7 @@ def test_the_model_computes_with_the_stepped_masters(kind: str, precision: str) 
         tiny.step(0)
         after = tiny.state()
         masters = {name: s["weight"] for name, s in after.items()}
-        read_in = DTYPES[precision] if kind.startswith("zero") else torch.float32  # DeepSpeed's stages keep a copy beside the masters
+        read_in = DTYPES[precision] if kind.startswith("zero") else torch.float32  # DeepSpeed's model reads a 16-bit copy of the masters
         found: list[Any] = [all(torch.equal(p, masters[n].to(p.dtype)) for n, p in tiny.model.named_parameters())]
         found.append(dict(tiny.model.named_parameters())[DENSE].dtype == read_in)
         found.append(all(s.dtype == torch.float32 for parts in after.values() for s in parts.values()))
@@ -249,7 +248,7 @@ def test_the_model_computes_with_the_stepped_masters(kind: str, precision: str) 
 
 @whole_weights
 def test_a_scale_changes_no_number_of_a_step(kind: str) -> None:
-    """Powers of two are exact: losses, norm, clipped step and moments are to the bit those without a scale; the balance loss has it too."""
+    """With a loss scale that is a power of two, losses, gradient norm, clipped update and moments are bitwise those without a scale."""
     preload(kind)
 
     def work(rank: int) -> list[bool]:
@@ -327,10 +326,10 @@ def test_dynamic_starts_at_two_to_the_sixteenth() -> None:
     assert (scale.value, scale.growth_interval, scale.floor) == (65536.0, 1000, 1.0)
 
 
-def test_bf16_that_is_emulated_is_said_before_the_first_step(
+def test_a_warning_says_that_bf16_is_emulated(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a processor without instructions for it; not in fp32, and not where it has them."""
+    """The warning appears only for bf16 on a processor without bf16 instructions."""
     monkeypatch.setattr(trainer, "check_precision", place.check_precision)
     for has, compute, said in ((False, "bf16", 1), (False, "fp32", 0), (True, "bf16", 0)):
         monkeypatch.setattr(place, "multiplies", lambda dtype, device, has=has: has)

@@ -1,6 +1,6 @@
-"""Recompute changes memory and no number: the same loss and gradients, the same decisions, everything counted once.
+"""Activation recomputation saves memory, and leaves loss, gradients, routing and counts bitwise unchanged.
 
-The second pass is disturbed on purpose in some tests, as another kernel's bits would disturb it.
+Some tests change the router between the first and the recomputed forward pass: the recomputed pass must still route as the first did.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def tokens() -> Tensor:
 
 
 def passed(model: Transformer) -> tuple[Output, dict[str, Tensor]]:
-    """One forward and backward pass; the output and every gradient."""
+    """Run one forward and backward pass. Return the output and the gradients by parameter name."""
     output = model(tokens(), Context.of(tokens(), seed=5, step=2, auxiliary_scale=0.5))
     (output.logits_BLV * torch.linspace(-1, 1, V)).sin().sum().backward()
     return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -90,11 +90,11 @@ def test_what_does_not_exist_is_refused(values: dict[str, Any], line: str) -> No
     assert str(refused.value).startswith(line), refused.value
 
 
-# --- what is kept -------------------------------------------------------------------------------------------------------
+# --- bytes of activations kept for the backward pass --------------------------------------------------------------------
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of what operations made and somebody still holds."""
+    """A mode that records the tensors that operations make; `bytes` counts the storages that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Alive(TorchDispatchMode):
 
 
 def kept_bytes(model: Transformer) -> int:
-    """What lies between the forward and the backward pass for the latter's sake."""
+    """Return the bytes of activations that are alive between the forward and the backward pass."""
     with Alive() as alive:
         output = model(tokens(), Context.of(tokens()))
     kept = alive.bytes(but=model.parameters())
@@ -130,13 +130,13 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
 
 
 def test_a_recomputed_block_keeps_its_input_alone() -> None:
-    """A dense block more costs tokens * width in fp32; one with experts its routing beside: some numbers a token, none of width."""
+    """Each further dense block keeps its input, B*L*D in fp32. An MoE block keeps its routing too: under 40 bytes a token."""
     of: Callable[[int, int], int] = lambda layers, every: kept_bytes(model_of("full", num_layers=layers, moe_every=every))  # noqa: E731
     assert of(6, 0) - of(4, 0) == 2 * B * L * D * 4
     assert of(6, 1) - of(4, 1) < 2 * B * L * (D * 4 + 5 * 8)
 
 
-# --- what is decided once -----------------------------------------------------------------------------------------------
+# --- decisions such as routing are made once and replayed ---------------------------------------------------------------
 
 
 def test_a_decision_is_made_once_and_taken_over() -> None:
@@ -169,11 +169,11 @@ def test_a_part_without_gradient_is_computed_once() -> None:
     torch.testing.assert_close(x.grad, x.detach().exp().cos() * x.detach().exp())
 
 
-# --- a second pass with other bits --------------------------------------------------------------------------------------
+# --- a recomputed pass with other router scores -------------------------------------------------------------------------
 
 
 class Noting:
-    """A dispatcher that notes the routing of every pass."""
+    """A dispatcher that records the routing of each forward pass, then calls `inner`."""
 
     def __init__(self, inner: Exchange) -> None:
         self.inner = inner
@@ -185,7 +185,8 @@ class Noting:
 
 
 def disturbed(model: Transformer, context: Context, inputs: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
-    """Between the two passes every router's weight changes its sign: what had the highest score has the lowest. Routings by layer."""
+    """Run forward and backward, and negate all router weights between them, so that the order of scores is reversed in the recomputed
+    pass. Return, for each MoE layer, the routing (experts, kept) of its first and its recomputed pass."""
     noted = []
     for layer in moe_layers(model):
         layer.dispatcher = Noting(layer.dispatcher)
@@ -199,13 +200,13 @@ def disturbed(model: Transformer, context: Context, inputs: Tensor) -> list[list
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_a_second_pass_with_other_scores_goes_where_the_first_went(kind: str, router: str) -> None:
+def test_a_recomputed_pass_with_other_scores_routes_as_the_first(kind: str, router: str) -> None:
     for first, second in disturbed(model_of(kind, router=router), Context.of(tokens(), seed=5), tokens()):
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
-def test_the_disturbance_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without replay the second pass goes elsewhere, with other numbers of rows: torch notices some of that, not all."""
+def test_without_replay_the_recomputed_pass_routes_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows that the tests here can fail: without `Replay`, more than half of the choices change."""
     monkeypatch.setattr(Replay, "once", lambda self, name, decide: decide())
     model = model_of("selective")
     with suppress(CheckpointError):
@@ -217,7 +218,7 @@ def test_the_disturbance_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_passes_in_flight_keep_their_own_decisions() -> None:
-    """As a pipeline has them: both forward passes first, then both backward passes, the earlier one last."""
+    """Each micro-batch replays its own routing if a pipeline runs forward a, forward b, backward b, backward a."""
     model, other = model_of("full"), tokens().flip(0)
     noted = []
     for layer in moe_layers(model):
@@ -233,7 +234,7 @@ def test_two_passes_in_flight_keep_their_own_decisions() -> None:
 
 
 def test_ranks_exchange_again_in_the_same_order() -> None:
-    """Experts on two ranks; on one of them the second pass would like to go elsewhere: no rank waits for another, and rows agree."""
+    """With expert parallelism, recomputed passes do not deadlock although only rank 1's scores change between its two passes."""
 
     def work(rank: int, kind: str) -> list[Tensor]:
         model = model_of(kind)

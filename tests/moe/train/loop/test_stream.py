@@ -1,4 +1,4 @@
-"""PipeDream and 2BW: the losses of a single process whose gradients are of the same old weights."""
+"""PipeDream and 2BW on ranks have the losses of one process that computes gradients at equally old weights."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def recipe(case: Case, **sections: dict[str, Any]) -> Run:
 
 
 def version_read(schedule: str, step: int, stage: int, stages: int, *, vertical_sync: bool = False) -> int:
-    """By how much the weights are older than those that the gradient changes, as the papers say."""
+    """Return the version (number of updates) of the weights at which a stage computes step number `step`, as the papers define it."""
     if schedule == "two_bw":
         return max(0, step - 1)
     return max(0, step - max(0, stages - 1 if vertical_sync else stages - 1 - stage))
 
 
 def twin(run: Run, *, stages: int, vertical_sync: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """One process, whole batches: for each stage the gradient at its old weights, and the step from the newest. Losses and last weights."""
+    """Train on one process: gradients at each stage's old weights update the newest weights. Return (losses, final weights)."""
     layers = layers_of(run, schedule_of(run))
     experts = run.experts.model_copy(update={"kernels": "reference"})
     model = Transformer(run.model, experts, run.router, vocab_size=run.vocab_size, seed=run.train.seed)
@@ -88,7 +88,7 @@ def twin(run: Run, *, stages: int, vertical_sync: bool = False) -> tuple[list[fl
 
 
 def streamed(case: Case, cuts: tuple[int, ...] = (STEPS,), **sections: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """The same through the runtime, drained after so many steps each."""
+    """Train with the pipeline runtime, which drains after each number of steps in `cuts`. Return (losses, final weights)."""
 
     def work(rank: int) -> tuple[list[float], dict[str, Tensor]]:
         merged = {name: DELAYED.get(name, {}) | sections.get(name, {}) for name in DELAYED | sections}
@@ -140,7 +140,7 @@ def test_pipedream_has_the_losses_of_its_delayed_twin(pp: int, model: str, verti
 
 @pytest.mark.parametrize(("pp", "world", "ep", "model"), [(2, 2, 1, "dense"), (3, 3, 1, "switch"), (2, 4, 2, "gshard")])
 def test_two_bw_has_the_losses_of_its_delayed_twin(pp: int, world: int, ep: int, model: str) -> None:
-    """Micro-batches add up to an update, also over data ranks with experts spread on them."""
+    """2BW with 3 micro-batches an update, also with data and expert parallelism, equals the reference."""
     case = case_of("two_bw", model=model, pp=pp, world=world, microbatches=3, ep=ep)
     assert_same(streamed(case), twin(recipe(case), stages=pp))
 
@@ -151,18 +151,18 @@ def test_a_selection_bias_is_as_old_as_the_weights_it_goes_with() -> None:
 
 
 def test_the_delay_matters_and_a_drain_forgets_it() -> None:
-    """Drained after every step there is no older version to read: the losses of plain training, which the delayed ones are not."""
+    """PipeDream drained after every step has the losses of training without delay; without these drains its losses differ."""
     case = case_of("pipedream", model="dense", pp=3, world=3, microbatches=1)
     plain = twin(recipe(case), stages=1)[0]
     delayed, drained = streamed(case)[0], streamed(case, (1,) * STEPS)[0]
     assert drained == pytest.approx(plain, rel=1e-5)
-    assert max(abs(a - b) / b for a, b in zip(delayed, plain, strict=True)) > 1e-4  # ten times what is called equal
+    assert max(abs(a - b) / b for a, b in zip(delayed, plain, strict=True)) > 1e-4  # ten times the tolerance of equal losses
     half = streamed(case, (3, 4))[0]
     assert half[:3] == pytest.approx(delayed[:3], rel=1e-6)
 
 
 def test_versions_keep_what_is_still_read_and_no_more() -> None:
-    """PipeDream on the first of three stages: at most three versions, of which a backward pass sees the one that its forward saw."""
+    """PipeDream's first of three stages keeps at most three versions of its weights; a backward pass reads its forward pass's version."""
     order = [
         Action(Op.F, 0, 0), Action(Op.F, 0, 1), Action(Op.F, 0, 2), Action(Op.B, 0, 0), Action(Op.U, 0, version=1),
         Action(Op.F, 0, 3, 1), Action(Op.B, 0, 1), Action(Op.U, 0, version=2), Action(Op.B, 0, 2), Action(Op.U, 0, version=3),
@@ -200,7 +200,7 @@ def test_what_cannot_be_right_without_a_drain_is_refused(sections: dict[str, Any
 
 
 def test_models_layers_are_all_there() -> None:
-    """Of the twin's model every router and expert is on some stage."""
+    """The stages together hold all layers, including all MoE layers."""
     run = recipe(case_of("two_bw", model="switch", pp=3, world=3, microbatches=3))
     model = Transformer(run.model, run.experts, run.router)
     held = [layer for part in layers_of(run, schedule_of(run)) for layer in part]

@@ -1,7 +1,6 @@
-"""The trainer against what it stands for: a plain loop over the global batch, whatever the micro-batches, ranks and evaluations.
+"""The trainer has the losses of a plain loop over the global batch, for any number of micro-batches and ranks, with or without evaluation.
 
-A gradient that is not finite on any rank is skipped or stopped by all of them; what cannot be trained is refused in one line
-before anything is written.
+If a gradient is not finite on any rank, all ranks skip the step or stop. Bad input is refused in one line before anything is written.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ NOISY = {"jitter": 0.1, "preset": "gshard", "capacity_factor": 1.0, "z_weight": 
 
 
 def by_hand(run: Run, steps: int) -> list[float]:
-    """The losses of a loop that knows no engine, micro-batch or layout."""
+    """Train with a plain loop in one process, without engine and micro-batches. Return the loss of each step."""
     model, _ = build(run, Mesh.of(Degrees()), device=torch.device("cpu"))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     weights = dict(model.named_parameters())
@@ -74,12 +73,14 @@ def by_hand(run: Run, steps: int) -> list[float]:
     for step in range(steps):
         sequences = torch.from_numpy(data.train.batch(step, TokenShard.whole(run.train.global_batch, run.model.max_length)))
         inputs, targets = sequences[:, :-1], sequences[:, 1:]
-        output = model(inputs, Context.of(inputs, seed=run.train.seed, step=step))  # balance and z losses join the backward pass
+        output = model(
+            inputs, Context.of(inputs, seed=run.train.seed, step=step)
+        )  # the model adds gradients of balance and z losses itself
         loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), targets.flatten())
         loss.backward()
         if settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(weights.values(), settings.clip_norm)
-        for group in optimizer.param_groups:  # linear warm-up, then half a cosine
+        for group in optimizer.param_groups:  # sets the learning rate: linear warm-up, then half a cosine
             warm, total = settings.warmup_steps, run.train.steps
             share = 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
             low = settings.min_lr_share
@@ -187,13 +188,13 @@ def test_evaluation_is_dropless_deterministic_and_the_mean_over_the_held_out_tok
 
 @pytest.mark.parametrize(("norm", "positions"), [("rmsnorm", "rotary"), ("layernorm", "t5")])
 def test_weight_decay_is_on_matrices_alone(norm: str, positions: str, home: Path) -> None:
-    """With gradients of zero, AdamW moves what decays and nothing else, by lr * weight_decay of itself."""
+    """With gradients of 0, a step multiplies matrices by 1 - lr * weight_decay and leaves norms, biases and routers unchanged."""
     run = check_run(trained.recipe(home, model={"norm": norm, "positions": positions, "tied_embeddings": False}), 1)
     mesh = Mesh.of(Degrees())
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(1.0)  # so that nothing is zero, which would not show
+            parameter.add_(1.0)  # no element is 0, because 0 would not show decay
     engine = start_engine(run, model, layouts, mesh)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -253,7 +254,7 @@ def test_the_learning_rate_is_the_schedules(settings: dict[str, Any], rates: dic
 
 
 def poison(parameter: str, steps: range, *, rank: int, value: float = math.nan) -> Callable[[int], None]:
-    """A `before`: on one rank, one parameter's gradient gets one bad element in these steps (the first is 0), as it is computed."""
+    """Return a `before` function: in `steps`, counted from 0, it sets one element of the parameter's gradient to `value` on `rank`."""
 
     def before(this: int) -> None:
         accumulate = vars(advance)["accumulate"]
@@ -274,7 +275,7 @@ def poison(parameter: str, steps: range, *, rank: int, value: float = math.nan) 
 
 
 def _note_states(path: Path) -> None:
-    """In a process that will train: after each step a hash of all that the engine keeps."""
+    """Make this process append a line to `path` after each training step: the hash of the engine's weights and moments."""
 
     def note(job: trainer.Job) -> None:
         found = hashlib.sha256(b"".join(held.tensor.detach().numpy().tobytes() for held in job.engine.tensors()))
@@ -321,15 +322,15 @@ def test_a_bad_gradient_on_one_rank_is_skipped_by_all(parameter: str, family: st
     assert [line["skipped_total"] for line in lines] == [0, 0, 1, 1, 1, 1]
     assert lines[2]["grad_norm"] is None and [name for name, v in lines[2]["grad_norm_parts"].items() if v is None] == [family]
     assert all(math.isfinite(line["loss"]) for line in lines)
-    assert lines[3]["lr"] == lines[2]["lr"] != lines[1]["lr"]  # a step that is not made does not move the schedule
+    assert lines[3]["lr"] == lines[2]["lr"] != lines[1]["lr"]  # the schedule counts updates, not skipped steps
     (event,) = [line for line in trained.lines(out, "event") if line["event"] == "skipped"]
     assert (event["step"], event["families"]) == (3, family)
     for rank in range(2):
         states = (tmp_path / f"states-{rank}").read_text().split()
-        assert states[1] == states[2] and len(set(states)) == 5  # no weight and no moment
-    assert trained.checkpoints(out) == [1, 2, 4, 5, 6]  # nor is a step saved that was skipped
+        assert states[1] == states[2] and len(set(states)) == 5  # the skipped step changed no weight or moment
+    assert trained.checkpoints(out) == [1, 2, 4, 5, 6]  # a skipped step is not saved
     (drawn,) = trained.draws(tmp_path, ranks=2)
-    assert [drawn[step] for step in range(6)] == trained.order(run, 6)  # and the batch that was skipped does not come again
+    assert [drawn[step] for step in range(6)] == trained.order(run, 6)  # a skipped batch is not drawn again
 
 
 @pytest.mark.parametrize(("parameter", "family"), FAMILIES)
@@ -360,7 +361,7 @@ def fp16(home: Path, **train: Any) -> Run:
 
 
 def test_a_dynamic_loss_scale_halves_at_every_overflow_and_goes_on_past_max_skips(home: Path, tmp_path: Path) -> None:
-    run = fp16(home, steps=8, max_skips=2, on_nan="stop")  # both are about gradients that scaling cannot help
+    run = fp16(home, steps=8, max_skips=2, on_nan="stop")  # neither option applies to overflows of a dynamic scale
     ends = trained.train(run, tmp_path / "run", ranks=2, before=poison(trained.DENSE, range(1, 6), rank=1, value=math.inf))
     assert [end["skipped"] for end in ends] == [5, 5]
     assert [line["loss_scale"] for line in trained.lines(tmp_path / "run")] == [2.0**n for n in (16, 16, 15, 14, 13, 12, 11, 11)]
@@ -393,10 +394,10 @@ def test_a_run_folder_below_a_file_is_refused_by_every_rank(home: Path, tmp_path
 
 
 def test_a_full_disk_is_found_before_the_first_step_by_every_rank(home: Path, tmp_path: Path) -> None:
-    trained.train(trained.recipe(home, train={"steps": 1}), tmp_path / "warm")  # the token files are there
+    trained.train(trained.recipe(home, train={"steps": 1}), tmp_path / "warm")  # writes the token cache
 
     def fill(rank: int) -> None:
-        if rank == 0:  # writing fails, as it does on a full disk, after the file itself has been made
+        if rank == 0:  # as on a full disk, the file is made but writing to it fails
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
             make = opening.make_writable
 
@@ -481,7 +482,7 @@ def test_a_report_that_fails_does_not_fail_the_run(
 
 
 def in_a_fork(work: Callable[[], int]) -> int:
-    """The exit code of a process that does this and nothing else."""
+    """Call `work` in a forked process; its result is the process's exit code. Return the exit code."""
     child = os.fork()
     if child == 0:
         try:
@@ -502,8 +503,7 @@ def in_a_fork(work: Callable[[], int]) -> int:
     ],
 )
 def test_a_ranks_exit_code_tells_how_it_ended(happens: str, code: int, said: str | None, home: Path, tmp_path: Path) -> None:
-    """What `python -m moe.launch.launch RECIPE` runs; the file it leaves is read by the process that started the ranks, and holds the
-    run's folder for them."""
+    """`moe.launch.launch` exits with a code for each kind of ending, and writes code and error to the status file for its launcher."""
     run = trained.recipe(home, train={"on_nan": "stop"}, degrees={"dp": 1, "ep": 1})
     (tmp_path / "tiny.yaml").write_text(resolved_yaml(run, {}))
     out = tmp_path / "run"
@@ -522,7 +522,7 @@ def test_a_ranks_exit_code_tells_how_it_ended(happens: str, code: int, said: str
         return launch.main([*words, "--degrees.dp", "2", "--train.global_batch", "7"] if happens == "bad input" else words)
 
     assert in_a_fork(work) == code
-    if happens == "bad input":  # before there was a run
+    if happens == "bad input":  # refused before the run's folder was made
         assert not out.exists()
         return
     left = status.read(out / status.NAME)[0]
@@ -537,19 +537,17 @@ def test_a_ranks_exit_code_tells_how_it_ended(happens: str, code: int, said: str
         ({"model": {"moe_every": 0}}, "experts.rebalance_every 2 has no effect: the model is dense"),
     ],
 )
-def test_rebalancing_that_can_move_nothing_is_said_once(
+def test_one_line_says_that_rebalancing_has_no_effect(
     changed: dict[str, Any], said: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A note and not a refusal: the same recipe, on more processes, moves experts."""
+    """`experts.rebalance_every` without expert parallelism is no error, because the same recipe may run on more ranks."""
     run = trained.recipe(home, **{"experts": {"rebalance_every": 2}, "train": {"steps": 3}} | changed)
     trainer.train(run, out=tmp_path / "run", world=World())
     assert " ".join(capsys.readouterr().out.split()).count(said) == 1
 
 
-def test_a_recipe_for_slices_runs_on_whole_sequences_and_says_what_has_no_effect(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """So that it can be compared with one process by one flag."""
+def test_a_recipe_with_sequence_parallelism_also_runs_without_it(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With degrees.sp 1, lines say which keys of `sequence` have no effect."""
     run = trained.recipe(home, degrees={"sp": 1}, sequence={"kind": "ulysses", "keep_attention": True}, train={"steps": 1})
     trainer.train(run, out=tmp_path / "run", world=World())
     said = " ".join(capsys.readouterr().out.split())
@@ -559,7 +557,7 @@ def test_a_recipe_for_slices_runs_on_whole_sequences_and_says_what_has_no_effect
     assert without_effect(run.model_copy(update={"degrees": run.degrees.model_copy(update={"sp": 2})})) == []
 
 
-def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
+def test_the_title_names_every_parallel_degree(home: Path) -> None:
     run = trained.recipe(home, degrees={"dp": 4, "ep": 2, "etp": 2})
     assert title(run, World(0, 4))[0] == "4 x cpu · dp 4 ep 2 etp 2 · ddp · fp32 compute, fp32 master"
     assert title(trained.recipe(home).resolve(1), World())[0].startswith("1 x cpu · dp 1 ep 1 · ddp")
@@ -572,8 +570,7 @@ def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
     assert sliced(order="striped", heads=2).startswith("8 x cpu · sp 4 (ring, striped, heads 2) dp 2 ep 4 · ddp")
 
 
-def test_what_stands_above_the_progress_names_the_router_and_what_the_recipe_has_otherwise(home: Path) -> None:
-    """So that who names another preset sees which values of the recipe stay."""
+def test_the_title_names_the_router_preset_and_the_values_that_differ_from_it(home: Path) -> None:
     lines = lambda **router: title(trained.recipe(home, router=router).resolve(1), World())[2:]  # noqa: E731
     assert lines() == ["router switch, but jitter 0.05, capacity_factor 1.0, min_capacity 2"]
     assert lines(preset="mixtral", capacity_factor=None, jitter=0.0, min_capacity=0) == ["router mixtral"]
@@ -581,8 +578,8 @@ def test_what_stands_above_the_progress_names_the_router_and_what_the_recipe_has
     assert title(trained.recipe(home, model={"moe_every": 0}).resolve(1), World())[2:] == []
 
 
-def test_what_follows_the_last_step_can_be_left_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sample is a forward pass a token, under ZeRO-3 with all its gathers; products and pictures take seconds as well."""
+def test_sample_speed_and_report_can_be_turned_off(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe can turn off the sample of text, the measured speed and the report, which take seconds at the end of a run."""
     off = {"train": {"steps": 1, "sample_tokens": 0, "measure_speed": False, "report": False}}
     for owner, name, _ in REAL:
         if name in ("matmul_flops", "sample", "write_report"):
@@ -592,8 +589,8 @@ def test_what_follows_the_last_step_can_be_left_out(home: Path, tmp_path: Path, 
     assert not [row for row in summary_rows(summary) if "matrix product" in row[0]]
 
 
-def test_one_whole_run_with_nothing_left_out(home: Path, tmp_path: Path) -> None:
-    """The sample, the measured speed, TensorBoard, the report: what the other tests skip because it takes seconds."""
+def test_a_run_with_sample_speed_tensorboard_and_report(home: Path, tmp_path: Path) -> None:
+    """Other tests replace these by stubs, because they take seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, real in REAL:
             patch.setattr(owner, name, real)

@@ -1,6 +1,6 @@
-"""`train.audit_every` in whole runs: it changes nothing where nothing is wrong, mends what it can, and ends in one line where it cannot.
+"""`train.audit_every`: audits change no number, repair a corrupt tensor that has an intact copy, and else end the run with one line.
 
-Each fault of `python -m tests.campaigns corruption` once or twice, and a run whose records and checkpoints are looked at.
+The faults are some of those of `python -m tests.campaigns corruption`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("fault", [f for f in corruption.FAULTS if "zero" not in f.layout and f.full >= 30], ids=str)
-def test_a_flipped_bit_is_found_and_the_step_is_that_of_an_undisturbed_run(fault: corruption.Fault) -> None:
+def test_a_flipped_bit_is_found_and_repaired(fault: corruption.Fault) -> None:
     row = corruption._row(fault, 2)
     assert row.problems == [] and row.held == 2
 
@@ -37,8 +37,8 @@ def test_steps_without_a_fault_raise_no_alarm() -> None:
     assert corruption._clean("", 2, corruption._EP, 3).problems == []
 
 
-def test_the_bench_calls_a_step_that_nobody_audited_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else everything would be held whatever the audit does."""
+def test_the_campaign_reports_a_flip_as_missed_without_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows that the campaign can fail."""
     monkeypatch.setattr(audit.Auditor, "passes", lambda self, compute, *, step: compute())
     monkeypatch.setattr(audit.Auditor, "compare_copies", lambda self, step, when: ([], torch.zeros(0)))
     row = corruption._row(next(f for f in corruption.FAULTS if f.what == "product, forward"), 3)
@@ -54,8 +54,8 @@ def _events(out: Path) -> list[dict[str, Any]]:
     return [line for line in trained.lines(out, "event") if line["event"] == "corruption"]
 
 
-def test_an_audited_run_is_the_run_without(home: Path) -> None:
-    """Losses and checkpoint are bitwise equal, also with a fault in the passes of an audited step, which is recorded with its layer."""
+def test_an_audited_run_is_bitwise_the_run_without_audits(home: Path) -> None:
+    """Also if one forward pass of an audited step is wrong; metrics.jsonl then has an event that names the layer and rank."""
     trained.train(trained.recipe(home), home / "plain")
     trained.train(trained.recipe(home, train={"audit_every": 2}), home / "audited")
     run, calls = Single.run, [0]
@@ -64,7 +64,7 @@ def test_an_audited_run_is_the_run_without(home: Path) -> None:
         calls[0] += 1
         hook = lambda module, given, output: (output[0] * (1 + 1e-6), output[1])  # noqa: E731
         layer = self.model.layers[1]
-        handle = layer.register_forward_hook(hook, prepend=True) if calls[0] == 2 else None  # before the audit's own
+        handle = layer.register_forward_hook(hook, prepend=True) if calls[0] == 2 else None  # called before the audit's own hook
         run(self, *args)
         if handle is not None:
             handle.remove()
@@ -80,8 +80,8 @@ def test_an_audited_run_is_the_run_without(home: Path) -> None:
     assert event["step"] == 2 and "the forward pass of layers.1 on rank 0" in event["found"]
 
 
-def test_a_run_that_cannot_be_mended_ends_and_the_same_command_goes_on(home: Path) -> None:
-    """One of two copies is changed between two audits: all ranks end in one line that names it and the last checkpoint."""
+def test_a_run_that_cannot_be_repaired_ends_and_resumes_from_its_checkpoint(home: Path) -> None:
+    """If one of only two copies is corrupt, all ranks end with one line that names the tensor and the checkpoint."""
     recipe = trained.recipe(home, train={"audit_every": 5}, degrees={"ep": 1})
 
     def spoil(rank: int) -> None:
@@ -109,12 +109,13 @@ without --fresh the run continues from {home / 'out' / 'checkpoints' / 'step-3'}
 
 
 def _audited(rank: int, spoilt: tuple[int, ...], folder: Path, dp: int) -> tuple[list[float], list[str], str]:
-    """An audit of one table that dp holds on both stages, as a tied embedding: what it is afterwards, what was told, the end."""
+    """Audit a tied embedding, copied over dp and two stages, after changing it on the ranks `spoilt`. Return (its values afterwards,
+    texts of the recorded events, the error or "")."""
     ranks, events = 2 * dp, list[dict[str, Any]]()
     mesh = process.connect(Degrees(dp=dp, pp=2), World(rank, ranks, rank, ranks))
     held = [Held("embedding", "weight", torch.arange(5.0), ("dp",) if dp > 1 else (), (0, 1))]
     engine: Any = SimpleNamespace(copy_again=lambda: False)
-    auditor = audit.Auditor(engine, mesh, every=1, record=events.append, note=lambda _: None, checkpoints=folder)
+    auditor = audit.Auditor(engine, mesh, every=1, record=events.append, note=lambda _: None, folder=folder)
     auditor._held = lambda: held  # type: ignore[method-assign]
     before, end = fingerprints(held), ""
     if rank in spoilt:
@@ -130,10 +131,10 @@ def _audited(rank: int, spoilt: tuple[int, ...], folder: Path, dp: int) -> tuple
 
 
 def test_a_table_on_two_stages_is_mended_within_a_stage_or_from_the_other(tmp_path: Path) -> None:
-    """Of three copies on a stage the odd one is mended, though all that it is told by the other stage is that they differ. What changed
-    during a step is taken from the stage where it has not. Where a whole stage is odd, nobody knows which one is right."""
+    """A corrupt embedding is replaced by the majority of its stage's three copies. With dp 1, a copy that changed during the step is
+    replaced by the other stage's. If all copies of a stage differ from the other stage's, the run ends."""
     right = torch.arange(5.0).tolist()
-    for rank in (1, 5):  # on the first stage, and on the last
+    for rank in (1, 5):  # a rank of the first stage, and one of the last
         place = f"weight of embedding on rank {rank}"
         for tensor, found, end in run_on_ranks(_audited, 6, (rank,), tmp_path, 3):
             assert tensor == right and len(found) == 1 and place in found[0] and end == ""
@@ -143,8 +144,9 @@ def test_a_table_on_two_stages_is_mended_within_a_stage_or_from_the_other(tmp_pa
     assert len(set(ends)) == 1 and "weight of embedding on ranks 0, 3" in ends[0] and "no copy is known to be intact" in ends[0]
 
 
-def test_two_deterministic_runs_are_equal_and_the_settings_are_put_back(home: Path) -> None:
-    """Losses and checkpoint bit by bit, on three ranks, also where the second was cut and resumed; threads that add are refused."""
+def test_two_deterministic_runs_are_bitwise_equal(home: Path) -> None:
+    """`train.deterministic` on three ranks, also for an interrupted and resumed run; torch's setting is restored at the end. DP is
+    refused, because its threads add gradients in any order."""
     recipe = trained.recipe(home, train={"deterministic": True, "global_batch": 6, "eval_sequences": 6}, degrees={"ep": 1})
 
     def during(rank: int) -> None:

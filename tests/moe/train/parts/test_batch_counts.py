@@ -1,6 +1,6 @@
-"""Losses over a whole step, and padding: the same numbers and gradients for every layout, number of micro-batches and recompute.
+"""Router losses over the global batch, and padding: numbers and gradients are equal for all layouts, micro-batches and recompute kinds.
 
-The model and step are those of `moe verify`; what differs is set beside each test.
+Model and step are those of `moe verify`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from parallel.store.checkpoint import pieces
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 
-# N sequences, L length
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -47,11 +45,11 @@ Found = tuple[float, list[LayerNumbers], dict[str, Tensor]]
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    load_deepspeed()  # once, not in every forked rank
+    load_deepspeed()  # imported once, before ranks are forked
 
 
 def lengthened(lengths: list[int]) -> Tensor:
-    """The batch of step 0, with padding after the given number of tokens in each sequence."""
+    """Return the batch of step 0 with sequence i padded after lengths[i] tokens."""
     tokens = batch(0)[: len(lengths)].clone()
     for row, n in zip(tokens, lengths, strict=True):
         row[n:] = PADDING
@@ -59,7 +57,7 @@ def lengthened(lengths: list[int]) -> Tensor:
 
 
 def computed(layout: Layout, *, tokens: Tensor | None = None, **sections: dict[str, Any]) -> Found:
-    """(loss, each layer's numbers, every whole gradient by its global name, assembled from the ranks that own it)."""
+    """Run forward and backward of one step. Return (loss, numbers of each MoE layer, whole gradients by global parameter name)."""
     case = Case("gshard", layout.kind, layout.world, layout.world, layout.microbatches, "fp32")
 
     def work(rank: int) -> tuple[float, list[dict[str, Any]], dict[str, Tensor]]:
@@ -72,7 +70,7 @@ def computed(layout: Layout, *, tokens: Tensor | None = None, **sections: dict[s
     ranks = run_on_ranks(work, layout.world, timeout_s=60)
     gradients: dict[str, Tensor] = {}
     for loss, layers, mine in ranks:
-        assert (loss, layers) == ranks[0][:2]  # every rank is told the same
+        assert (loss, layers) == ranks[0][:2]  # every rank gets the numbers of all ranks
         gradients |= mine
     return ranks[0][0], [LayerNumbers(**layer) for layer in ranks[0][1]], gradients
 
@@ -98,7 +96,7 @@ def assert_same(got: Found, want: Found) -> None:
 
 @pytest.mark.parametrize("scope", ["sequence", "global_batch"])
 def test_a_scope_gives_the_same_on_every_layout(scope: str) -> None:
-    """Balance, importance and z: values and every gradient, with drops, noise, dropout, shared experts and experts on both ranks."""
+    """Balance, importance and z losses over the scope, and all gradients, are equal for all layouts, with drops, noise and dropout."""
     router = ONE_OF_ALL | {"balance_scope": scope}
     want = computed(PLAIN, router=router)
     assert want[1][0].importance_loss > 0 and want[1][0].dropped > 0
@@ -106,8 +104,8 @@ def test_a_scope_gives_the_same_on_every_layout(scope: str) -> None:
         assert_same(computed(layout, router=router), want)
 
 
-def test_recompute_goes_with_every_way_that_rows_travel() -> None:
-    """The second pass makes each exchange again, between counting passes and gradients, and changes nothing."""
+def test_recompute_with_every_dispatch_kind() -> None:
+    """Losses over the global batch and gradients stay equal if recomputation repeats the dispatch of tokens to experts."""
     router = ONE_OF_ALL | {"balance_scope": "global_batch"}
     want = computed(PLAIN, router=router)
     for world, dispatch in (
@@ -127,18 +125,18 @@ def test_first_choices_alone_count_over_the_global_batch_too() -> None:
 
 
 def test_one_pass_over_the_batch_is_its_own_whole_step() -> None:
-    """On one process with one micro-batch, the global batch is the micro-batch; with three it is not."""
+    """With one process and one micro-batch, the scopes global_batch and micro_batch give the same balance loss; with three they differ."""
     of = lambda scope, layout: computed(layout, router=ONE_OF_ALL | {"balance_scope": scope})[1][0].balance_loss  # noqa: E731
     assert of("global_batch", PLAIN) == of("micro_batch", PLAIN) == pytest.approx(of("global_batch", Layout(1, 3)), rel=1e-5)
-    assert abs(of("micro_batch", Layout(1, 3)) - of("micro_batch", PLAIN)) > 1e-3  # which is why verify leaves it out
+    assert abs(of("micro_batch", Layout(1, 3)) - of("micro_batch", PLAIN)) > 1e-3  # so moe verify does not compare this scope
 
 
 # --- padding ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scope", ["sequence", "global_batch"])
-def test_padding_changes_nothing_whoever_holds_it(scope: str) -> None:
-    """Half of the batch is only padding: the loss, router losses, loads and gradients equal the other half's, on any layout."""
+def test_sequences_of_padding_change_nothing(scope: str) -> None:
+    """If half of the sequences are only padding, losses, loads and gradients equal those of the other half alone, on any layout."""
     router = ONE_OF_ALL | {"balance_scope": scope}
     lengths = [LENGTH + 1, 4, 11, 1, 0, 7]
     want = computed(PLAIN, tokens=lengthened(lengths), router=router)
@@ -147,8 +145,8 @@ def test_padding_changes_nothing_whoever_holds_it(scope: str) -> None:
         assert_same(computed(layout, tokens=full, router=router), want)
 
 
-def test_tails_of_padding_are_as_if_they_were_not_there() -> None:
-    """The reference cuts each sequence to its own length: cross-entropy over all predicted tokens, router losses over all routed tokens."""
+def test_padding_at_the_end_of_sequences_changes_nothing() -> None:
+    """Loss, loads and gradients equal a reference that computes each sequence alone, cut to its own length."""
     quiet = {
         "router": {"capacity_factor": None, "second": "always", "z_weight": 0.02},
         "experts": {"dropout": 0.0},
@@ -180,7 +178,7 @@ def test_tails_of_padding_are_as_if_they_were_not_there() -> None:
 
 
 def test_evaluation_leaves_padding_out() -> None:
-    """The mean over predicted tokens of all ranks, deterministic, whatever is held at once."""
+    """`validation_loss` is the mean over all ranks' predicted tokens, for any number `at_once` of sequences in a micro-batch."""
     lengths = [LENGTH + 1, 4, 11, 2, 9, 0, 1, 3, 10, 5, 6, 8]
 
     def work(rank: int, world: int, at_once: int) -> float:

@@ -1,4 +1,4 @@
-"""`pipeline.energy_plan`: a run keeps to its plan's order and, where NVML lets it, to its clocks; numbers stay (fake NVML here)."""
+"""`pipeline.energy_plan`: a run executes the plan's order and, if NVML permits, sets its GPU clocks; losses stay equal. NVML is a fake."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS, MICROBATCHES = 2, 4
 
 
 def heavy_last(schedule: Schedule) -> Profile:
-    """Seconds of each action; the last stage is the longest."""
+    """Return a profile in which actions of the last stage take 1.4 times as long."""
     model, last = PowerModel(), schedule.num_stages - 1
     seconds = {Op.F: 0.01, Op.B: 0.02, Op.I: 0.01, Op.W: 0.01}
     return lambda rank, a: model.clocks(seconds[a.op] * (1.4 if a.stage == last else 1)) if a.op in seconds else [Clock(0, 0, 0)]
@@ -43,7 +43,7 @@ def plan_of(schedule: Schedule) -> EnergyPlan:
     return plan_clocks(schedule, heavy_last(schedule), idle_power=40)
 
 
-AHEAD = plan_of(one_f_one_b(2, MICROBATCHES, extra_warmup=[1, 0]))  # another order than plain 1F1B's
+AHEAD = plan_of(one_f_one_b(2, MICROBATCHES, extra_warmup=[1, 0]))  # its order differs from the default 1F1B
 
 
 def staged(home: Path, plan: Path | None, **pipeline: Any) -> Run:
@@ -86,7 +86,7 @@ def test_a_plan_by_the_command_line_fits_its_recipe(home: Path, tmp_path: Path) 
 
 
 def spoiled(change: Callable[[dict[str, Any]], Any]) -> str:
-    """The plan's text after a change of its value."""
+    """Return the JSON text of a plan that `change` has modified."""
     order = [[{"action": str(a), "mhz": c.mhz} for a, c in zip(*both, strict=True)] for both in zip(AHEAD.schedule.orders, AHEAD.clocks)]  # noqa: B905
     value = {"schedule": "1f1b", "ranks": order}
     change(value)
@@ -148,7 +148,7 @@ def test_an_order_that_cannot_end_and_plans_that_nothing_can_use_are_refused(hom
 
 
 def changes(plan: EnergyPlan, rank: int, *, steps: int = 1) -> list[str]:
-    """The expected calls of NVML: a lock where the clock differs from the action before, and an unlock at an update."""
+    """Return the expected NVML calls: MHz to lock if an action's clock differs from the clock before, and "free" at an update."""
     told: list[str] = []
     for action, clock in list(zip(plan.schedule.orders[rank], plan.clocks[rank], strict=True)) * steps:
         word = "free" if action.op is Op.U else f"{clock.mhz:g}" if clock.mhz else ""
@@ -158,7 +158,7 @@ def changes(plan: EnergyPlan, rank: int, *, steps: int = 1) -> list[str]:
 
 
 class Told(FakeNvml):
-    """One GPU that writes every lock and unlock as a line of a file, so that another process can read them, even after a failure."""
+    """A fake NVML that appends each call to `file`: the MHz of a lock, or "free" for an unlock."""
 
     def __init__(self, file: Path, **settings: Any) -> None:
         super().__init__(**settings)
@@ -209,7 +209,8 @@ def test_a_gpu_that_is_not_there_is_no_control() -> None:
 
 
 def watched(folder: Path, *, allowed: tuple[bool, ...] | None = None, then: Callable[[], Any] | None = None) -> Callable[[int], None]:
-    """A `before` of ranks: notes go to a file; with `allowed` each rank has a GPU of its own; `then` happens as step 1 is recorded."""
+    """Return a `before` function that writes a rank's notes to a file. allowed: whether each rank may set its fake GPU's clock (None: no
+    GPUs). then: called when step 1 is recorded."""
 
     def before(rank: int) -> None:
         def note(self: Any, text: str) -> None:
@@ -232,7 +233,7 @@ def told(folder: Path, rank: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without a plan."""
+    """The folder of a run without a plan."""
     out = tmp_path_factory.mktemp("plain")
     trained.train(staged(home, None), out, ranks=2)
     return out
@@ -267,7 +268,7 @@ def test_training_locks_what_the_plan_says_and_gives_it_back(home: Path, plain: 
 
 @pytest.mark.parametrize("how", ["error", "signal"])
 def test_clocks_are_given_back_however_a_run_ends(how: str, home: Path, tmp_path: Path) -> None:
-    """Also an error in the middle of a step, when a clock is locked."""
+    """GPU clocks are unlocked after a signal, and after an error in the middle of a step."""
 
     def before(rank: int) -> None:
         watched(tmp_path, allowed=(True, True))(rank)

@@ -1,4 +1,4 @@
-"""Laws of the learning rate: where it starts and ends, that it never jumps, and that it depends on updates alone."""
+"""Learning-rate schedules: their first and last values, and their largest change between two updates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_rate_is_never_negative_nor_above_the_full_one_even_after_the_end(ru
 
 @given(runs())
 def test_the_rate_never_jumps(run: tuple[Optimizer, int]) -> None:
-    """Two updates differ by no more than the steepest of warm-up and decay has it."""
+    """The rate changes between two updates by at most the steepest slope of warm-up and decay."""
     settings, total = run
     warm, drop = settings.warmup_steps, LR * (1 - settings.min_lr_share)
     decay = max(1.0, min(total - warm, total * settings.decay_share)) if settings.schedule == "wsd" else total - warm
@@ -62,7 +62,7 @@ def test_cosine_falls_to_its_share_and_is_half_way_in_the_middle(run: tuple[Opti
     warm, low = settings.warmup_steps, LR * settings.min_lr_share
     after = rates(settings, total)[warm:]
     assert after[-1] == pytest.approx(low, abs=1e-15) and all(a >= b for a, b in zip(after, after[1:], strict=False))
-    for n in range(len(after)):  # symmetric about its middle
+    for n in range(len(after)):  # half a cosine is symmetric about its middle
         assert after[n] + after[-1 - n] == pytest.approx(LR + low)
 
 

@@ -1,7 +1,4 @@
-"""A profile gives every moment of a step to one region, and the backward pass of an operation to the region that its forward pass was in.
-
-What it alone would notice: parts that do not add up to the step, a backward pass in the wrong region, a run without its profile.
-"""
+"""`moe train --profile`: the regions' times add up to the step, and a backward operation counts for its forward operation's region."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def small(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Slow(torch.autograd.Function):
-    """Takes at least 10 ms forward and 20 ms backward."""
+    """An operation that takes at least 10 ms forward and 20 ms backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -48,12 +45,12 @@ def large(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_parts_add_up_to_the_step_and_backward_goes_where_forward_was(again: bool) -> None:
+def test_regions_add_up_to_the_step_and_backward_counts_for_the_forward_region(again: bool) -> None:
     x = torch.randn(30, 30, requires_grad=True)
     work = (lambda x: recomputed(large, x)) if again else large
-    (work(x) + small(x)).sum().backward()  # what happens the first time alone
+    (work(x) + small(x)).sum().backward()  # warm-up: one-time costs are not measured
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        large(x)  # before the step: not counted
+        large(x)  # not counted, because it is outside the step
         for _ in range(2):
             with region(STEP):
                 loss = (work(x) + small(x)).sum()
@@ -66,7 +63,7 @@ def test_the_parts_add_up_to_the_step_and_backward_goes_where_forward_was(again:
     steps = [event.cpu_time_total / 1e3 for event in events if event.name == PREFIX + STEP]
     assert sum(row.forward + row.backward for row in rows.values()) == pytest.approx(min(steps), rel=1e-3)
     assert rows["large"].forward >= 10 and rows["large"].backward >= (30 if again else 20) and rows["small"].backward > 0
-    assert rows["inner"].backward == 0.0  # where backward is called is not where an operation belongs
+    assert rows["inner"].backward == 0.0  # the region in which backward() is called does not count
 
 
 def test_without_a_profiler_a_region_changes_nothing() -> None:
@@ -114,7 +111,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -
 
 
 class Moment(NamedTuple):
-    """As much of torch's FunctionEvent as is read, of a thread of its own where `cpu_parent` is None."""
+    """The fields of torch's FunctionEvent that `spent` reads. cpu_parent: the enclosing event; None at the top of a thread."""
 
     name: str
     begin: float
@@ -133,8 +130,8 @@ class Moment(NamedTuple):
     self_device_time_total = 3000.0
 
 
-def test_a_backward_pass_in_a_thread_of_its_own_is_found() -> None:
-    """On a GPU, autograd runs the backward pass in its own thread."""
+def test_a_backward_pass_in_another_thread_counts_for_its_region() -> None:
+    """With a GPU, autograd runs the backward pass in a thread of its own, so backward events are not inside the step's event."""
     step = Moment(PREFIX + STEP, 0, 100)
     route = Moment(PREFIX + "route", 1, 10, step)
     node = Moment("autograd::engine::evaluate_function: MulBackward0", 50, 60, sequence_nr=7)

@@ -1,4 +1,4 @@
-"""The folder of a run: who may begin in it, what stays as it is, and what ends a run that no longer has it."""
+"""A run's folder: one run at a time, unchanged by a refused or finished start, and an error if it is renamed during the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held(tmp_path: Path) -> Iterator[Path]:
 
 
 def everything(folder: Path) -> dict[str, tuple[str, int]]:
-    """Every file's SHA-256 and time of change."""
+    """Return {relative path: (SHA-256, modification time in ns)} of all files."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
 
@@ -53,7 +53,7 @@ def everything(folder: Path) -> dict[str, tuple[str, int]]:
 def test_a_refused_start_changes_nothing_and_the_next_is_refused_too(
     ranks: int, home: Path, held: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Once in its own process, once on ranks that another launcher started: each prints the line."""
+    """A start in the folder of a running run is refused, each time, and changes no file. Each rank prints the error."""
     run, before = trained.recipe(home), everything(held)
     (home / "tiny.yaml").write_text(resolved_yaml(run, {}))
     for _ in range(2):
@@ -81,7 +81,7 @@ def test_a_run_whose_folder_is_renamed_ends_at_the_next_step_and_leaves_nothing_
 
 
 def tensorboard(folder: Path, **_: Any) -> Board:
-    """TensorBoard, which begins a file in each life."""
+    """Fake `open_tensorboard`: it makes a new file at each start of a run."""
     folder.mkdir(exist_ok=True)
     (folder / f"events.{len(list(folder.iterdir()))}").touch()
     return Board(lambda values, step, time: None, lambda: None)
@@ -89,10 +89,10 @@ def tensorboard(folder: Path, **_: Any) -> Board:
 
 @pytest.mark.parametrize("changed", [{}, {"optimizer": {"lr": 0.5}}, {"train": {"steps": 2, "keep": 1}}], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_where_nothing_is_trained_nothing_is_written(
+def test_starting_a_finished_run_again_writes_nothing(
     changed: dict[str, Any], ranks: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finished run that is started again, also with another learning rate, or with fewer steps and fewer checkpoints to keep."""
+    """Also if the recipe changes the learning rate, or asks for fewer steps and fewer checkpoints."""
     monkeypatch.setattr(metrics, "open_tensorboard", tensorboard)
     out = tmp_path / "run"
     (first, *_) = trained.train(trained.recipe(home, train={"steps": 4, "save_every": 2}), out, ranks=ranks)
@@ -110,8 +110,8 @@ def test_a_process_that_nobody_waits_for_leaves_no_status(home: Path, tmp_path: 
     assert not (tmp_path / "run" / status.NAME).exists() and not (tmp_path / "run" / NAME).exists()
 
 
-def test_a_start_that_writes_nothing_leaves_the_folders_that_were_there(home: Path, tmp_path: Path) -> None:
-    """Bad input that is found after the lock is had: what was made for it goes."""
+def test_a_start_with_bad_input_removes_only_folders_that_it_made(home: Path, tmp_path: Path) -> None:
+    """The run's folder is made before the bad input is found; a folder that existed before stays."""
     short = trained.recipe(home, data={"path": str(home / "short.txt")})
     (home / "short.txt").write_text("short")
     for out, stays in ((tmp_path / "a" / "b", False), (tmp_path / "c", True)):

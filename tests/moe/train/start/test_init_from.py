@@ -1,7 +1,4 @@
-"""A run that begins with another's weights takes over those alone, in every engine; or says in one line why it cannot.
-
-What it alone would notice: moments, counters or the text of the other run that came along.
-"""
+"""--init_from takes over another run's weights, routers' biases and tokenizer, but no moments, counters or text; or refuses in one line."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from parallel.errors import BadInput
 from parallel.store.stored import Reader
 from tests.support import trained
 
-STILL = {"lr": 1e-30, "warmup_steps": 0, "clip_norm": None}  # in fp32 no weight moves by so little
+STILL = {"lr": 1e-30, "warmup_steps": 0, "clip_norm": None}  # so small that no fp32 weight changes
 
 
 @pytest.fixture(scope="module")
 def before(home: Path) -> Path:
-    """A run of six steps on two ranks with a learned vocabulary and routers with biases."""
+    """The folder of a run of six steps on two ranks, with a BPE tokenizer and routers' biases."""
     trained.train(trained.recipe(home, degrees={"ep": 2}, router={"bias_rate": 0.01, "balance_weight": 0.0}, **BPE), home / "a", ranks=2)
     return home / "a"
 
@@ -33,7 +30,7 @@ BPE: dict[str, Any] = {"data": {"tokenizer": "bpe", "vocab_size": 300}}
 
 
 def other(home: Path, **sections: Any) -> Any:
-    """The same model on another text, for one step at a rate that changes almost nothing."""
+    """Return a recipe with the same model but another text, for one step that changes no weight."""
     text = home / "other.txt"
     if not text.exists():
         text.write_text("zebra quartz vortex jigsaw " * 400)
@@ -59,7 +56,7 @@ def test_the_weights_are_the_others_and_everything_else_begins(kind: str, ranks:
     assert values(saved, EXTRA).keys() == values(source, EXTRA).keys() != set()
     means, squares = values(saved, "exp_avg"), values(saved, "exp_avg_sq")
     adam = run.optimizer
-    for name, mean in means.items():  # after one step from zero: (1 - b1) g and (1 - b2) g^2
+    for name, mean in means.items():  # Adam's moments after one step from 0 are (1 - beta1) g and (1 - beta2) g^2
         exact = (mean.double() / (1 - adam.beta1)) ** 2 * (1 - adam.beta2)
         torch.testing.assert_close(squares[name].double(), exact, rtol=1e-5, atol=1e-30)
     state = Reader(saved).state

@@ -1,8 +1,5 @@
-"""Adapters beside frozen weights: five steps are those of plain lines, on one process and on layouts of ranks; with B = 0 the model is its
-base bit for bit, merged it is the same; a run of them keeps them alone, says of which base, and goes on from where it was.
-
-What this file alone would notice: a frozen weight that moves or is saved, an optimizer that keeps something of it, a base that changed.
-"""
+"""LoRA: training adapters equals a plain reference on one process and on ranks, and adapters can be merged into their base. Checkpoints
+hold adapters alone and name their base; frozen weights neither change nor cost memory of optimizer states or gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ ALL = ("attention", "experts", "dense")
 
 @dataclass(frozen=True)
 class Adapted(Case):
-    """A case of `moe verify` of which adapters of rank 3 are trained."""
+    """A case of `moe verify` that trains LoRA adapters of rank 3 on `targets`; all other weights are frozen."""
 
     targets: tuple[str, ...] = ALL
 
@@ -56,7 +53,7 @@ class Adapted(Case):
 
 
 def farthest(ran: Any, twin: Case) -> float:
-    """The largest error of all numbers except a step's update: a matrix that begins at 0 is all update after a step."""
+    """Return the largest error against the reference. The error of the update is left out: B begins at 0, so all of B is update."""
     assert not isinstance(ran, str), ran
     return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
 
@@ -91,8 +88,8 @@ LATENT = Latent(key_rank=10, query_rank=14, rotary_size=4, value_size=5)
     [(torch.float32, Latent()), (torch.bfloat16, Latent()), (torch.float32, LATENT)],
     ids=["fp32", "bf16", "latents"],
 )
-def test_at_first_it_is_the_base_and_merged_it_is_the_same(compute_dtype: torch.dtype, latent: Latent) -> None:
-    """Also where a text is continued, which reads latents' matrices in another way."""
+def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype, latent: Latent) -> None:
+    """With B = 0 logits are bitwise the base's. A merged model has the adapted model's logits, also when decoding with a cache."""
     sizes = Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, moe_every=2, ffn="swiglu", latent=latent)
     parts: Any = (sizes, Experts(num_experts=4, shared=1), Router(preset="mixtral"))
     model = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
@@ -155,7 +152,7 @@ def test_a_run_keeps_adapters_alone_and_goes_on(kind: str, ranks: int, home: Pat
     trained.train(run, cut, ranks=ranks)
     assert trained.tensors(cut / "checkpoints/step-4") == trained.tensors(whole_run / "checkpoints/step-4")
     if kind == "ddp":
-        model = restore(whole_run / "checkpoints/step-4")  # merged: what it gives is what was validated
+        model = restore(whole_run / "checkpoints/step-4")  # with adapters merged into the base
         assert not any(is_adapter(name) for name, _ in model.named_parameters())
         again = trained.train(trained.recipe(home, train={"steps": 1}, optimizer={"lr": 1e-30, "warmup_steps": 0}), tmp_path / "on",
                               init_from=whole_run)[0]  # fmt: skip
@@ -175,7 +172,7 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
     longer = adapted(home, train={"steps": 2, "save_every": 1})
     (said,) = trained.train(longer, tmp_path / "b")
     assert "got no checkpoint in" in said and "moe train also takes --init_from WHERE_IT_IS" in said
-    with pytest.raises(BadInput, match="got no checkpoint in") as refused:  # as of texts, evaluation and export
+    with pytest.raises(BadInput, match="got no checkpoint in") as refused:  # moe generate, eval and convert load a model in this way
         restore(tmp_path / "b/checkpoints/step-1")
     link = str(refused.value.fix).partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))
     subprocess.run(link, shell=True, check=True)
@@ -216,7 +213,7 @@ def test_another_alpha_is_another_function() -> None:
 
 
 def test_a_frozen_weight_costs_no_gradient() -> None:
-    """FLOPs of the backward pass for products that are not torch's own: only the gradient of x is computed, and it is bitwise equal."""
+    """For our own autograd functions, a frozen weight saves the FLOPs of its gradient; the gradient of x is bitwise unchanged."""
     rows_RD, gate, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((9, 6), (9,), (11, 6)))
     w1, w2, w3 = (torch.randn(3, *shape, generator=torch.Generator().manual_seed(2)) for shape in ((6, 10), (10, 6), (6, 10)))
     targets = torch.arange(9).unsqueeze(0)
@@ -240,8 +237,8 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_adapters_save_the_weights_gradients_and_what_comes_before_the_first(recompute: Any) -> None:
-    """FLOPs of a pass and its backward pass, by hand: all matrices' gradients are saved, and those of the first layer's input."""
+def test_adapters_save_the_flops_of_frozen_weights_gradients(recompute: Any) -> None:
+    """FLOPs of forward and backward equal a formula: no gradient of frozen matrices, and none of the first layer's input."""
     model = Model(num_layers=3, d_model=24, num_heads=3, d_ff=40, max_length=9, moe_every=0, ffn="swiglu", tied_embeddings=False)
     tokens, width, hidden, rank, layers, vocabulary = 2 * 9, 24, 40, 2, 3, 31
     tokens_BL = torch.randint(vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -258,7 +255,9 @@ def test_adapters_save_the_weights_gradients_and_what_comes_before_the_first(rec
         return int(counted.get_total_flops())
 
     matrices = layers * (4 * width**2 + 3 * width * hidden) + vocabulary * width
-    made, narrow = 2 * rank * width**2, 4 * tokens * 2 * rank * width  # of one matrix: W', and the gradients of B and A
-    passes = 3 if recompute == "full" else 2  # each makes W'
-    saved = 2 * tokens * (matrices + 3 * width**2) - 4 * layers * (passes * made + narrow) + 3 * made  # W' of the first three has no dx
+    made, narrow = 2 * rank * width**2, 4 * tokens * 2 * rank * width  # FLOPs for one matrix: W' = W + s B A; gradients of B and A
+    passes = 3 if recompute == "full" else 2  # forward passes and backward pass, each of which computes W'
+    saved = (
+        2 * tokens * (matrices + 3 * width**2) - 4 * layers * (passes * made + narrow) + 3 * made
+    )  # the first layer's three W' need no gradient of x
     assert flops(Lora(rank=0)) - flops(Lora(rank=rank, targets=("attention",))) == saved

@@ -1,4 +1,4 @@
-"""The summary's bytes of model states are those of the ZeRO formulas, whatever else a process holds."""
+"""The summary's measured bytes of model states equal the ZeRO paper's formulas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: list[tuple[str, dict[str, Any], int, Storage]] = [
 def test_states_of_a_rank_are_what_the_formula_says(
     kind: str, sharding: dict[str, Any], stage: int, storage: Storage, home: Path, tmp_path: Path
 ) -> None:
-    """Step counters and padding to equal parts come in addition. Stage 1 sums whole gradients, of which a rank keeps its part."""
+    """Up to 3000 bytes more are allowed for step counters and padding. At stage 1 a rank keeps only its shard of the gradients."""
     if sharding["kind"] == "zero":
         trained.warm_zero()
     run = trained.recipe(home, model=MODEL, experts={}, router={"preset": "switch"}, sharding=sharding, train={"steps": 2})

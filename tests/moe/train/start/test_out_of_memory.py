@@ -1,4 +1,4 @@
-"""When memory runs out: the line names what did not fit and the next step, and each step leads to another one."""
+"""When memory runs out, one line names what did not fit and keys to set; following the advice repeatedly never repeats it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe.train.start.out_of_memory import EVALUATION, PASSES, RESUMING, STATES, 
 
 
 def run_with(flags: str = "") -> Run:
-    """The recipe with such flags as the line tells to add."""
+    """Return a small recipe with the flags of a line's advice, such as "--sharding.kind zero"."""
     values: dict[str, Any] = {"model": {"num_layers": 2}, "train": {"global_batch": 8}}
     words = flags.split()
     for key, value in zip(words[::2], words[1::2], strict=True):
@@ -55,8 +55,8 @@ def test_an_evaluation_is_made_smaller_not_the_model() -> None:
     assert str(next_step(run_with("--train.eval_sequences 512"), EVALUATION, world=1, cpu=True)) == "add --train.eval_sequences 8"
 
 
-def test_a_long_sequence_is_cut_over_ranks_until_it_is_not_what_fills_memory() -> None:
-    """One at a time already, and larger than the model: sharding weights would not help."""
+def test_long_sequences_are_sharded_first() -> None:
+    """If one sequence's activations exceed the model states, the advice is sequence parallelism; else it is ZeRO."""
     one = {"global_batch": 1, "eval_sequences": 1}
     for sp, advice in ((1, "add --degrees.sp 2, and add --nproc 2"), (64, "add --sharding.kind zero")):
         values = {"model": {"num_layers": 2, "max_length": 65536}, "train": one, "recompute": {"kind": "full"}, "degrees": {"sp": sp}}
@@ -97,13 +97,13 @@ print((held() - before) / 2**28)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tells glibc's allocator, which other systems have not")
 @pytest.mark.parametrize(("choice", "share"), [("give_freed_memory_back", 1 / 64), ("keep_freed_memory", 1.0)])
 def test_freed_memory_is_given_back_or_kept(choice: str, share: float) -> None:
-    """After 64 tensors of 4 MiB, only the last one lives: the process holds about its memory, or the memory of all."""
+    """After 63 of 64 tensors of 4 MiB are freed, the process holds a 64th of the memory, or all of it with `keep_freed_memory`."""
     found = subprocess.run([sys.executable, "-c", _FREED % choice], capture_output=True, text=True, timeout=60, check=True)
     assert float(found.stdout) == pytest.approx(share, abs=0.01)
 
 
 def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
-    """Under a limit on the process's data, a wide model fails where its weights are made; no traceback, and the status says the same."""
+    """A model too large for the process's memory limit (ulimit -d) fails with one line about its weights, without a traceback."""
     out = tmp_path / "run"
     limited = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30)); sys.argv = ['launch', *sys.argv[1:]]; "
@@ -116,7 +116,15 @@ def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
         "--out",
         str(out),
     ]
-    flags = ["--model.d_model", "8192", "--model.d_ff", "65536", "--train.steps", "1", "--force"]  # else the prediction refuses it first
+    flags = [
+        "--model.d_model",
+        "8192",
+        "--model.d_ff",
+        "65536",
+        "--train.steps",
+        "1",
+        "--force",
+    ]  # --force: else the predicted memory is refused
     found = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
     assert found.returncode == 1, found.stderr
     lines = [line for line in found.stderr.splitlines() if "memory: got" in line]
@@ -125,4 +133,4 @@ def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
         lines[0].startswith("error on rank 0: memory: got none left for the model's weights")
         and "fix: add --sharding.kind zero" in lines[0]
     )
-    assert not out.exists()  # nothing was begun
+    assert not out.exists()  # no run was begun

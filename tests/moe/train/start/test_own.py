@@ -1,7 +1,6 @@
-"""A user's own callbacks, samples and optimizer in a run: what they see is what the records have, what they give is what is trained with,
-and what one rank's raises ends all ranks, in one line.
+"""Callbacks, samples and optimizers that a user's program gives to `train`.
 
-Plain twins: windows of a text given as samples train as the text does; torch's AdamW as a factory as `optimizer.kind: adamw`.
+References: a text's windows given as samples train as the text does; torch's AdamW given as a factory trains as `optimizer.kind: adamw`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.support import trained
 
 
 class Listens(Callback):
-    """Keeps every call in a list, as (event, step, record)."""
+    """A callback that collects (event, step, record) of each of its calls."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, dict[str, Any]]] = []
@@ -60,7 +59,7 @@ def sparse(home: Path, **sections: dict[str, Any]) -> Run:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_every_moment_is_told_once_with_what_the_records_have(mode: str, home: Path, tmp_path: Path) -> None:
+def test_callbacks_are_called_once_an_event_with_the_lines_of_metrics(mode: str, home: Path, tmp_path: Path) -> None:
     listens = Listens()
     run = sparse(home, train={"steps": 4, "eval_every": 2, "save_every": 2, "save_mode": mode})
     (summary,) = trained.train(run, tmp_path / "run", own=lambda rank: {"callbacks": [listens]})
@@ -75,7 +74,7 @@ def test_every_moment_is_told_once_with_what_the_records_have(mode: str, home: P
 
 
 class Stops(Callback):
-    """Asks to stop, on one rank, after a given step or evaluation."""
+    """A callback that asks to stop, on one rank, at the given event ("begin", "step" or "evaluate") of a step."""
 
     def __init__(self, rank: int, event: str, step: int) -> None:
         self.rank, self.event, self.step = rank, event, step
@@ -95,7 +94,7 @@ class Stops(Callback):
 
 
 @pytest.mark.parametrize(("event", "rank", "step"), [("step", 1, 3), ("evaluate", 0, 3), ("begin", 1, 0)])
-def test_a_stop_saves_and_a_start_goes_on_as_if_there_had_been_none(event: str, rank: int, step: int, home: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_by_a_callback_is_saved_and_resumes_bitwise(event: str, rank: int, step: int, home: Path, tmp_path: Path) -> None:
     run = sparse(home, train={"steps": 5, "eval_every": 3, "save_every": 0})
     found = trained.train(run, tmp_path / "run", ranks=2, own=lambda here: {"callbacks": [Stops(rank, event, step)]})
     assert [summary["steps"] for summary in found] == [step, step]
@@ -172,14 +171,14 @@ def test_callbacks_on_one_rank_alone_are_refused_on_all(home: Path, tmp_path: Pa
 
 
 def windows(run: Run) -> dict[str, list[list[int]]]:
-    """Both sides of the run's text, window after window."""
+    """Return {"train", "validation": list of windows of token ids} of the run's text."""
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
     sides = {"train": data.train.windows, "validation": data.validation.windows}  # type: ignore[union-attr]
     return {name: side.read(torch.arange(side.num_windows).numpy()).tolist() for name, side in sides.items()}
 
 
 def given(run: Run) -> Run:
-    """The same recipe without its text."""
+    """Return the recipe without the path of its text, for samples given by a program."""
     return run.model_copy(update={"data": run.data.model_copy(update={"path": None})})
 
 
@@ -200,7 +199,7 @@ def test_a_run_that_goes_on_reads_the_samples_that_an_unbroken_one_does_on_any_n
 ) -> None:
     run = given(sparse(home, train={"steps": 5, "save_every": 2}))
     drawn = torch.randint(250, (21, 13), generator=torch.Generator().manual_seed(3))
-    rows = [{"input_ids": row[: 5 + n % 9].tolist()} for n, row in enumerate(drawn)]  # of unequal length
+    rows = [{"input_ids": row[: 5 + n % 9].tolist()} for n, row in enumerate(drawn)]  # of 5 to 13 ids
 
     def data(rank: int) -> dict[str, Any]:
         endless = (rows[n % 21] for n in range(100))
@@ -262,13 +261,13 @@ class Broken(list[list[int]]):
     ],
 )
 def test_samples_that_are_none_are_refused_on_every_rank_in_one_line(data: Any, said: str, home: Path, tmp_path: Path) -> None:
-    ranks = 2 if "the disk" in said else 1  # one rank reads what the other does not
+    ranks = 2 if "the disk" in said else 1  # on two ranks, only one reads the broken sample
     lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=ranks, own=lambda rank: {"data": data})
     assert len(set(lines)) == 1 and said in lines[0] and "\n" not in lines[0]
 
 
 def rows_with_labels() -> list[dict[str, list[int]]]:
-    """Eight samples of unequal length, of which prompts of unequal length and every seventh id are not predicted, with padding behind."""
+    """Return eight padded samples of different lengths. Labels are -100 in their prompts, at every seventh id, and in the padding."""
     drawn = torch.randint(1, 250, (8, 13), generator=torch.Generator().manual_seed(3)).tolist()
     rows = []
     for n, ids in enumerate(drawn):
@@ -288,9 +287,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_labels_are_predicted_and_nothing_else_as_by_torch_on_any_layout(layout: str, home: Path, tmp_path: Path) -> None:
-    """The loss of a step, and of an evaluation, is the mean over the labels of the whole batch: ranks and micro-batches have other
-    numbers of them. Plain twin: the whole model's logits, and torch's cross-entropy of the labels one place further."""
+def test_the_loss_is_the_mean_over_all_labels_on_any_layout(layout: str, home: Path, tmp_path: Path) -> None:
+    """Ranks and micro-batches have different numbers of labels; each label of the global batch counts alike, in training and evaluation.
+    The reference is torch's cross-entropy of the whole model's logits."""
     ranks, sections = LAYOUTS[layout]
     exact = {"model": {"dropout": 0.0}, "router": {"jitter": 0.0, "capacity_factor": 4.0}, "optimizer": {"lr": 1e-30}}
     train = {"steps": 1, "eval_every": 1, "save_every": 1, "global_batch": 8, "eval_sequences": 8}
@@ -320,7 +319,7 @@ def test_other_samples_on_one_rank_than_on_another_are_refused_on_all(form: str,
         return {"data": rows[rank::2] if form == "indexable" else {"train": _Iterable(rows[rank:]), "validation": rows[:5]}}
 
     lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=2, own=data)
-    assert len(set(lines)) == 1 and "got other samples on one rank than on another" in lines[0]
+    assert len(set(lines)) == 1 and "got different samples on different ranks" in lines[0]
 
 
 @pytest.mark.parametrize(("count", "share"), [(2, 0.9), (9, 0.99), (9, 0.01)])
@@ -367,7 +366,7 @@ def test_a_run_with_an_own_optimizer_goes_on_to_the_bit_and_only_with_it(home: P
 
 
 class ByNorm(torch.optim.Optimizer):
-    """An optimizer that normalises by a tensor's norm, so that steps of a part of a tensor differ from steps of the whole."""
+    """An optimizer that divides a gradient by its norm, so it needs whole matrices: the update of a shard would differ."""
 
     def __init__(self, groups: Any, *, by_expert: bool = True) -> None:
         super().__init__(groups, {"lr": 0.1})
@@ -390,7 +389,7 @@ def test_an_optimizer_of_whole_matrices_is_taken_where_ranks_hold_them_whole(hom
 
 
 class Counts(ByNorm):
-    """An optimizer that counts its steps in its parameter groups. They are not part of its state, so it cannot be resumed."""
+    """An optimizer whose step count is in `param_groups`. Checkpoints store only `state`, so it cannot be resumed."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -400,7 +399,7 @@ class Counts(ByNorm):
 
 
 class OfAll(torch.optim.SGD):
-    """An optimizer that normalises by the norm of all its gradients: ranks with different parameters have different norms."""
+    """An optimizer that divides gradients by their common norm, which differs between ranks that hold different parameters."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         held = [weight for group in self.param_groups for weight in group["params"]]

@@ -1,7 +1,5 @@
-"""What a run is told before it starts: refused where it cannot fit, never stopped by a prediction, and held against what it took.
-
-It alone would notice a refusal that comes after files were written, ranks that disagree about it, and a prediction that stops a run.
-"""
+"""Predicted memory and time of a run: a run that cannot fit is refused before it writes anything, and the summary compares prediction
+and measurement. An error within the prediction never stops a run."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from tests.support import trained
 
 
 def cluster_file(path: Path, *, memory_gib: float, name: str = "one core") -> str:
-    """A host of two cores, whose ranks share so much memory."""
+    """Write a cluster file of a host with two cores and `memory_gib` of memory. Return its path."""
     known = load_cluster("v100-8")
     host = replace(known, devices_per_node=2, cores=2, device=replace(known.device, name=name, memory_gib=memory_gib))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +45,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(home: Path, tmp_p
     summary = go(run, out, cluster=small, force=True)
     assert "--force" in capsys.readouterr().out and summary["steps"] == 6
     found = summary["predicted"]
-    assert found["beside_bytes"] > 2**26 and found["memory_bytes"] > 0  # Python and torch are more than this model
+    assert found["beside_bytes"] > 2**26 and found["memory_bytes"] > 0  # memory other than tensors: Python and torch take at least 64 MiB
     assert found["memory_ratio"] == pytest.approx(found["measured_memory_bytes"] / (found["memory_bytes"] + found["beside_bytes"]))
     assert found["step_ratio"] == pytest.approx(found["measured_step_seconds"] / found["step_seconds"])
     rows = dict(summary_rows(summary))
@@ -70,7 +68,7 @@ def test_an_evaluation_that_no_memory_holds_is_refused_before_the_first_step(
 
 
 def test_the_smallest_rank_decides_for_all(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 1 see different memory: both refuse with one line. If only one did, the other would wait for it."""
+    """If the run does not fit in the memory of rank 1, both ranks refuse it with the same line."""
     limits = {0: 2.0**40, 1: 2.0**10}
     known = prediction.here
     monkeypatch.setattr(prediction, "here", lambda world: replace(known(world), limit_bytes=limits[world.rank]))
@@ -78,8 +76,8 @@ def test_the_smallest_rank_decides_for_all(home: Path, tmp_path: Path, monkeypat
     assert first == second and "needed at most 1 KiB" in first
 
 
-def test_a_limit_of_the_shell_is_read(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process has already is taken off both limits, and the less of what is left decides."""
+def test_limits_of_ulimit_count_as_memory(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`own_limit_bytes` is the least remainder of ulimit -v and -d: the limit minus the memory that the process has."""
     told = """
 import resource
 from parallel.machine import own_limit_bytes
@@ -120,8 +118,8 @@ def test_time_is_predicted_where_this_machine_was_measured(home: Path, tmp_path:
 
 
 @pytest.mark.parametrize("case", ["fsdp", "pp 2"])
-def test_predicted_bytes_are_those_that_are_alive(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth, at the smallest sizes at which tensors outweigh the parts that are counted by layers."""
+def test_predicted_bytes_are_near_the_measured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted bytes of tensors are within a tenth of the measured ones, for a small model on two ranks."""
     monkeypatch.setattr(planner_runs, "MODEL", planner_runs.MODEL | {"num_layers": 2, "d_model": 96, "d_ff": 384, "vocab_size": 512})
     rows = run_on_ranks(planner_runs.measure, 2, 2, case, "fp32", timeout_s=90)
     assert all(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) < planner_runs.WITHIN for row in rows)

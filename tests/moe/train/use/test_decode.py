@@ -1,7 +1,4 @@
-"""Decoding with a cache of keys and values gives the logits of reading the whole context again; and what sampling may choose.
-
-The twin reads each context whole in one plain pass. It alone would notice a wrong place, mask or document of a token read by itself.
-"""
+"""Decoding with a key-value cache has the logits of recomputing the whole context; sampling draws only from top-k and top-p tokens."""
 
 from __future__ import annotations
 
@@ -49,25 +46,25 @@ def made(name: str) -> Transformer:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_logits_of_tokens_read_in_runs_are_those_of_all_read_at_once(name: str) -> None:
+def test_cached_decoding_has_the_logits_of_the_whole_context(name: str) -> None:
     model = made(name)
     for_continuing(model)
     context_BS = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-    context_BS[:, [4, 9]] = 0  # separators
+    context_BS[:, [4, 9]] = 0  # separators of documents
     reads = Cached(model, at_once=4)
-    for seen in (6, 7, 8, 13, LENGTH):  # the first in runs of 4 and 2, later ones alone, five at once in 4 and 1
+    for seen in (6, 7, 8, 13, LENGTH):  # new tokens, in chunks of at most 4: 4 + 2, 1, 1, 4 + 1, ...
         want_BV = model(context_BS[:, :seen]).logits_BLV[:, -1]
         bound = 1e-5 if model.compute == torch.float32 else 3e-2
         assert (reads(context_BS[:, :seen], 0) - want_BV).abs().max() < bound * want_BV.abs().max()
-    again_BV = reads(context_BS[:, 7:10], 7)  # a context that begins anew remembers nothing
+    again_BV = reads(context_BS[:, 7:10], 7)  # another start of the context empties the cache
     want_BV = model(context_BS[:, 7:10]).logits_BLV[:, -1]
     assert (again_BV - want_BV).abs().max() < bound * want_BV.abs().max()
-    assert all(layer.attention.core.func is softmax_core for layer in model.layers)  # and the model is as it was
+    assert all(layer.attention.core.func is softmax_core for layer in model.layers)  # the attention layers are restored
 
 
 @pytest.mark.parametrize("name", ["glam, key-value heads", "documents", "longer than trained"])
-def test_the_experts_of_a_text_written_token_by_token_are_those_of_the_whole_read_at_once(name: str) -> None:
-    """Except for the last token, which has not been read."""
+def test_recorded_experts_of_decoding_equal_one_pass_over_the_text(name: str) -> None:
+    """The last token has no experts in the record (-1), because the model has not read it."""
     model = made(name)
     for_continuing(model)
     written, whole = RoutingRecord(2, LENGTH - 1), RoutingRecord(2, LENGTH - 1)
@@ -90,7 +87,7 @@ def test_a_record_of_texts_longer_than_a_context_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["switch, few slots", "t5 places, documents"])
-def test_texts_longer_than_a_context_are_those_of_the_rule_written_out(name: str) -> None:
+def test_a_full_context_is_cut_to_its_newer_half(name: str) -> None:
     model = made(name)
     for_continuing(model)
     prompts, options = [[3, 1, 4], [1, 5, 9]], {"num_tokens": 40, "max_length": LENGTH, "vocab_size": VOCABULARY}
@@ -101,7 +98,7 @@ def test_texts_longer_than_a_context_are_those_of_the_rule_written_out(name: str
         text, context = list(prompt), list(prompt)
         for _ in range(40):
             if len(context) > LENGTH:
-                context = context[LENGTH // 2 :]  # full: on with the newer half
+                context = context[LENGTH // 2 :]  # a full context is cut to its newer half
             with torch.no_grad():
                 text.append(int(model(torch.tensor([context])).logits_BLV[0, -1].argmax()))
             context.append(text[-1])
@@ -110,8 +107,8 @@ def test_texts_longer_than_a_context_are_those_of_the_rule_written_out(name: str
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": "heads", "tied_embeddings": False}], ids=str)
 @torch.no_grad()
-def test_an_encoder_reads_once_and_a_decoder_writes_what_it_writes_when_all_is_read_again(options: dict[str, Any]) -> None:
-    """It alone would notice keys of a source that came before, or logits that are divided by the root of the channels."""
+def test_an_encoder_decoder_with_a_cache_has_the_logits_of_recomputing_all(options: dict[str, Any]) -> None:
+    """The encoder runs once for each source text, and the cache holds no keys of an earlier source."""
     parts = sections.Model(**MODEL | HALVES | options), sections.Experts(num_experts=4), sections.Router(num_choices=2, group="rank")
     model = Transformer(*parts, vocab_size=VOCABULARY, seed=5).eval()
     for_continuing(model)
@@ -123,7 +120,7 @@ def test_an_encoder_reads_once_and_a_decoder_writes_what_it_writes_when_all_is_r
         calls += 1
 
     handle = model.layers[0].register_forward_hook(count)
-    for batch in (3, 2, 2):  # other texts in the place of those before
+    for batch in (3, 2, 2):  # a new source text each time
         calls, text_BS = 0, torch.randint(VOCABULARY, (batch, 9 + 12), generator=generator)
         for written in (1, 2, 7, 8, 12):
             got = cached(text_BS[:, : 9 + written], 0)

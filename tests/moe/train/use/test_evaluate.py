@@ -1,7 +1,4 @@
-"""`moe eval` says what training recorded on the same sequences, and on another text what a plain loop over its windows says.
-
-What it alone would notice: windows counted twice or left out, a tokenizer learned anew, loads that do not add up.
-"""
+"""`moe eval` has the loss that training recorded for the same sequences, and for another text the loss of a plain loop over its windows."""
 
 from __future__ import annotations
 
@@ -43,12 +40,12 @@ def figures(out: Path, **options: Any) -> dict[str, Any]:
 def test_the_loss_is_the_one_that_training_recorded(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     summary = read_summary(out)
     assert summary is not None
-    row = figures(out, sequences=8)  # as train.eval_sequences
+    row = figures(out, sequences=8)  # the recipe's train.eval_sequences
     assert row["loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
     assert row["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-6)
     assert f"loss {row['loss']:.4f} nats a token" in capsys.readouterr().out
     assert figures(out, sequences=8, step=3)["loss"] != row["loss"]
-    monkeypatch.setattr(evaluate, "TOKENS_AT_ONCE", 3 * (LENGTH + 1))  # three sequences fit, which would cut a group of two
+    monkeypatch.setattr(evaluate, "TOKENS_AT_ONCE", 3 * (LENGTH + 1))  # room for 3 sequences, but they come in groups of 2
     assert figures(out, sequences=8)["loss"] == pytest.approx(row["loss"], rel=1e-6)
 
 
@@ -70,7 +67,9 @@ def test_another_text_is_read_whole(home: Path, out: Path) -> None:
         for stream in (data.train.windows.tokens, data.validation.windows.tokens):
             starts = range(0, len(stream) - LENGTH, LENGTH)
             windows = torch.stack([torch.tensor(stream[start : start + LENGTH + 1].astype("int64")) for start in starts])
-            logits = torch.cat([model(pair[:, :-1]).logits_BLV for pair in windows.split(2)])  # the recipe's groups, of two sequences
+            logits = torch.cat(
+                [model(pair[:, :-1]).logits_BLV for pair in windows.split(2)]
+            )  # two sequences share an expert's capacity (router.group: 2)
             total += F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum").item()
             tokens, count = tokens + LENGTH * len(windows), count + len(windows)
     assert (row["sequences"], row["tokens"]) == (count, tokens)
@@ -91,7 +90,7 @@ def test_other_sources_are_read_whole_in_the_place_of_the_runs_path(home: Path, 
     assert row["tokens"] == sum(one["tokens"] for one in alone) and "all of" in capsys.readouterr().out
     assert figures(out, overrides={"data.sources": "[]"}, sequences=4)["sequences"] == 4
     assert "the validation part of" in capsys.readouterr().out
-    with pytest.raises(BadInput, match="--data.path: got it and data.sources as well, needed one of the two"):
+    with pytest.raises(BadInput, match="--data.path: got data.sources as well, needed one of the two"):
         figures(out, overrides={"data.sources": sources, "data.path": str(home / "one.txt")})
 
 

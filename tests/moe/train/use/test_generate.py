@@ -1,4 +1,4 @@
-"""Text from a trained model: the same from the same seed, the likeliest at temperature 0, and from any run's checkpoint alike."""
+"""`moe generate`: the same seed gives the same text, temperature 0 the likeliest tokens, and ranks the text of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTH = trained.VALUES["model"]["max_length"]
 
 @pytest.fixture(scope="module")
 def out(home: Path) -> Path:
-    """The folder of a run on two ranks, with experts on both."""
+    """The folder of a run with expert parallelism over two ranks."""
     run = trained.recipe(home, degrees={"ep": 2}, train={"steps": 20, "save_every": 0}, router={"group": 2})
     trained.train(run, home / "run", ranks=2)
     return home / "run"
@@ -50,7 +50,7 @@ def test_temperature_0_takes_the_likeliest_token(model: tuple[torch.nn.Module, T
     ids = list(b"abc ")
     with torch.no_grad():
         for _ in range(LENGTH - 4):
-            ids.append(int(model[0](torch.tensor([ids])).logits_BLV[0, -1].argmax()))  # as long as it is, without filling up
+            ids.append(int(model[0](torch.tensor([ids])).logits_BLV[0, -1].argmax()))  # unpadded
     assert text(model, "abc ", LENGTH - 4, temperature=0) == bytes(ids).decode(errors="replace")
     assert text(model, "abc ", 2 * LENGTH, temperature=0, seed=1) == text(model, "abc ", 2 * LENGTH, temperature=0, seed=2)
 
@@ -74,11 +74,11 @@ def test_any_prompt_is_continued(prompt: str, model: tuple[torch.nn.Module, Toke
     ids = list(tokenizer.encode(prompt)) or [tokenizer.separator]
     assert got.startswith(tokenizer.decode(ids)) and len(got) > len(prompt)
     again = sample(model[0], tokenizer, prompt=tokenizer.decode(ids[-LENGTH:]), num_tokens=7, max_length=LENGTH, temperature=0)
-    assert got.endswith(again) if prompt.isascii() and prompt else True  # what came before the last max_length tokens says nothing
+    assert got.endswith(again) if prompt.isascii() and prompt else True  # only the prompt's last max_length tokens are read
 
 
 def test_the_text_of_two_ranks_is_the_text_of_one_process(out: Path, model: tuple[torch.nn.Module, Tokenizer]) -> None:
-    """In the run itself every rank samples with half of the experts; from its checkpoint one process has all."""
+    """`sample` on two ranks with half of the experts each gives the text of one process with all experts."""
     from moe.parallelize.build import build
     from parallel.mesh.mesh import Degrees
     from parallel.process import process
@@ -100,7 +100,7 @@ def test_what_a_vocabulary_holds_beyond_the_tokenizer_never_comes(home: Path, tm
     trained.train(trained.recipe(home, model={"vocab_size": 300}, train={"steps": 2}), tmp_path / "run")
     model, tokenizer, _ = load_model(tmp_path / "run")
     first = sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH)
-    model.embedding.data[256:] *= 1e4  # tied to the head: now far likelier, or far unlikelier, than any token
+    model.embedding.data[256:] *= 1e4  # the tied head then gives these ids extreme logits
     assert sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH) == first
 
 
@@ -137,8 +137,8 @@ def test_the_command_prints_one_text_as_it_comes_and_says_how_fast(
     assert "tokens of 1 text in" in printed.err and "a second" in printed.err
 
 
-def test_a_text_is_the_same_whatever_is_asked_for_beside_it(model: tuple[Transformer, Tokenizer]) -> None:
-    """Prompts of two lengths and three samples each, in groups of at most two, against each by itself."""
+def test_a_text_does_not_depend_on_other_texts_in_its_batch(model: tuple[Transformer, Tokenizer]) -> None:
+    """Three samples of four prompts, generated together, equal the same samples generated one by one."""
     prompts, options = ["abc", "xyz", "a" * 2 * LENGTH, ""], {"num_tokens": 2 * LENGTH, "sampling": Sampling(1.0, top_k=30)}
     got = generate.generate(*model, prompts, samples=3, seed=5, max_batch=2, **options)
     assert [(one.prompt, one.sample) for one in got] == [(prompt, n) for prompt in prompts for n in range(3)]
@@ -154,7 +154,7 @@ def test_a_separator_ends_a_text_and_whole_characters_are_heard(model: tuple[Tra
     steps = iter([[97], [euro[0]], [euro[1]], [euro[2]], [98], [tokenizer.separator], [99]])
     assert generate._until_separators(steps, 1, tokenizer, heard.append) == [([97, *euro, 98], True)]
     assert [piece for piece in heard if piece] == ["a", "€", "b"]
-    assert next(steps) == [99]  # nothing more was computed
+    assert next(steps) == [99]  # the step after the separator was not computed
 
 
 def test_prompts_come_from_a_file_and_texts_go_to_one(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,10 +170,10 @@ def test_prompts_come_from_a_file_and_texts_go_to_one(out: Path, tmp_path: Path,
         generate.main(str(out), prompt_file=str(tmp_path / "bad.jsonl"))
 
 
-def test_what_a_decoder_writes_stands_below_what_its_encoder_read(
+def test_the_decoders_text_is_printed_below_the_encoders_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a sentinel that the model does not have is said."""
+    """A warning names a sentinel in the prompt that the model does not have."""
     config = SimpleNamespace(kind="encoder_decoder", spans=SimpleNamespace(num_spans=1))
     monkeypatch.setattr(generate, "load_model", lambda *_, **__: (SimpleNamespace(config=config), None, 0))
     prompt = "a <extra_id_0> <extra_id_1>"
