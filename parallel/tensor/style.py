@@ -34,7 +34,7 @@ class Style(Protocol):
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         """Fill the slots of the layers that hold the parameters (path -> layout). Default: fill none; layers compute as on one rank."""
-        return
+        return None
 
 
 @dataclass(frozen=True)
