@@ -259,7 +259,7 @@ class Rehearse:
 
 @dataclasses.dataclass(frozen=True)
 class Recipes:
-    """List the recipes by name, with their number of parameters: all, and those that one token uses."""
+    """List the recipes by name, with their numbers of parameters: of all, and of the part that one token uses."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,7 @@ def is_table(name: str) -> bool:
 
 
 def saved_files(path: Path, names: Sequence[str]) -> list[str]:
-    """Return the files to read among the `names` of a folder's files: all, or those that state.json lists if `datasets` saved the folder.
+    """Return the files to read among the `names` of a folder's files: all, or only the ones that state.json lists, which `datasets` writes.
     Raises BadInput for several saved datasets, and for one with missing files."""
     saved = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == SAVED_STATE]
     saved = [folder for folder in saved if str(folder / SAVED_TO_DISK) in names]

@@ -61,7 +61,7 @@ class Network:
 
 
 class ByProduct:
-    """Kernels whose expert networks call `times` for each product. All other operations are those of `kernels`."""
+    """Kernels whose expert networks call `times` for each product. `kernels` computes all other operations."""
 
     def __init__(self, kernels: ModuleType | ByProduct, times: Times) -> None:
         self.kernels, self.times = kernels, times

@@ -48,7 +48,7 @@ class Others(Protocol):
     product: Product | None
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Return the tokens to look up in this rank's rows, given its own tokens: also those of the ranks that hold other rows."""
+        """Return the tokens to look up in this rank's rows, given its own tokens: also the tokens of the ranks that hold other rows."""
 
     def columns(self, weight: Tensor) -> Tensor:
         """Return a tile's rows with all columns that the look-up needs, gathered if ranks hold shards of the columns."""

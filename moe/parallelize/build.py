@@ -44,7 +44,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     plan = plan_for(run)
     layouts = lay_out(model, plan)
     for layout in layouts.values():
-        data_axis(layout, mesh)  # makes process groups, also those of other stages' parameters
+        data_axis(layout, mesh)  # makes process groups, also for other stages' parameters
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     apply(model, plan, layouts, mesh)

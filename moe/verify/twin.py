@@ -115,7 +115,7 @@ def _gradients(
 
 
 def _adapters(names: list[str]) -> list[str]:
-    """Those of `names` that are LoRA adapters."""
+    """Return the names of LoRA adapters among `names`."""
     found = [name for name in names if name.endswith((".lora_a", ".lora_b"))]
     return found + [name for name in names if name.endswith(tuple(f".{w}_{half}" for w in _EXPERT for half in "ab"))]
 

@@ -63,7 +63,7 @@ class Operator:
 
     @cached_property
     def factors(self) -> str:
-        """Return all letters of the rule, each once: those of the output, then the others."""
+        """Return all letters of the rule, each once: the letters of the output, then the others."""
         return "".join(dict.fromkeys(self.output + "".join(self.terms)))
 
     @cached_property

@@ -108,7 +108,7 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
     for stacks_of_round in _rounds(stacks, ranks):
         batch = [_Matrices(stack, part(stack.number), [next(owners) for _ in range(stack.count)]) for stack in stacks_of_round]
         started.append((stacks_of_round, _to_owners_and_back(0, batch, work)))
-        if len(started) > 1:  # this round's results are now on their way, so wait for those of the round before
+        if len(started) > 1:  # this round's results are now on their way, so wait for the results of the round before
             yield from _results(*started.pop(0))
     yield from _results(*started.pop())
 

@@ -116,7 +116,7 @@ class Links:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Release sent tensors that are known to have arrived: those that the sender of `message` received before it sent `message`."""
+        """Release sent tensors that are known to have arrived: tensors that the sender of `message` received before it sent `message`."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()

@@ -191,7 +191,7 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Remove the oldest checkpoints so that `keep` are left: that of `step`, which is intact, and those before it. A resumed run calls this
+    """Remove the oldest checkpoints so that `keep` are left: the one of `step`, which is intact, and earlier ones. A resumed run calls this
     too, because the process before it may have died between the commit and the removal."""
     # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]

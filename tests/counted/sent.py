@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 STATES, ROWS, NUMBERS = "gradients and parameters", "rows of experts", "numbers"
 
-# names of collectives in torch's dispatcher: first those of c10d, then those of functional collectives
+# names of collectives in torch's dispatcher: first c10d's, then the functional collectives'
 _ALL_REDUCE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_")
 _GATHER = (
     *("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),

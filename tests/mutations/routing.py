@@ -207,7 +207,7 @@ def _kept_alone(real: Any) -> Any:
 
 
 def _local_share(real: Any) -> Any:
-    """The load in the balance loss is that of this rank, although the loss is over the global batch."""
+    """The balance loss uses this rank's load, although the loss is over the global batch."""
 
     def wrong(*args: Any, whole: Any, **rest: Any) -> Any:
         return real(*args, whole=lambda mine: mine, **rest)

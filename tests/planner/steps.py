@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(*, only: str | None = None, json: str | None = None, rounds: int = ROUNDS) -> int:
-    """Measure all cases, or those with the text `only` in their name, in `rounds` calibrations and runs each. Returns 1 if the median
+    """Measure all cases, or the cases with the text `only` in their name, in `rounds` calibrations and runs each. Returns 1 if the median
     |error| of memory or time exceeds a tenth."""
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]

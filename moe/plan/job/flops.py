@@ -22,7 +22,7 @@ from moe.router.methods.catalog import method_of
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a model or a block. total: number of parameters. active: those that a token uses. forward, training: FLOPs per token."""
+    """Size of a model or a block. total: number of parameters. active: parameters that a token uses. forward, training: FLOPs per token."""
 
     total: int
     active: int

@@ -72,7 +72,7 @@ class Stage:
 
 @lru_cache(maxsize=100)
 def own_program(cluster: Cluster) -> Program:
-    """Return the properties of this project's trainer, with those that were measured on this cluster."""
+    """Return the properties of this project's trainer. Properties that were measured on this cluster replace its own."""
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 

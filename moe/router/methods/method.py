@@ -68,7 +68,7 @@ class Chosen:
 
 
 class Method:
-    """A method of selecting experts. Its attributes are facts that checks and planner read; a method overrides those that differ."""
+    """A method of selecting experts. Its attributes are facts that checks and planner read; a method overrides some of them."""
 
     name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it, unless moe/verify/cases.py does

@@ -259,7 +259,7 @@ class ClockedGraph:
         return {node: most - ends[i] - tails[i] for node, i in self.graph.vertices.items()}
 
     def critical(self, nodes: Iterable[Node], spare: float) -> list[Node]:
-        """Return those of `nodes` that have a slack of at most `spare` seconds."""
+        """Return the `nodes` that have a slack of at most `spare` seconds."""
         longest, ends, tails, vertices = self.makespan - spare, self.ends, self.tails, self.graph.vertices
         return [node for node in nodes if ends[vertices[node]] + tails[vertices[node]] >= longest]
 
