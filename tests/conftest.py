@@ -56,7 +56,7 @@ settings.load_profile("here")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where runs of a second train: a text, a cache, and a trainer whose end is short (tests/support/trained.py)."""
+    """A folder for training runs of about a second, with a text and a cache. Runs end without slow reports (tests/support/trained.py)."""
     from tests.support import trained
 
     with pytest.MonkeyPatch.context() as patch:

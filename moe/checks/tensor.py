@@ -146,7 +146,7 @@ def check_tiling(run: Run) -> None:
 
 
 def _split(run: Run) -> str:
-    """Return the text for the division of dense sizes by tp: "", " / degrees.tp=2", or the side of a grid."""
+    """Return how messages write the division of dense sizes by tp: "" (no tp), " / degrees.tp=2" or " / 2, the side of tp's grid"."""
     parts = run.tp_grid().units
     return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 

@@ -43,7 +43,7 @@ from parallel.pipeline.simulator.simulate import makespan
 BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
 # fields of a plan that no search decides; they are copied from the recipe's own plan
 OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")
-LEAST_SAVED = 1e-4  # an order is written only if it saves at least this share of a step's seconds
+LEAST_SAVED = 1e-4  # an order of pipeline actions is written only if it saves this share of a step's seconds
 
 
 def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:

@@ -42,7 +42,7 @@ class SpanCorruption:
     seed: int
 
     def rows(self, texts: Ints, places: npt.ArrayLike, *, side: int = _TRAIN) -> Ints:
-        """Convert texts [n, text] to rows [n, inputs + 1 + targets] int64. `places`: global indices, which key the drawn spans."""
+        """Convert texts [n, text] to rows [n, inputs + 1 + targets] int64. `places`: global indices, which seed the random spans."""
         hidden = [self._row(text, int(place), side) for text, place in zip(texts, np.array(places).reshape(-1), strict=True)]
         return np.array(hidden, dtype=np.int64).reshape(len(texts), self.spans.inputs + 1 + self.spans.targets)
 

@@ -20,7 +20,7 @@ from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING, as_inputs
 from moe.recipe import sections
 
-# B batch, L length here, S of whole sequences, D model
+# B batch, L length on this rank, S length of whole sequences, D model
 
 
 class PredictionDepth(nn.Module):

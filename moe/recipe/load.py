@@ -143,7 +143,9 @@ def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-_DROPPED = "; not "  # first characters of the origin of a router key whose parent's value was dropped (`_drop_router`)
+_DROPPED = (
+    "; not "  # begins the origin (text: where a value comes from) of a router key if `_drop_router` removed the parent recipe's value
+)
 
 
 def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:

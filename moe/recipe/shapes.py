@@ -53,7 +53,7 @@ def spans_of_text(tokens: int) -> Spans:
 
 
 def inputs_within(tokens: int) -> int:
-    """Return the largest number of encoder tokens for which the longest text (`spans_of`) has at most `tokens` tokens (2 or more)."""
+    """Return the largest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens. `tokens`: at least 2."""
     inputs = spans_of_text(tokens).inputs
     return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 tokens may have the same number of inputs
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # T tokens, D model, E experts, K choices
 
-_CHOSEN = 20.0  # logit in a rehearsal, far above the size of noise; experts that are not chosen get -_CHOSEN
+_CHOSEN = 20.0  # logit of chosen experts if choices are prescribed (rehearsal), far above noise; all others get -_CHOSEN
 
 
 @dataclass(frozen=True)

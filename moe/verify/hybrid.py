@@ -123,7 +123,7 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """Return the row's dp. ranks: pp * tp * sp; experts: ep * etp; sharers: sp. Raises BadInput if `world` is too small."""
+    """Return the degree of dp for the choice. ranks: pp * tp * sp. experts: ep * etp. sharers: degree of sp. Raises BadInput."""
     # an engine that shards states needs at least two ranks of dp or sp
     least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     if world is None:

@@ -2,11 +2,11 @@
 
 A line is one tensor of a tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step these
 phases follow each other: outputs of modules from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients from head to
-embedding; gradient norms; moments and weights after the update. After TAPED steps come the losses of the others.
+embedding; gradient norms; moments and weights after the update. The losses of all steps after the TAPED ones are last.
 
 A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. That is measured by runs of the reference:
 
-    fp32        with every number changed at random by up to the unit roundoff of fp32 (as in moe/verify/expected.py); at most 1e-5
+    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py); an effect counts as at most 1e-5
     bf16, fp16  in that precision with the sums in other orders (`reorderings`)
 """
 

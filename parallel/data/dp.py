@@ -60,7 +60,7 @@ def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.
 
 
 def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], meeting: _Meeting) -> list[Any]:
-    """Run replica i on parts[i], each in a thread, and return their outputs. After all have ended, raise the first replica's error."""
+    """Run replica i on parts[i], each in a thread, and return their outputs. After all have ended, raise the lowest one's error."""
     outputs: list[Any] = [None] * len(replicas)
     errors: list[BaseException | None] = [None] * len(replicas)
     grad = torch.is_grad_enabled()  # each thread has its own setting

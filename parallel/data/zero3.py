@@ -202,7 +202,7 @@ class Zero3(DeepSpeed):
         zero.grad_partitions_flat_buffer.mul_(factor)
         if self.offload.optimizer == "none":
             return
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # gradients that the host's optimizer reads
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer on the host reads master.grad
             if not zero._swappable_optimizer_subgroup(number):
                 master.grad.mul_(factor)
         if zero.swap_optimizer:  # the step scales gradients on a disk when it reads them

@@ -5,8 +5,8 @@
     x, equal         x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
     on all ranks     loss = log sum over ranks of exp(m_r) s_r - target's logit: ranks never exchange logits
 
-If the ranks do not divide V, shards differ by one row; nothing is padded. On grids, a rank looks up the tokens of all ranks with its
-channels, with zeros for other ranks' rows, and a reduce-scatter sums them on the tokens' ranks. In 2D the result is then transposed:
+If the ranks do not divide V, shards differ by one row; nothing is padded. On grids, a rank looks up the tokens of all ranks that hold
+the same channels. Rows of other ranks give zeros, and a reduce-scatter sums to the tokens' ranks. In 2D the result is then transposed:
 rank (row, column) sends it to rank (column, row). In 3D the table's channels are first gathered over depth.
 Costs: docs/parallel/tensor_1d.md, tensor_grids.md. Sources: Megatron-LM (arXiv 1909.08053), Optimus (2104.05343), 3D (2105.14450).
 """

@@ -166,8 +166,8 @@ def _rename(run: Path, **_: bool) -> None:
 
 
 def _second(place: Path, share: float) -> tuple[str, float]:
-    """Start two more runs in the folder of a running one. They must be refused, or find it finished; the first must end well. The second
-    starts share / 4 seconds after the first has its lock. Return (problem or "", seconds of the first run)."""
+    """Start a run, and runs 2 and 3 in the same folder, run 2 share / 4 seconds after run 1 has the lock. Runs 2 and 3 must be refused, or
+    find that run 1 has finished; run 1 must end well. Return (problem or "", seconds of run 1)."""
     ends: list[tuple[int | None, str, float]] = []
     first = threading.Thread(target=lambda: ends.append(_train(place, "--out", "run", "--train.steps", "40")))
     first.start()

@@ -38,8 +38,8 @@ KINDS = {
 
 @dataclass
 class Row:
-    """Results of several tries of one fault. held: passed tries; lost: failed tries. problems: a line for each failed try. more: results
-    of this kind of fault alone."""
+    """Results of several tries of one fault. held: passed tries; lost: failed tries. problems: a line for each failed try. more:
+    results that only this kind of fault has."""
 
     fault: str
     tried: int = 0

@@ -127,7 +127,7 @@ def test_kfac_asks_whether_experts_are_computed_in_chunks(listed: None, monkeypa
 
 
 def test_the_planner_asks_for_its_messages(listed: None) -> None:
-    """The planner counts the ring's own messages: on two ranks all tokens and their fp32 sums, whatever the number of choices."""
+    """The planner takes message sizes from the plugged-in dispatcher `ring`: on two ranks all tokens and their fp32 sums, for any top_k."""
     model = {
         "num_layers": 2,
         "d_model": 64,

@@ -49,7 +49,7 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench tensor`. Returns 1 if results differ between implementations, or if a race with a limit does not pass (see `race_row`)."""
+    """`moe bench tensor`. Returns 1 if results differ between implementations, or if a timing ratio exceeds its limit (`race_row`)."""
     torch.set_num_threads(1)
     rows = []
     for width in WIDTHS:

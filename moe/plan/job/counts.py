@@ -105,7 +105,7 @@ def attention(network: Network, t: int, *, over: int) -> float:
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """Parameters in the matrices of one layer's attention on a rank. `t` ranks divide each matrix, `over` ranks divide the heads."""
+    """Number of parameters in a layer's attention matrices on one of `t` ranks. At least `over` key-value heads exist: some are copies."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)

@@ -148,8 +148,8 @@ def _attention(n: Network, stack: Stack) -> float:
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Bytes that the latents of multi-head latent attention keep: the norms' inputs of the rank's own tokens, the outputs of all tokens. If
-    tp divides the heads, the outputs are in one tensor with the rotary key, and with x if queries have no latent."""
+    """Bytes kept for the latents of multi-head latent attention: their norms' inputs (own tokens) and outputs (all tokens). If tp divides
+    the heads, one gathered tensor holds the norms' outputs, the rotary key and, if queries have no latent, x."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0
@@ -254,7 +254,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
     """Number of tensors, received from or sent to other stages, that a micro-batch keeps on a stage and no layer or norm counts."""
     sent = int(stack.outputs == "kept" and plan.pp > 1)
-    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps a copy of its own
+    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps its input in its own dtype
     if layers or last:
         return sent + (wider and not (layers and recompute_of(plan, layers.start) == "full"))
     return sent + (not first)  # an empty stage keeps the tensor that it receives and sends on

@@ -100,7 +100,7 @@ def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...
 
 
 def _check_weights(program: Program, kind: _Kind) -> str:
-    """Check that weights have the plan's shardings. Returns the engine: fsdp if the data axes cut every dense weight too, ddp if none."""
+    """Check that weights have the plan's shardings. Returns the engine: fsdp if data axes divide all dense weights, ddp if none."""
     sharded, whole = list[str](), list[str]()
     for name, letters in program.graph.parameters.items():
         of_experts = _of_experts(program.graph, letters)

@@ -115,7 +115,7 @@ def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
 
 
 def mixed_gates(logits_TE: Tensor, expert_TK: Tensor, open_TKE: Tensor, share_TK: Tensor | None) -> Tensor:
-    """Return the gates [T, K]: p_k(e_k) times `share_TK`, which has no effect on the gradient. `share_TK` None: all are 1."""
+    """Return the gates [T, K]: probabilities of the choices among open experts, times `share_TK` (None: 1), which the gradient ignores."""
     import torch
 
     near_TKE = logits_TE.unsqueeze(1).masked_fill(~open_TKE, -torch.inf)

@@ -85,7 +85,7 @@ class Auditor:
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            if left := self._on_all(by_majority(held, prints, self.mesh)):  # stages differ from one another, or the fault recurs
+            if left := self._on_all(by_majority(held, prints, self.mesh)):  # pipeline stages hold different copies, or the fault recurs
                 self._end(step, when, left)
         self.step = step
         return held, prints

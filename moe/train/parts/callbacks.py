@@ -58,20 +58,20 @@ class Callback:
     """Base class of callbacks: override the methods you need. Every rank calls each of them, with the run's progress."""
 
     def on_train_begin(self, now: Now) -> None:
-        """Called before the first step of this process, also if the run is resumed. record: empty."""
+        """Called before the first step of this process, also if the run is resumed. now.record: empty."""
 
     def on_step_end(self, now: Now) -> None:
-        """Called after each step, also a skipped one. record: its line of metrics.jsonl: loss, lr, skipped, ...; MoE layers under "moe"."""
+        """Called after each step, also a skipped one. now.record: its line of metrics.jsonl: loss, lr, skipped, ..., moe (MoE layers)."""
 
     def on_evaluate(self, now: Now) -> None:
-        """Called after each evaluation on held-out text. record: its line of metrics.jsonl: validation_loss, bits_per_byte."""
+        """Called after each evaluation on held-out text. now.record: its line of metrics.jsonl: validation_loss, bits_per_byte."""
 
     def on_save(self, now: Now) -> None:
         """Called when a checkpoint is complete on disk; with train.save_mode async, possibly only at the next save or the run's end.
-        record: its line of metrics.jsonl, with step and path."""
+        now.record: its line of metrics.jsonl, with step and path."""
 
     def on_train_end(self, now: Now) -> None:
-        """Called at the end of the run, also if a callback has stopped it; not after a signal. record: the summary, as in summary.json."""
+        """Called at the end of the run, also if a callback has stopped it; not after a signal. now.record: as summary.json."""
 
 
 class Callbacks:

@@ -43,7 +43,7 @@ def check_precision(run: Run, world: World) -> str | None:
         raise BadInput(
             "precision.compute",
             got="fp16 on a processor that has no instructions for it",
-            needed="bf16 or fp32: emulated, a product takes tens of times as long as in fp32",
+            needed="bf16 or fp32: an emulated matrix product would take tens of times as long as in fp32",
             fix=Set("precision.compute", "auto") & Set("precision.loss_scale", "none"),
         )
     return (

@@ -33,7 +33,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store import checkpoint
 from parallel.store.stored import Reader, check_same_parameters
 
-WHERE = "base"  # key, in a checkpoint's state, of the base that its adapters need, from `described`
+WHERE = "base"  # key in a checkpoint's state; its value names the base model that the adapters need (`described`)
 _TRAINS = "moe train also takes --init_from WHERE_IT_IS"
 
 

@@ -55,7 +55,8 @@ class Resumed:
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check the recipe against another run's checkpoint (`--init_from`). Its counters and optimizer states are not used."""
+        """Return the start of a new run from another run's weights (`--init_from`), without its counters and optimizer states. Raises
+        BadInput if their recipes differ in keys of the function that are not `allowed`."""
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
         table, other = _table(source, run, allowed, where=str(source.path))

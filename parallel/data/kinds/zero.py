@@ -51,7 +51,7 @@ def gathered(at: At, w: Whole) -> float:
     """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
-    if at == "bucket":  # the weights of layers with gradients in the bucket are freed
+    if at == "bucket":  # weights of the layers whose gradients are in the bucket were freed before
         return w.compute_bytes * min(live, w.held - bucket) + (2 + 1 / w.copies) * w.sum_bytes * sums
     return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
 

@@ -191,7 +191,7 @@ TOKENIZERS: dict[str, Tokenizer] = {"bytes": Bytes(), "bpe": train_bpe([TEXT], v
 @given(text=st.text() | st.sampled_from([UNICODE, CRLF, "a\0b\0", "\ud800 half", "tab\t  \n\n\n x", "\ufeffbom", ""]))
 @settings(max_examples=80, deadline=None)
 def test_decode_undoes_encode(kind: str, text: str) -> None:
-    """Decoding gives the encoded text back, except that NUL and half surrogates become U+FFFD. So no text holds a separator."""
+    """Decoding gives the encoded text, with U+FFFD in place of half surrogates and of NUL, which separates documents."""
     tok = TOKENIZERS[kind]
     ids = tok.encode(text)
     assert tok.decode(ids) == "".join("\ufffd" if c == "\0" or "\ud800" <= c <= "\udfff" else c for c in text)

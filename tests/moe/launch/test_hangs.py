@@ -24,6 +24,7 @@ SAMPLE = [
 @pytest.mark.parametrize("name", SAMPLE)
 def test_every_rank_that_is_left_names_the_culprit(name: str, tmp_path: Path) -> None:
     hangs.warm_up(tmp_path, deepspeed=False)
-    (case,) = [replace(c, overrides=c.overrides | {"train.timeout_s": "3"}) for c in hangs.CASES if c.name == name]  # busy cores
+    # less than 3 s could expire on busy cores
+    (case,) = [replace(c, overrides=c.overrides | {"train.timeout_s": "3"}) for c in hangs.CASES if c.name == name]
     row = Row.of(case.name, 1, lambda number: hangs.once(case, number, tmp_path, slack_s=30))
     assert row.problems == [] and (row.tried, row.held) == (1, 1)

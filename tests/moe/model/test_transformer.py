@@ -1,4 +1,4 @@
-"""The Transformer without a mesh: its options run and learn, no token sees later ones, and first values do not depend on the layout."""
+"""The Transformer without a mesh: its options run and learn, no token sees later ones, and initial weights do not depend on the layout."""
 
 from __future__ import annotations
 

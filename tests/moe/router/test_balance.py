@@ -274,7 +274,7 @@ def test_importance_is_the_squared_coefficient_of_variation_of_the_summed_gates(
 @pytest.mark.parametrize("counted", [1, 2])
 @pytest.mark.parametrize("cut", [[0, 14], [0, 3, 14], [0, 5, 6, 14]])
 def test_losses_of_micro_batches_add_up_to_the_global_batchs(cut: list[int], counted: int) -> None:
-    """Losses of micro-batches that know the step's sums, weighted by valid tokens, add up to the global batch's loss and gradient."""
+    """Micro-batches' losses with the step's sums, weighted by valid tokens, add up to the global batch's loss and gradient."""
     logits, expert, gate, valid = padded([6, 2], 2)
     probs, importance = logits.softmax(-1), spread_gates(gate, expert, num_experts=5)
     parts = [slice(a, b) for a, b in zip(cut, cut[1:], strict=False)]

@@ -87,7 +87,7 @@ READ = {
     name: (options, idle if name.startswith("sparsemixer") else idle | {"mixer_margin"}, refused)
     for name, (options, idle, refused) in READ.items()
 }
-# load_weight needs noise noisy_top_k
+# load_weight is refused unless router.noise is noisy_top_k
 READ = {name: (options, idle, refused | {"load_weight"}) for name, (options, idle, refused) in READ.items()}
 
 

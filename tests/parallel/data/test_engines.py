@@ -1,4 +1,4 @@
-"""Laws of every data-parallel engine: dropped gradients change nothing, loaded states give bitwise equal steps, no rank waits for ever."""
+"""Laws of data-parallel engines: discarded gradients change nothing, loaded states give bitwise equal steps, no rank waits for ever."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_kept_bytes_are_those_of_autograd(recompute: str, compute: str) -> None:
 
 
 def test_seconds_grow_with_the_flops() -> None:
-    """For large products, seconds with two further tokens / seconds without equal the ratio of the FLOPs of moe/plan/job/flops.py."""
+    """For large products, predicting two further tokens multiplies seconds by the same factor as FLOPs (moe/plan/job/flops.py)."""
     model = {"num_layers": 6, "d_model": 4096, "num_heads": 32, "d_ff": 16384, "max_length": 2048, "vocab_size": 50304}
     cluster = load_cluster("h100-8").holding(1)
     runs = [run_of(ahead, model=model, precision={"compute": "bf16"}) for ahead in (0, 2)]

@@ -259,7 +259,7 @@ def frontier(schedule: Schedule, profile: Profile, limit: float) -> float:
 
 
 def between(points: list[tuple[int, float]]) -> object:
-    """Return lowtime's cost model: the lower convex hull of points (units of time, joules), in 0.1 mJ, so that slopes are below 10000."""
+    """Return lowtime's cost model of points (time units, joules): their lower convex hull, with energy in units of 0.1 mJ."""
     from lowtime.cost_model import CostModel
 
     hull = [min(points)]

@@ -194,8 +194,8 @@ def test_chunks_in_flight_of_interleaved(p: int, m: int, v: int) -> None:
     schedule = make_schedule("interleaved", ranks=p, microbatches=m, chunks=v)
     assert peak_activations(schedule) == tuple(min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p))
     if m > p:
-        layers = Fraction(int(peak_activations(schedule)[0]), v * p)  # activations of rank 0, in micro-batches of the whole model
-        assert layers == 1 + Fraction(p - 1, p * v)
+        peak = Fraction(int(peak_activations(schedule)[0]), v * p)  # of rank 0; 1: all activations of one micro-batch
+        assert peak == 1 + Fraction(p - 1, p * v)
     assert peak_activations(make_schedule("looped_bfs", ranks=p, microbatches=m, chunks=v)) == (m * v,) * p
 
 
