@@ -11,7 +11,7 @@ import yaml
 
 from moe.checks.together import check_run
 from moe.cli import verbs
-from moe.cli.run import check_least, write_rows
+from moe.cli.run import check_least, refuse_others, write_rows
 from moe.launch import exit_codes
 from moe.plan.choose.choose import Ranked, Ranking, described
 from moe.plan.choose.legal import advice
@@ -38,6 +38,13 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
     machines = load_cluster(flags.cluster)
     run = settled(asked, machines)
     print(_about(run, machines))
+    if flags.compare is not None:
+        from moe.cli.plan_compare import table
+
+        both = _as_is(run, machines), _as_is(settled(load(flags.compare, overrides)[0], machines), machines)
+        print(*table((flags.recipe, flags.compare), both), sep="\n")
+        write_rows(flags.json, "plan", [_row(made, made.found.ranked[0]) for made in both], cluster=flags.cluster)
+        return exit_codes.DONE
     if flags.explain:
         print(*guided(run, machines), "", sep="\n")
     began = time.perf_counter()
@@ -76,6 +83,8 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
 def _check(flags: verbs.Plan) -> None:
     out, order = flags.out, flags.order
     check_least(flags, top=1)
+    if flags.compare is not None:
+        refuse_others(flags, ("recipe", "cluster", "compare", "json"), got="it with --compare", needed="two recipes' own plans")
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
     if order is not None and order.suffix != ".csv":

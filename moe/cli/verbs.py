@@ -130,10 +130,11 @@ class Plan:
     recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --calibrate")
     calibrate: bool = _flag("measure this machine instead, and write a cluster file: --out F.yaml, or the user's machine.yaml", False)
     nproc: int | None = _flag("with --calibrate: measure collectives of up to N processes, by default the number of cores")
-    cluster: str | None = _flag("a shipped cluster, such as h100-8, or h100-8x4 for 4 nodes, or a YAML file; required")
+    cluster: str | None = _flag("a shipped cluster, such as h100-8, h100-2 (part of a node), h100-8x4 (4 nodes), or a YAML file; required")
     top: int = _flag("number of plans to print", 10)
     exhaustive: bool = _flag("try every engine, schedule and recomputation with all degrees, not only with the fastest degrees", False)
     as_is: bool = _flag("predict only the recipe's own plan, also if it does not fit", False)
+    compare: str | None = _flag("compare the recipe's own plan with this recipe's own plan, by part of time and memory; tries no other")
     search: Literal["enumerate", "alpa", "flexflow", "mesh-tf", "gspmd"] = _flag(
         "enumerate: try all plans; others: search on the graph of the recipe's operators, as in the paper of that name", "enumerate"
     )

@@ -5,7 +5,8 @@
     between    all network adapters of a node together. Groups of ranks that send at the same time share them
     host, disk links from a device to its host's memory, and from a node to its disk
 
-Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is the file h100-8 with 4 nodes.
+Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is the file h100-8 with 4 nodes, and load_cluster("h100-2")
+2 devices of one of its nodes.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def some_clusters() -> str:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Load a shipped cluster by name (`NAMExN` for N nodes), or a cluster file by path. Raises BadInput for an unknown name or bad file."""
+    """Load a shipped cluster by name (`NAMExN`: N nodes; `h100-2`: 2 devices of h100-8), or a cluster file by path. Raises BadInput."""
     path = user_path(name, what="cluster")
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -156,6 +157,11 @@ def load_cluster(name: str) -> Cluster:
     found = re.fullmatch(r"(.+)x([1-9]\d{0,5})", name)
     if found and found[1] in known:
         return _read(FOLDER / f"{found[1]}.yaml").of(int(found[2]))
+    if part := re.fullmatch(r"(.+)-([1-9]\d?)", name):
+        wholes = (_read(FOLDER / f"{each}.yaml") for each in known if each.rpartition("-")[0] == part[1])
+        for whole in wholes:
+            if whole.name.endswith(f"-{whole.devices_per_node}") and int(part[2]) < whole.devices_per_node:
+                return replace(whole, name=name, devices_per_node=int(part[2]))
     raise BadInput("cluster", got=name, needed=f"one of {some_clusters()}", fix=_nearest(name, known))
 
 

@@ -55,6 +55,25 @@ def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_p
     assert any("degrees.sp=2 does not go with model.kind=encoder_decoder" in row["reason"] for row in written["refused"])
 
 
+def test_two_recipes_own_plans_are_compared_on_a_part_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--compare` prints what `--as-is` predicts for each recipe, with the ratio."""
+    alone = {}
+    for name in ("glam_tiny", "dense_tiny"):
+        table = tmp_path / f"{name}.json"
+        assert main(["plan", name, "--cluster", "h100-2", "--as-is", "--degrees.ep", "1", "--json", str(table)]) == 0
+        alone[name] = json.loads(table.read_text())["chosen"]
+    capsys.readouterr()
+    both = tmp_path / "both.json"
+    words = ["plan", "glam_tiny", "--compare", "dense_tiny", "--cluster", "h100-2", "--degrees.ep", "1"]
+    assert main([*words, "--json", str(both)]) == 0
+    said = capsys.readouterr().out
+    assert json.loads(both.read_text())["rows"] == list(alone.values())
+    ratio = alone["dense_tiny"]["seconds"] / alone["glam_tiny"]["seconds"]
+    assert re.search(rf"^s a step .* {ratio:.2f}$", said, flags=re.M) and "different keys: " in said and "model.moe_every" in said
+    assert main([*words, "--top", "2"]) == 2
+    assert "--top: got it with --compare" in capsys.readouterr().err
+
+
 UNEVEN = ["--model.vocab_size", "30000", "--degrees.pp", "4", "--pipeline.microbatches", "6"]
 
 

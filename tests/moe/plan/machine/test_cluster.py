@@ -37,7 +37,12 @@ def test_a_number_after_the_name_is_the_number_of_nodes() -> None:
     assert load_cluster("h100-8").holding(17).nodes == 3
 
 
-@pytest.mark.parametrize("wrong", ["h1000-8", "h100-8x0", "xh100-8x2", "h100-8x2x3", "h100x8", "8xh100", "h100-16", "H100", "gb200x144"])
+def test_a_smaller_number_after_the_device_is_a_part_of_one_node() -> None:
+    for name, whole, devices in (("h100-2", "h100-8", 2), ("v100-4", "v100-8", 4), ("a100-40-1", "a100-40-8", 1), ("gb200-36", "gb200-72", 36)):
+        assert load_cluster(name) == replace(load_cluster(whole), name=name, devices_per_node=devices)
+
+
+@pytest.mark.parametrize("wrong", ["h1000-8", "h100-0", "h100-8x0", "xh100-8x2", "h100-8x2x3", "h100x8", "8xh100", "h100-16", "H100", "gb200x144"])
 def test_an_unknown_cluster_is_one_line_whose_fix_is_one(wrong: str) -> None:
     with pytest.raises(BadInput) as refused:
         load_cluster(wrong)
