@@ -13,6 +13,8 @@ Costs: docs/parallel/sequence_colossal_ring.md. Source: Li et al., arXiv 2105.13
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -31,7 +33,7 @@ class ColossalRing(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         mine, heads = known.tokens(self.axis.index, q), q.shape[1]
         score_NBHLS = q.new_empty((self.axis.size, *q.shape[:3], k.shape[2]), dtype=sum_dtype(q.dtype))
-        for source, (k_there,) in ring_round([k], self.axis):
+        for source, k_there in self._round(k):
             theirs = known.tokens(source, q)
             score = scores(q, repeated(k_there, heads), queries=mine, keys=theirs, bias=known.bias)
             score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf)
@@ -41,7 +43,7 @@ class ColossalRing(Method):
         whole, sinks = whole.softmax(-1).split([score_NBHLS.shape[-1] * self.axis.size, 0 if known.sink_H is None else 1], dim=-1)
         weight_NBHLS = rearrange(whole, "b h l (n s) -> n b h l s", n=self.axis.size).to(q.dtype)
         out = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
-        for source, (v_there,) in ring_round([v], self.axis):
+        for source, v_there in self._round(v):
             out += weight_NBHLS[source] @ repeated(v_there, heads)
         return (out.to(q.dtype), weight_NBHLS, *([] if known.sink_H is None else [sinks.squeeze(-1).clone()]))
 
@@ -51,11 +53,11 @@ class ColossalRing(Method):
         scale, delta_BHL1 = q.shape[-1] ** -0.5, (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         dv = torch.stack([summed((weight.mT @ grad).to(wide), kv_heads) for weight in weight_NBHLS])
         dscore_NBHLS = torch.empty_like(weight_NBHLS)
-        for source, (v_there,) in ring_round([v], self.axis):
+        for source, v_there in self._round(v):
             dweight = (grad @ repeated(v_there, heads).mT).to(wide)
             dscore_NBHLS[source] = weight_NBHLS[source].to(wide) * (dweight - delta_BHL1)
         dq, dtable = torch.zeros_like(q, dtype=wide), None if known.bias is None else torch.zeros_like(known.bias.table_UH)
-        for source, (k_there,) in ring_round([k], self.axis):
+        for source, k_there in self._round(k):
             dq += dscore_NBHLS[source] @ repeated(k_there, heads) * scale
             if known.bias is not None and dtable is not None:
                 dtable += table_gradient(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
@@ -72,3 +74,7 @@ class ColossalRing(Method):
         out = torch.empty_like(parts_NBKSC[:1])
         scatter_sum_into(out, parts_NBKSC.contiguous(), self.axis)
         return out[0]
+
+    def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its tensor) for every rank, this one first. `moe verify` replaces this by slices of one process's tensors."""
+        return ((source, theirs) for source, (theirs,) in ring_round([mine], self.axis))

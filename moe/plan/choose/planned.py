@@ -24,7 +24,7 @@ from moe.plan.choose.recipe_of import Values, as_stored, recipe_of, with_values
 from moe.plan.job.flops import counted_training
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.machine.cluster import FOLDER, Cluster, load_cluster
+from moe.plan.machine.cluster import Cluster, larger_clusters
 from moe.plan.memory.memory import Memory, peak
 from moe.plan.time.cost import Time, step_time
 from moe.plan.time.pipeline_time import How
@@ -239,10 +239,11 @@ def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Itera
             break
     if cluster.cores:
         return
-    nodes = (cluster.nodes * 2**n for n in range(1, 15) if 2**n > least / 2 and cluster.world * 2**n <= 64 * run.train.global_batch)
-    for more in islice((n for n in nodes if _that_fits(run, cluster.of(n), checked)), 1):
-        shipped = (FOLDER / f"{cluster.name}.yaml").is_file() and load_cluster(cluster.name).of(cluster.nodes) == cluster
-        yield Words(f"take --cluster {cluster.name}x{more}" if shipped else f"write nodes: {more} in {cluster.name}.yaml")
+    for words, more in larger_clusters(cluster):
+        enough = more.world > cluster.world * least / 2 and more.world <= 64 * run.train.global_batch
+        if enough and _that_fits(run, more, checked) is not None:
+            yield Words(words)
+            return
 
 
 def _that_fits(run: Run, cluster: Cluster, checked: Check) -> Plan | None:

@@ -12,6 +12,7 @@ Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,12 +158,28 @@ def load_cluster(name: str) -> Cluster:
     found = re.fullmatch(r"(.+)x([1-9]\d{0,5})", name)
     if found and found[1] in known:
         return _read(FOLDER / f"{found[1]}.yaml").of(int(found[2]))
-    if part := re.fullmatch(r"(.+)-([1-9]\d?)", name):
-        wholes = (_read(FOLDER / f"{each}.yaml") for each in known if each.rpartition("-")[0] == part[1])
-        for whole in wholes:
-            if whole.name.endswith(f"-{whole.devices_per_node}") and int(part[2]) < whole.devices_per_node:
-                return replace(whole, name=name, devices_per_node=int(part[2]))
+    if (whole := _whole_node(name)) is not None:
+        return replace(whole, name=name, devices_per_node=int(name.rpartition("-")[2]))
     raise BadInput("cluster", got=name, needed=f"one of {some_clusters()}", fix=_nearest(name, known))
+
+
+def _whole_node(name: str) -> Cluster | None:
+    """Return the shipped cluster of one whole node for the name of a part of it: h100-8 for h100-2. None for other names."""
+    device, _, count = name.rpartition("-")
+    if not re.fullmatch(r"[1-9]\d?", count) or name in cluster_names():
+        return None
+    nodes = (_read(FOLDER / f"{each}.yaml") for each in cluster_names() if each.rpartition("-")[0] == device)
+    return next((node for node in nodes if node.name == f"{device}-{node.devices_per_node}" and int(count) < node.devices_per_node), None)
+
+
+def larger_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Yield (what to do, cluster) for the whole node of a part of a node, and for 2, 4, ... 16,384 times as many nodes."""
+    node = _whole_node(cluster.name) or cluster
+    if node is not cluster:
+        yield f"take --cluster {node.name}", node
+    shipped = node.name in cluster_names() and load_cluster(node.name).of(node.nodes) == node
+    for nodes in (node.nodes * 2**n for n in range(1, 15)):
+        yield f"take --cluster {node.name}x{nodes}" if shipped else f"write nodes: {nodes} in {node.name}.yaml", node.of(nodes)
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moe.plan.machine.cluster import Cluster, cluster_names, cluster_of, load_cluster, mapping_of
+from moe.plan.machine.cluster import Cluster, cluster_names, cluster_of, larger_clusters, load_cluster, mapping_of
 from moe.plan.machine.device import alignment
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of, network, send
 from parallel.errors import BadInput
@@ -38,11 +38,24 @@ def test_a_number_after_the_name_is_the_number_of_nodes() -> None:
 
 
 def test_a_smaller_number_after_the_device_is_a_part_of_one_node() -> None:
-    for name, whole, devices in (("h100-2", "h100-8", 2), ("v100-4", "v100-8", 4), ("a100-40-1", "a100-40-8", 1), ("gb200-36", "gb200-72", 36)):
+    parts = (("h100-2", "h100-8", 2), ("v100-4", "v100-8", 4), ("a100-40-1", "a100-40-8", 1), ("gb200-36", "gb200-72", 36))
+    for name, whole, devices in parts:
         assert load_cluster(name) == replace(load_cluster(whole), name=name, devices_per_node=devices)
 
 
-@pytest.mark.parametrize("wrong", ["h1000-8", "h100-0", "h100-8x0", "xh100-8x2", "h100-8x2x3", "h100x8", "8xh100", "h100-16", "H100", "gb200x144"])
+def test_larger_clusters_have_the_names_that_load_them() -> None:
+    for name, first in (("h100-2", "h100-8"), ("h100-8", "h100-8x2"), ("a100-80-8x3", "a100-80-8x6")):
+        found = list(itertools.islice(larger_clusters(load_cluster(name)), 3))
+        assert found[0][0] == f"take --cluster {first}"
+        assert all(load_cluster(words.split()[-1]) == larger for words, larger in found)
+    mine = replace(load_cluster("h100-8"), name="mine")
+    assert next(larger_clusters(mine)) == ("write nodes: 2 in mine.yaml", mine.of(2))
+
+
+WRONG = ["h1000-8", "h100-0", "h100-8x0", "xh100-8x2", "h100-8x2x3", "h100x8", "8xh100", "h100-16", "H100", "gb200x144"]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_an_unknown_cluster_is_one_line_whose_fix_is_one(wrong: str) -> None:
     with pytest.raises(BadInput) as refused:
         load_cluster(wrong)
