@@ -153,7 +153,7 @@ def test_predicted_bytes_are_those_of_a_rehearsed_gpu(name: str) -> None:
 
 # --- every engine, pipeline schedule and layout, on CPU and on a GPU that this machine lacks --------------------------
 
-plain = Case("dense", "ddp", 4, 1, 1, "fp32")
+plain = Case("dense", "ddp", 4, 1, 1, "fp32", layers=1)
 sparse = Case("deepseek", "ddp", 4, 4, 1, "fp32")
 EVERY = {
     "ddp": Case("gshard", "ddp", 4, 2, 3, "bf16", "selective"),
@@ -166,7 +166,7 @@ EVERY = {
     "1f1b fsdp": staged("1f1b", kind="fsdp"),
     "1f1b 1d": replace(staged("1f1b", "dense"), tp=2, tensor="1d"),
     **{form: replace(plain, tp=2, tensor=form) for form in ("copied", "1d", "dtensor", *FORMS)},
-    **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in SMALLEST.items()},
+    **{grid: Case("dense", "ddp", world, 1, 1, "bf16", layers=1, tp=world, tensor=grid, batch=24) for grid, world in SMALLEST.items()},
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
     "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
     "1d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),

@@ -243,7 +243,6 @@ def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, 
 @pytest.mark.parametrize(
     "only, kinds",
     [
-        ("switch dp2 ep2 m3 ddp bf16", "data"),
         ("gshard dp2 ep1 m1 zero1 fp16", "data"),
         ("pipedream pp2 deepseek dp1 ep1 m1 ddp bf16", "pipeline"),  # its gradients are computed at older weights
     ],
