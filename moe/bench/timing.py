@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -101,6 +102,15 @@ def conclude(json: str | None, name: str, rows: Sequence[dict[str, Any]], **more
 
         write_json(json, verb=f"bench {name}", rows=rows, **more)
     return exit_codes.of(all(row.get("passed") is not False for row in rows))
+
+
+def importable(name: str) -> bool:
+    """Return whether a package that benches compare with is installed and imports."""
+    try:
+        import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def chosen_peers(peers: str, known: Collection[str]) -> list[str]:

@@ -83,9 +83,14 @@ def _attention_seconds(shape: tuple[int, ...], device: torch.device, dtype: torc
     return one, max(two - one, 0.2 * two)
 
 
+def bandwidth(device: torch.device) -> float:
+    """Return the memory bandwidth in GB/s, reads plus writes, of a += b with tensors larger than the caches."""
+    a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))
+    return 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9
+
+
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
     """Return `rates` and `attention` (name in `dtypes` -> what these functions return), `memory_gb_s` and `launch_us` of the device."""
-    a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))  # larger than the caches
     tiny = torch.zeros(16, device=device)
 
     def hundred() -> None:
@@ -95,6 +100,6 @@ def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, A
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
         "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},
-        "memory_gb_s": 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9,  # two reads and one write of each byte
+        "memory_gb_s": bandwidth(device),
         "launch_us": timed(hundred, device) / 100 * 1e6,
     }

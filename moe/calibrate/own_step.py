@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -60,6 +61,11 @@ class Training:
     def engine(self) -> Engine:
         return self.executor.engine
 
+    @cached_property
+    def shard(self) -> TokenShard:
+        """This rank's part of the recipe's batch. Made once, so that steps that are timed do not include it."""
+        return shard_of(self.run, self.mesh, self.run.train.global_batch)
+
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
         """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], or what `shard` assigns to the rank. Collective."""
         shard = shard or TokenShard.holding(self.mesh, tokens.shape)
@@ -74,7 +80,7 @@ class Training:
 
     def random_step(self, number: int) -> None:
         """Take training step `number` on the recipe's batch of random tokens. Collective."""
-        shard = shard_of(self.run, self.mesh, self.run.train.global_batch)
+        shard = self.shard
         shape, generator = (shard.num_sequences, shard.length + 1), torch.Generator().manual_seed(number)
         batch = shard.of_batch(torch.randint(self.run.vocab_size, shape, generator=generator))
         self.step(batch, step=number, microbatches=self.run.pipeline.microbatches, shard=shard)

@@ -23,7 +23,7 @@ Lines = Sequence[Mapping[str, Any]]
 Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
 
-def compare(runs: Mapping[str, Sequence[Lines]], out_png: Path, *, baseline: str | None = None, title: str | None = None) -> Path:
+def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baseline: str | None = None, title: str | None = None) -> Path:
     """Draw validation loss over steps for several recipes, as the mean over seeds with a band from minimum to maximum. Return `out_png`.
     runs: label -> the lines of metrics.jsonl of each seed, with the seeds in the same order for every label. Only steps that all seeds of a
     label evaluated are drawn. baseline: a label; a second panel shows the other labels minus this one, seed by seed. Creates folders."""
@@ -33,6 +33,7 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: Path, *, baseline: str
     if not curves or (baseline is not None and baseline not in curves):
         needed = f"one of the runs: {', '.join(curves) or 'none were given'}"
         raise BadInput("baseline", got=baseline, needed=needed, fix="name one of them, or None")
+    out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     return style.save(lambda theme: _figure(curves, theme, baseline, title), out_png)
 

@@ -178,13 +178,15 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
     """Add hooks to the optimizer. At each of its first TAPED updates they append a Step to `updates`: gradients, moments, weights."""
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
+    begun = [0]  # the same on all ranks, unlike what a rank reports, which may be nothing
 
     def before(*_: Any) -> None:
-        if len(updates) < TAPED:
+        begun[0] += 1
+        if begun[0] <= TAPED:
             updates.append(Step(gradients=owned(engine, mesh, "gradient", 1.0)))
 
     def after(*_: Any) -> None:
-        if not updates[-1].weights:
+        if begun[0] <= TAPED:
             updates[-1].moments = owned(engine, mesh, "exp_avg", 1.0)
             updates[-1].weights = owned(engine, mesh, "weight", 1.0)
 

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe.bench.timing import Race, conclude, in_turn, race_row, slowest
+from moe.bench.timing import Race, conclude, importable, in_turn, race_row, slowest
 from parallel.mesh.collectives import Messages, all_gather, start_shift
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
@@ -51,7 +50,7 @@ RACES = (
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
     """`moe bench sequence`. Returns 1 if a method is slower than its peer: if the lower quartile of their ratio of seconds is above 1."""
     torch.set_num_threads(1)
-    with_peer = peers != "none" and find_spec("ring_attention_pytorch") is not None
+    with_peer = peers != "none" and importable("ring_attention_pytorch")
     times = slowest(run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600))
     rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
     # messages of one rank: N - 1 with keys in the forward pass; N - 1 with keys and N with gradients in the backward pass. No computation

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe.bench.timing import Race, conclude, in_turn, race_row
+from moe.bench.timing import Race, conclude, importable, in_turn, race_row
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.compiled import compile_between_products
@@ -42,7 +41,7 @@ def _rows(width: int, precision: str, rounds: int, *, with_peer: bool) -> list[d
     tokens_BL = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     steps = {"plain": _ours(width, precision, tokens_BL, compiled=False), "compiled": _ours(width, precision, tokens_BL, compiled=True)}
     races = [Race(f"compiled over plain, {width} wide, {precision}", "compiled", "plain", 1.0)]
-    if with_peer and find_spec("transformers"):
+    if with_peer and importable("transformers"):
         steps["whole"] = _llama(width, precision, tokens_BL)
         races.append(Race(f"compiled over transformers compiled whole, {width} wide, {precision}", "compiled", "whole", None))
     first, losses = {}, {}

@@ -11,12 +11,11 @@ median and quartiles. `moe bench generate --rounds 9 --json FILE`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 
-from moe.bench.timing import Race, conclude, in_turn, race_row
+from moe.bench.timing import Race, conclude, importable, in_turn, race_row
 from moe.model.transformer import Transformer
 from moe.recipe import sections
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, continued, for_continuing
@@ -47,7 +46,7 @@ def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -
         readers = {"cached": Cached(model, source=PROMPT, max_length=1 + TOKENS), "recomputed": Written(model, PROMPT)}
     work = {how: _ours(reads, begun) for how, reads in readers.items()}
     races = [Race(f"cached over recomputed, {name}{width} wide, {texts} texts", "cached", "recomputed", 1.0)]
-    if with_peer and find_spec("transformers"):
+    if with_peer and importable("transformers"):
         work["peer"] = peer_of(width, prompts)
         races.append(Race(f"cached over transformers, {name}{width} wide, {texts} texts", "cached", "peer", 1.0))
     seconds = in_turn(work, rounds=rounds, warmups=1)

@@ -174,8 +174,9 @@ def _whole_node(name: str) -> Cluster | None:
 
 def larger_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """Yield (what to do, cluster) for the whole node of a part of a node, and for 2, 4, ... 16,384 times as many nodes."""
-    node = _whole_node(cluster.name) or cluster
-    if node is not cluster:
+    node, whole = cluster, _whole_node(cluster.name)
+    if whole is not None and replace(whole, name=cluster.name, devices_per_node=cluster.devices_per_node, nodes=cluster.nodes) == cluster:
+        node = whole  # the cluster is no file of the user with such a name
         yield f"take --cluster {node.name}", node
     shipped = node.name in cluster_names() and load_cluster(node.name).of(node.nodes) == node
     for nodes in (node.nodes * 2**n for n in range(1, 15)):

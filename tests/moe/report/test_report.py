@@ -332,7 +332,7 @@ def test_comparison_draws_mean_range_and_difference_of_equal_seeds(tmp_path: Pat
     from moe.report.compare import _figure
 
     runs = {"dense": seeds(0.0, 0.2, 0.4), "switch": seeds(-0.1, 0.1, 0.3)}
-    out = compare(runs, tmp_path / "new" / "curves.png", baseline="dense", title="Equal FLOPs")
+    out = compare(runs, str(tmp_path / "new" / "curves.png"), baseline="dense", title="Equal FLOPs")
     assert out.read_bytes().startswith(b"\x89PNG")
     with drawn_in(LIGHT):
         fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, LIGHT, "dense", None)

@@ -48,8 +48,9 @@ def test_larger_clusters_have_the_names_that_load_them() -> None:
         found = list(itertools.islice(larger_clusters(load_cluster(name)), 3))
         assert found[0][0] == f"take --cluster {first}"
         assert all(load_cluster(words.split()[-1]) == larger for words, larger in found)
-    mine = replace(load_cluster("h100-8"), name="mine")
-    assert next(larger_clusters(mine)) == ("write nodes: 2 in mine.yaml", mine.of(2))
+    for name in ("mine", "h100-4"):
+        mine = replace(load_cluster("h100-8"), name=name, devices_per_node=4, host_gb_s=1.0)
+        assert next(larger_clusters(mine)) == (f"write nodes: 2 in {name}.yaml", mine.of(2))
 
 
 WRONG = ["h1000-8", "h100-0", "h100-8x0", "xh100-8x2", "h100-8x2x3", "h100x8", "8xh100", "h100-16", "H100", "gb200x144"]
