@@ -135,16 +135,18 @@ def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None)
 def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: Fix) -> None:
     """Raise BadInput for a pipeline.layers that does not fit the schedule's stages, or leaves a rank without weights. otherwise: the fix to
     propose if no list fits these stages."""
-    layers, stages, near = run.model.num_layers, schedule.num_stages, _some_list(run, schedule.num_stages)
-    if len(given) != stages or sum(given) != layers or min(given) < 0:
+    layers, stages = run.model.num_layers, schedule.num_stages
+    fits = len(given) == stages and sum(given) == layers and min(given) >= 0
+    if fits and (empty := empty_rank(given, schedule.homes)) is None:
+        return
+    near = _some_list(run, stages)
+    if not fits:
         needed = f"{stages} numbers from 0, one a stage, that add up to model.num_layers={layers}"
         listed = Set("it", near) | Set("it", None, said="null for a cut by FLOPs") if stages <= layers else Set("it", near)
         raise BadInput("pipeline.layers", got=list(given), needed=needed, fix=otherwise if near is None else listed)
-    empty = empty_rank(given, schedule.homes)
-    if empty is not None:
-        got = f"{list(given)}, which leaves rank {empty} of the pipeline without weights"
-        needed = "a layer, the embedding (first stage) or the head (last stage) on every rank"
-        raise BadInput("pipeline.layers", got=got, needed=needed, fix=Set("it", near) if near else otherwise)
+    got = f"{list(given)}, which leaves rank {empty} of the pipeline without weights"
+    needed = "a layer, the embedding (first stage) or the head (last stage) on every rank"
+    raise BadInput("pipeline.layers", got=got, needed=needed, fix=Set("it", near) if near else otherwise)
 
 
 def _some_list(run: Run, stages: int) -> list[int] | None:
