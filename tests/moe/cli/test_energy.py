@@ -94,7 +94,7 @@ def test_a_recipe_and_a_csv_are_planned(tmp_path: Path) -> None:
         ("chimaera", "schedule: got chimaera, needed one of naive"),
         ("1f1b --stages 0", "--stages: got 0, needed at least 1; fix: --stages 1"),
         ("--slowdown -1", "--slowdown: got -1.0, needed a share from 0 to 10; fix: --slowdown 0.01"),
-        ("gpipe --ahead 2", "--ahead: got it for gpipe, needed at least 0, for 1f1b"),
+        ("gpipe --ahead 2", "--ahead: got it for gpipe, needed at least 0, and the schedule 1f1b"),
         ("--ahead -1", "--ahead: got -1, needed at least 0"),
         ("--steps 2", "--steps: got 2, needed at least 1, with --apply; fix: --apply --steps 1"),
         ("--out x.csv", "--out: got x.csv, needed *.json (the plan), *.png (a picture); fix: --out x.json"),
