@@ -105,10 +105,11 @@ def conclude(json: str | None, name: str, rows: Sequence[dict[str, Any]], **more
 
 
 def importable(name: str) -> bool:
-    """Return whether a package that benches compare with is installed and imports."""
+    """Return whether a package that benches compare with can be imported. If not, print the reason."""
     try:
         import_module(name)
-    except ImportError:
+    except ImportError as error:
+        print(f"not compared with {name}: {error}", flush=True)
         return False
     return True
 

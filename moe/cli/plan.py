@@ -37,12 +37,14 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
     asked, _ = load(flags.recipe, overrides)
     machines = load_cluster(flags.cluster)
     run = settled(asked, machines)
-    print(_about(run, machines))
+    print(_devices(machines) + (f"; {_batch(run)}" if flags.compare is None else ""))
     if flags.compare is not None:
         from moe.cli.plan_compare import table
 
-        both = _as_is(run, machines), _as_is(settled(load(flags.compare, overrides)[0], machines), machines)
-        print(*table((flags.recipe, flags.compare), both), sep="\n")
+        other = settled(load(flags.compare, overrides)[0], machines)
+        names = f"{flags.recipe}, {_batch(run)}", f"{flags.compare}, {_batch(other)}"
+        both = _as_is(run, machines), _as_is(other, machines)
+        print(*table(names, both), sep="\n")
         write_rows(flags.json, "plan", [_row(made, made.found.ranked[0]) for made in both], cluster=flags.cluster)
         return exit_codes.DONE
     if flags.explain:
@@ -139,12 +141,15 @@ def _draw(made: Planned, folder: Path) -> tuple[Path, Path]:
     return times, bars.draw(ranks, folder / "memory.png", capacity=cluster.memory_bytes(), context=not cluster.cores)
 
 
-def _about(run: Run, cluster: Cluster) -> str:
+def _devices(cluster: Cluster) -> str:
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
     memory = f"{cluster.device.memory_gib:.0f} GiB " + ("for all" if cluster.cores else "each")
+    return f"{cluster.world} x {cluster.device.name}, {memory} ({nodes})"
+
+
+def _batch(run: Run) -> str:
     written = f" read and {run.model.target_length} written" if run.model.target_length else ""
-    batch = f"{counted(run.train.global_batch, 'sequence')} of {counted(run.model.max_length, 'token')}{written} a step"
-    return f"{cluster.world} x {cluster.device.name}, {memory} ({nodes}); {batch}"
+    return f"{counted(run.train.global_batch, 'sequence')} of {counted(run.model.max_length, 'token')}{written} a step"
 
 
 def _lines(made: Planned, run: Run, seconds: float) -> list[str]:

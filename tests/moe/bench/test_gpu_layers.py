@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe.bench.layers import dispatch, gpu_layers, layers
 from moe.bench.layers.layers import LayerCase, Shape
+from moe.bench.timing import importable
 
 CASE = LayerCase(Shape(48, 24, 20, 6, 3), torch.float32, "skewed")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -197,3 +198,9 @@ def test_moved_rows_are_counted_and_compared_with_a_copy(capsys: pytest.CaptureF
     ]
     assert all(row["kind"] == "moves" and 0 < row["share"] < 100 and row["gb_per_s"] > 0 < row["copy_gb_per_s"] for row in rows)
     assert capsys.readouterr().out.count("permute") == 4
+
+
+def test_a_peer_that_cannot_be_imported_is_left_out_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importable("math") and capsys.readouterr().out == ""
+    assert not importable("no_such_package")
+    assert capsys.readouterr().out == "not compared with no_such_package: No module named 'no_such_package'\n"

@@ -70,6 +70,7 @@ def test_two_recipes_own_plans_are_compared_on_a_part_of_a_node(tmp_path: Path, 
     assert json.loads(both.read_text())["rows"] == list(alone.values())
     ratio = alone["dense_tiny"]["seconds"] / alone["glam_tiny"]["seconds"]
     assert re.search(rf"^s a step .* {ratio:.2f}$", said, flags=re.M) and "different keys: " in said and "model.moe_every" in said
+    assert "A: glam_tiny, 16 sequences of 256 tokens a step: dp 2" in said and "B: dense_tiny, 16 sequences" in said
     assert main([*words, "--top", "2"]) == 2
     assert "--top: got it with --compare" in capsys.readouterr().err
 
