@@ -120,7 +120,7 @@ def _lines_as_is(made: Planned) -> list[str]:
         f"{gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
     ]
     text += [f"not recommended: {ranked.advice}"] if ranked.advice else []
-    text.append(f"time: {shares(made.time(ranked.plan).parts, ranked.seconds)}")
+    text += [f"time: {shares(made.time(ranked.plan).parts, ranked.seconds)}", *_busiest(made)]
     return [*text, "", table(memory(made.network, ranked.plan, stack_on(cluster)), context=not cluster.cores)]
 
 
@@ -165,7 +165,7 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
         lines.append(f"{place:>3} {ranked.seconds:>9.4g} {rates} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
     best = found.ranked[0]
     lines += ["", f"time of the best: {shares(made.time(best.plan).parts, best.seconds)}"]
-    lines.append(f"memory of its fullest rank: {_bytes(made.memory(best.plan).parts)}")
+    lines += [f"memory of its fullest rank: {_bytes(made.memory(best.plan).parts)}", *_busiest(made)]
     lines += _why(made, best)
     lines.append(_own_plan(run, made.cluster))
     lines += ["", "refused plans, counted by their first reason:" if found.refused else "no plan was refused"]
@@ -184,6 +184,17 @@ def shares(parts: dict[str, float], whole: float) -> str:
 def _bytes(parts: dict[str, float]) -> str:
     large = sorted(((name, b) for name, b in parts.items() if b >= 0.01 * sum(parts.values())), key=lambda p: -p[1])
     return ", ".join(f"{name} {b / 2**30:.2g} GiB" for name, b in large)
+
+
+def _busiest(made: Planned) -> list[str]:
+    """Return a line of text on the rows of the best plan's busiest rank of ep; none if each rank holds all experts."""
+    experts, ep = made.network.experts, made.found.ranked[0].plan.ep
+    if experts is None or ep == 1:
+        return []
+    share, run = experts.share(ep), made.runs[0]
+    source = "by the router's balance" if run.dispatch.busiest is None else "as dispatch.busiest says"
+    limit = "" if share == experts.busiest else f", limited to {share:.3g} by {'all tokens' if experts.slots is None else 'capacity'}"
+    return [f"rows of the busiest rank of ep {ep}: {experts.busiest:.3g} times the mean, {source}{limit}"]
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:

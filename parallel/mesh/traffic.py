@@ -26,9 +26,10 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 
 
 class Load(NamedTuple):
-    """The work of one rank in one exchange over `ranks` ranks, if each of the `bins` gets equally many rows.
+    """The work of one rank in one exchange over `ranks` ranks.
     tokens: tokens of the rank, each for `choices` bins. rows: rows that the rank sends, without dropped ones. slots: number of slots,
-    filled or empty; None: slots are not limited. width: numbers in a row. row_bytes: bytes of a row."""
+    filled or empty; None: slots are not limited. width: numbers in a row. row_bytes: bytes of a row. busiest: rows that arrive at the rank
+    with the most / rows that it sends; 1 if each of the `bins` gets equally many."""
 
     tokens: float
     choices: int
@@ -38,12 +39,13 @@ class Load(NamedTuple):
     row_bytes: int
     bins: int
     ranks: int
+    busiest: float = 1.0
 
 
 class Message(NamedTuple):
     """`calls` equal calls of one collective `name` over `axis`, named as in the communicator's counts.
     handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: distance between neighbours of `axis`,
-    counted on the axis of the whole exchange."""
+    counted on the axis of the whole exchange. busiest: bytes that arrive at the rank with the most / `handed`, in an all-to-all."""
 
     axis: str
     name: str
@@ -51,6 +53,7 @@ class Message(NamedTuple):
     ranks: int
     stride: int = 1
     calls: int = 1
+    busiest: float = 1.0
 
     @property
     def sent(self) -> int:
@@ -59,8 +62,8 @@ class Message(NamedTuple):
 
     @property
     def held(self) -> float:
-        """Bytes of the inputs and results of all calls on one rank."""
-        return self.handed * (1 + {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}.get(self.name, 1))
+        """Bytes of the inputs and results of all calls on one rank, the one that gets most."""
+        return self.handed * (1 + {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}.get(self.name, self.busiest))
 
 
 class Traffic(NamedTuple):

@@ -139,8 +139,10 @@ def predictions(rows: Iterable[Row]) -> list[Predicted]:
         if row.seconds is None or row.status != "ok" or row.formula or cluster is None:
             continue
         program, plan = program_of(row), plan_of(row)
-        imbalance = REAL_ROUTING if "real routing" in row.cells["notes"].lower() else 1.0
-        made.append(Predicted(row, step_time(row.network, plan, cluster, program, imbalance=imbalance), cluster.name, program.name))
+        network, experts = row.network, row.network.experts
+        if experts is not None and "real routing" in row.cells["notes"].lower():
+            network = replace(network, experts=replace(experts, busiest=REAL_ROUTING))
+        made.append(Predicted(row, step_time(network, plan, cluster, program), cluster.name, program.name))
     return made
 
 

@@ -49,7 +49,7 @@ class AllToAll(Dispatcher):
             raise BadInput("dispatch.overlap_chunks", got=self.chunks, needed=needed, fix=fix)
 
     def traffic(self, load: Load) -> Traffic:
-        rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks)
+        rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks, busiest=load.busiest)
         return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=(rows,))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

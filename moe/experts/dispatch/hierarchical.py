@@ -38,7 +38,8 @@ class Hierarchical(Dispatcher):
     def traffic(self, load: Load) -> Traffic:
         inner = gcd(self.settings.node_size or 1, load.ranks)
         near, far = ("ep_inner", inner, 1), ("ep_outer", load.ranks // inner, inner)
-        rows = [Message(axis, "all_to_all", load.rows * load.row_bytes, ranks, stride) for axis, ranks, stride in (near, far)]
+        row_bytes, most = load.rows * load.row_bytes, load.busiest
+        rows = [Message(axis, "all_to_all", row_bytes, ranks, stride, busiest=most) for axis, ranks, stride in (near, far)]
         counts = [Message(axis, "counts", 8 * load.bins // stride, ranks, stride) for axis, ranks, stride in (near, far)]
         return Traffic.there_and_back(*counts, rows=tuple(rows))
 

@@ -27,7 +27,8 @@ class Padded(Dispatcher):
     about = "links or compilers that want equal, static blocks"
 
     def traffic(self, load: Load) -> Traffic:
-        blocks = Message("ep", "all_to_all", (load.rows if load.slots is None else load.slots) * load.row_bytes, load.ranks)
+        slots = load.rows * load.busiest if load.slots is None else load.slots  # dropless: all blocks have the size of the largest
+        blocks = Message("ep", "all_to_all", slots * load.row_bytes, load.ranks)
         agreed = [Message("ep", "all_reduce", 8, load.ranks)] if load.slots is None else []
         return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=(blocks,))
 

@@ -9,7 +9,8 @@
                                                             7  full recompute, loss in chunks, shorter sequences
 
 A run is refused only if a lower bound of its memory is too large. On a GPU, the bound is the bytes of tensors, without the allocator's
-reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and those of each rank into its `ulimit`.
+reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and those of each rank into its `ulimit`. The
+bound counts equally many rows of experts on all ranks of ep.
 If only the full prediction is too large, the run may fit, and a warning is printed (moe/records/prediction.py). No torch.
 
 Each change passes the recipe's own checks and the prediction before it is printed. Source of the order: the guide
@@ -59,12 +60,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and time of a run. ranks: memory of each pipeline rank; ranks that differ only in other axes need the same."""
+    """Memory and time of a run. ranks: memory of each pipeline rank, of its busiest rank of ep. even: the same with equally many rows on all
+    ranks of ep."""
 
     place: Place
     network: Network
     plan: Plan
     ranks: tuple[Memory, ...]
+    even: tuple[Memory, ...]
     time: Time | None
 
     @property
@@ -84,7 +87,8 @@ class Prediction:
     @property
     def least_bytes(self) -> float:
         """Lower bound of `needed_bytes`: tensors of the rank that needs most; on a CPU the mean of all ranks."""
-        return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
+        sizes = list(map(_held(self.place), self.even))
+        return sum(sizes) / len(sizes) if self.place.kind == "cpu" else max(sizes)
 
     @property
     def tightest(self) -> Bound | None:
@@ -94,7 +98,7 @@ class Prediction:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
             known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
         if self.place.own_bytes is not None:
-            known.append(Bound(self.rank_bytes, self.place.own_bytes, "on the fullest rank, under the ulimit of its process"))
+            known.append(Bound(max(map(_held(self.place), self.even)), self.place.own_bytes, "on the fullest rank, under the ulimit of its process"))
         return max(known, key=lambda bound: bound.over, default=None)
 
     @property
@@ -124,9 +128,10 @@ class Bound:
 def predict(run: Run, place: Place) -> Prediction:
     """Predict memory and time of a run that was checked and has degrees for all ranks. Raises BadInput for an unknown schedule."""
     network, plan = network_of(run), plan_of(run)
-    ranks = memory(network, plan, OURS_ON_CPU if place.kind == "cpu" else OURS)
+    stack = OURS_ON_CPU if place.kind == "cpu" else OURS
+    ranks, even = (memory(of, plan, stack) for of in (network, network.balanced))
     time = step_time(network, plan, place.cluster) if place.cluster else None
-    return Prediction(place, network, plan, ranks, time)
+    return Prediction(place, network, plan, ranks, even, time)
 
 
 def settled(run: Run, cluster: Cluster) -> Run:

@@ -9,7 +9,7 @@ dp x sp x tp ranks of a stage hold the experts as edp x ep x etp ranks (parallel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal
@@ -63,6 +63,17 @@ class Experts:
     free: int = 0  # number of experts that compute nothing
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
+    busiest: float = 1.0  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it
+
+    @property
+    def mean_rows(self) -> float:
+        """Computed rows / choices of all tokens, as a mean over ranks."""
+        return 1.0 if self.rows is None else self.rows
+
+    def share(self, ep: int) -> float:
+        """Computed rows of the busiest of `ep` ranks / mean over ranks. Capacities limit it; without them, all tokens do."""
+        limits = (ep, self.count / self.choices) if self.slots is None else (ep, self.slots)
+        return max(1.0, min(self.busiest, *(limit / self.mean_rows for limit in limits)))
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,12 @@ class Network:
     def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
         """True if matrices of this kind are trained, or if they have LoRA adapters."""
         return self.adapters is None or target in self.adapters.targets
+
+    @property
+    def balanced(self) -> Network:
+        """The same network with equally many rows on all ranks of ep."""
+        experts = None if self.experts is None else replace(self.experts, busiest=1.0)
+        return replace(self, experts=experts, encoder=None if self.encoder is None else self.encoder.balanced)
 
     @property
     def channels(self) -> int:

@@ -7,7 +7,8 @@ moe/plan/memory/stack.py defines the parts for one rank. Under a Plan a rank kee
     tp sliced            1 / t of everything (34 s b h / t), except inputs that are gathered for a product, if the software keeps them
     tp 2d, 2.5d, 3d      1 / tp of everything (moe/plan/time/tensor.py)
     recompute full       only the layer's input; selective: the fractions in `Stack.selective`
-    ep, etp              choices * tokens / tp rows of experts on average, or as many as capacities allow; 1 / etp of the hidden units
+    ep, etp              choices * tokens / tp rows of experts on average, or as many as capacities allow; 1 / etp of the hidden units;
+                         counted is the rank with the most rows (`Experts.share`)
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 """
@@ -163,12 +164,16 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
 
 
 def rows_of(network: Network, plan: Plan) -> float:
-    """Number of rows that a rank's experts compute for one micro-batch if the router is balanced; the same on all etp ranks."""
+    """Mean number of rows that a rank's experts compute for one micro-batch, and that a rank sends to experts; the same on all etp ranks."""
     e = network.experts
     if e is None:
         return 0.0
-    each = 1.0 if e.rows is None else e.rows
-    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * each * plan.etp
+    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * e.mean_rows * plan.etp
+
+
+def most_rows(network: Network, plan: Plan) -> float:
+    """Number of rows that the experts of the busiest rank compute for one micro-batch."""
+    return rows_of(network, plan) * (1.0 if network.experts is None else network.experts.share(plan.ep))
 
 
 def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
@@ -176,10 +181,10 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     e = network.experts
     assert e is not None
     slots = None if e.slots is None else tokens * e.choices * e.slots
-    load = Load(tokens, e.choices, rows, slots, network.width, network.width * number_bytes, e.count, plan.ep)
+    load = Load(tokens, e.choices, rows, slots, network.width, network.width * number_bytes, e.count, plan.ep, e.share(plan.ep))
     if e.exchange is not None:
         return e.exchange.traffic(load)
-    return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep),))
+    return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest),))
 
 
 def buffers_of(network: Network, plan: Plan) -> float:
@@ -201,7 +206,8 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared + merged
+    more = most_rows(n, plan) - rows  # a rank keeps the rows that it computes, and one result for each row that it sent
+    return rows * c * (moved * n.width + hidden) + more * c * (min(moved, 1) * n.width + hidden) + here / plan.tp * of_token + shared + merged
 
 
 def expert_elements(n: Network, plan: Plan) -> float:

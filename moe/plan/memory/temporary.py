@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moe.plan.job import counts
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
-from moe.plan.memory.kept import FP32_BYTES, bias_elements, keeps_scores, layer_kept, layer_parts, logits, recompute_of, rows_of, tokens_of
+from moe.plan.memory.kept import FP32_BYTES, bias_elements, keeps_scores, layer_kept, layer_parts, logits, most_rows, recompute_of, tokens_of
 from moe.plan.memory.stack import Stack
 from parallel.data.kinds.kind import At, Whole
 from parallel.mesh.grids import GRIDS
@@ -38,7 +38,7 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
-        wide = c * rows_of(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
+        wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
         wide += _gradient(network, plan, stack, sparse=True)
     else:
         wide = _of_network(network, plan, stack, c * at.inside * network.hidden)

@@ -68,25 +68,25 @@ PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules")
 
 
 def step_time(
-    network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, imbalance: float = 1.0, pipeline: How = "simulated"
+    network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated"
 ) -> Time:
     """Predict the time of one step. program: default is this project's trainer. The cluster's number of nodes is not checked.
 
-    imbalance: rows of the rank whose experts have most / mean over ranks. pipeline: `simulated`; `least`: a lower bound replaces the
-    simulation; `alone`: a lower bound also without gradient reductions and parameter gathers, for which no schedule is built.
+    pipeline: `simulated`; `least`: a lower bound replaces the simulation; `alone`: a lower bound also without gradient reductions and
+    parameter gathers, for which no schedule is built.
     """
     program = program or own_program(cluster)
     ranks, last, m = rank_layers(network, plan), head_rank(plan), plan.microbatches
     again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
     kinds = [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]
-    stages = times_of(network, plan, cluster, program, kinds, imbalance=imbalance)
+    stages = times_of(network, plan, cluster, program, kinds)
     slowest = max(stages, key=lambda stage: stage.total)
     sent = transfer_time(network, plan, cluster, program)
     times = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages], [s.weights for s in stages]
     apart = None
     if plan.chunks > 1 and closed_form(plan.schedule) is None:
         sizes = sizes_of(network.depth, plan.pp * plan.chunks, plan.stage_layers)
-        chunks = stage_times(network, plan, cluster, sizes, program, imbalance=imbalance)
+        chunks = stage_times(network, plan, cluster, sizes, program)
         apart = [s.forward_seconds for s in chunks], [s.backward_seconds for s in chunks]
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
     some = () if pipeline == "alone" else sorted({0, len(ranks) - 1, stages.index(slowest)})

@@ -131,8 +131,8 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
     return Passes(added(core.forward, cost.forward / plan.sp), added(core.backward, cost.backward / plan.sp))
 
 
-def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, rows: float) -> Passes:
-    """Passes of the messages that send `rows` rows of `tokens` tokens to experts and back, over ep and etp."""
+def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float) -> Passes:
+    """Passes of the messages that send the rows of a rank's `tokens` tokens to experts and back, over ep and etp."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 
@@ -141,10 +141,11 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
         for m in messages:
             group = group_of(m.ranks, m.stride * plan.etp, per_node, plan.world)
             ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
-            found += collective(cluster, group, m.name, m.handed * ranks, copies=nodes / ranks)
+            found += collective(cluster, group, m.name, m.handed * m.busiest * ranks, copies=nodes / ranks)
         return found
 
-    size = rows * network.width * item * plan.etp
+    rows = tokens * e.choices * e.mean_rows
+    size = rows * e.share(plan.ep) * network.width * item * plan.etp
     inner = 2 * gather(cluster, group_of(plan.etp, 1, per_node, plan.world), size) if plan.etp > 1 else 0.0
     kernels = 4 if plan.ep * plan.etp > 1 else 0
     traffic, left = traffic_of(network, plan, tokens, rows, item), 1 - program.experts_overlap

@@ -40,9 +40,9 @@ class Layer:
     second: Pass
 
 
-def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool, imbalance: float = 1.0) -> Layer:
-    """Predict the times of one layer, with experts if it is `sparse`. imbalance: see step_time."""
-    return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse, imbalance)
+def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Layer:
+    """Predict the times of one layer, with experts if it is `sparse`. All ranks wait for the one whose experts have most rows."""
+    return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse)
 
 
 @lru_cache(maxsize=100)
@@ -62,11 +62,11 @@ _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "sequence", "order", "m
 
 
 @lru_cache(maxsize=100_000)
-def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, sparse: bool, imbalance: float) -> Layer:
+def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, sparse: bool) -> Layer:
     core = _core(network, plan, cluster, program)
     passes = _projections(network, plan, cluster, program)
     if sparse:
-        second = _experts(network, plan, cluster, program, imbalance)
+        second = _experts(network, plan, cluster, program)
     else:
         second = _ffn(network, plan, cluster, program, network.hidden, network.gated)
     tensor = over_tensor(network, plan, cluster, program, sparse=sparse)
@@ -227,13 +227,12 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
     return passes + core + cross_sums(network, encoder, plan, cluster, program)
 
 
-def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> Passes:
-    """Passes of router, dispatch and experts. Each tp rank routes its own part of the tokens."""
+def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
+    """Passes of router, dispatch and experts on the busiest rank. Each tp rank routes its own part of the tokens."""
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width
-    factor = imbalance if e.rows is None else e.rows
-    choices = n * e.choices
+    factor, choices = e.mean_rows * e.share(plan.ep), n * e.choices
     per_expert = choices * plan.ep * plan.etp / e.count * factor
     own = program if e.products is None else replace(program, products=e.products)
     passes = _ffns(network, plan, cluster, own, e.hidden / plan.etp, e.gated, rows=per_expert, count=max(1.0, e.count / plan.ep))
@@ -245,7 +244,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     )
     if e.shared_hidden:
         passes += _ffn(network, plan, cluster, program, e.shared_hidden, e.gated)
-    return passes + exchange(network, plan, cluster, program, tokens=n, rows=choices * factor)
+    return passes + exchange(network, plan, cluster, program, tokens=n)
 
 
 @lru_cache(maxsize=20_000)

@@ -77,18 +77,18 @@ def own_program(cluster: Cluster) -> Program:
 
 
 def stage_times(
-    network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int, ...], program: Program | None = None, *, imbalance: float = 1.0
+    network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int, ...], program: Program | None = None
 ) -> list[Stage]:
     """Return the times of one micro-batch on each stage. sizes: number of layers of each stage. The last stage has the head."""
     layers = network.depth, network.with_experts, network.before
     whole, again = (_of_ranks(*layers, sizes, "line", len(sizes), 1, every) for every in (1, plan.recompute_every))
     kinds = [(*both, i == 0, i == len(sizes) - 1) for i, both in enumerate(zip(whole, again, strict=True))]
-    return times_of(network, plan, cluster, program or own_program(cluster), kinds, imbalance=imbalance)
+    return times_of(network, plan, cluster, program or own_program(cluster), kinds)
 
 
-def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Sequence[Kind], *, imbalance: float) -> list[Stage]:
+def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Sequence[Kind]) -> list[Stage]:
     """Return the times of one micro-batch on each stage or rank of these kinds. Equal kinds are computed once."""
-    made = {kind: _stage(network, plan, cluster, program, imbalance, kind) for kind in dict.fromkeys(kinds)}
+    made = {kind: _stage(network, plan, cluster, program, kind) for kind in dict.fromkeys(kinds)}
     return [made[kind] for kind in kinds]
 
 
@@ -116,12 +116,12 @@ def _of_ranks(
     return tuple(map(tuple, found))
 
 
-def _stage(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, kind: Kind) -> Stage:
+def _stage(network: Network, plan: Plan, cluster: Cluster, program: Program, kind: Kind) -> Stage:
     layers, repeated, first, last = kind
     small, g = of_layer(plan), plan.storage.gradients
     held = _held(network, small, layers, first, last)
     ahead = sum(repeats(network.layers + depth, plan.recompute_every) for depth in range(network.ahead)) if last else 0
-    made = _passes(network, small, cluster, program, imbalance, plan.recompute, layers, repeated, last, ahead)
+    made = _passes(network, small, cluster, program, plan.recompute, layers, repeated, last, ahead)
     backward = made.backward
     if plan.microbatches > 1:  # gradients of each micro-batch are added to the running sums
         summed = _held(_untied(network), small, layers, first, last) if first and last and plan.pp > 1 else held
@@ -141,7 +141,6 @@ def _passes(
     plan: Plan,
     cluster: Cluster,
     program: Program,
-    imbalance: float,
     recompute: Recomputed,
     layers: Counts,
     repeated: Counts,
@@ -153,7 +152,7 @@ def _passes(
     passes, again = Passes(), Pass()
     for count, times, (run, sparse) in zip(layers, repeated, product(network.halves, (False, True)), strict=True):
         if count:
-            layer = layer_time(run, plan, cluster, program, sparse=sparse, imbalance=imbalance)
+            layer = layer_time(run, plan, cluster, program, sparse=sparse)
             passes += layer.passes.times(count)
             again += _repeated(layer, program, recompute).times(times)
     if head:
