@@ -1,4 +1,4 @@
-"""Measures how many times the mean number of rows the busiest rank of ep gets, with each way to balance a router (moe/plan/job/balance.py).
+"""Measures how many times the mean number of rows the busiest rank of ep gets, with each way to balance a router (Method.busiest).
 
 Small recipes train in one process, whose routing is that of every layout. A step's loads give the share for each ep:
 
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from moe import load, train
+from moe.cli import hash_table
+from moe.cli.verbs import HashTable
 from moe.records.results import write_json
 
 SMALL = {
@@ -27,6 +29,7 @@ SMALL = {
     "optimizer.warmup_steps": "20",
 }
 UNBALANCED = {"router.balance_weight": "0"}
+TABLE = "table.json"
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "balance loss, top-1": ("switch_tiny", {}),
     "balance loss, top-2": ("glam_tiny", {}),
@@ -36,6 +39,11 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "no balance, top-2": ("glam_tiny", UNBALANCED),
     "sinkhorn": ("switch_tiny", UNBALANCED | {"router.select": "sinkhorn", "router.allow_noncausal": "true"}),
     "hash": ("switch_tiny", UNBALANCED | {"router.select": "hash", "router.jitter": "0"}),
+    "hash, table": ("switch_tiny", UNBALANCED | {"router.select": "hash", "router.jitter": "0", "router.hash_table": TABLE}),
+    "expert choice": (
+        "switch_tiny",
+        UNBALANCED | {"router.select": "expert_choice", "router.allow_noncausal": "true", "router.eval_capacity_factor": "1"},
+    ),
 }
 RANKS = (2, 4, 8)
 
@@ -60,13 +68,16 @@ def main(*, steps: int = 200, only: str = "", json: str | None = None) -> int:
         if only not in case:
             continue
         with tempfile.TemporaryDirectory() as name:
+            if "router.hash_table" in changes:
+                changes = changes | {"router.hash_table": str(Path(name) / TABLE)}
+                hash_table.main(HashTable(recipe, Path(name) / TABLE), SMALL | changes)
             run, _ = load(recipe, SMALL | changes | {"train.steps": str(steps)})
             train(run, out=Path(name) / "run")
             lines = map(json_format.loads, (Path(name) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines())
             loads = [[layer["load"] for layer in line["moe"]] for line in lines if line["kind"] == "train"]
         for ranks in RANKS:
             found = [of_step(step, ranks) for step in loads]
-            row: dict[str, Any] = {"case": case, "recipe": recipe, "changes": changes, "steps": steps, "ep": ranks}
+            row: dict[str, Any] = {"case": case, "recipe": recipe, "changes": CASES[case][1], "steps": steps, "ep": ranks}
             for when, some in (("first", found[: steps // 4]), ("later", found[steps // 2 :])):
                 for kind, values in zip(("step", "rank"), zip(*some, strict=True), strict=True):
                     row |= {f"{when}_{kind}_median": statistics.median(values), f"{when}_{kind}_largest": max(values)}

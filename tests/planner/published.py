@@ -143,8 +143,9 @@ def row_of(of: Published) -> dict[str, Any]:
     run, cluster = resolved(of), load_cluster(of.cluster)
     network, plan = network_of(run), plan_of(run)
     as_run = replace(plan, storage=of.storage, recompute=of.recompute or plan.recompute)
-    ours, theirs = step_time(network, plan, cluster), step_time(network, as_run, cluster, of.program)
-    here, there = peak(network, plan), peak(network, as_run, of.stack)
+    equal = network.balanced  # the run's routing is not printed; programs were fitted to rows that count as balanced
+    ours, theirs = step_time(network, plan, cluster), step_time(equal, as_run, cluster, of.program)
+    here, there = peak(network, plan), peak(equal, as_run, of.stack)
     seconds = published_seconds(of, run, cluster.world)
     sizes = size(run)
     counted = counted_training(run) * run.train.global_batch * run.model.max_length / cluster.world / 1e12

@@ -111,11 +111,12 @@ class Device:
         """Bytes per second that pointwise kernels read and write."""
         return self.memory_gb_s * 1e9 * self.memory_share
 
-    def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16") -> float:
-        """Seconds of `count` matrix products (m x k by k x n) in one kernel."""
+    def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16", of_weights: bool = False) -> float:
+        """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, whose sums over
+        k (tokens) go across the operands' rows in memory, so that k needs no alignment."""
         if min(m, n, k, count) <= 0:
             return 0.0
-        return _product(self, round(m), round(n), round(k), max(1, round(count)), kind)
+        return _product(self, round(m), round(n), round(k), max(1, round(count)), kind, round(m if of_weights else k))
 
     def stream(self, num_bytes: float, *, kernels: float = 1) -> float:
         """Seconds of `kernels` pointwise kernels that together read and write `num_bytes`."""
@@ -132,11 +133,12 @@ class Device:
 
 
 @lru_cache(maxsize=200_000)
-def _product(device: Device, m: int, n: int, k: int, count: int, kind: str) -> float:
+def _product(device: Device, m: int, n: int, k: int, count: int, kind: str, row: int) -> float:
+    """Return the result of `Device.product`. row: elements of an operand's row in memory."""
     if kind in device.rates:
         return max(count * _measured(device.rates[kind], 2.0 * m * n * k), device.launch_us * 1e-6)
     element = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
-    of_unit = device.rate(kind) / device.units * min(alignment(size * element) for size in (n, k))
+    of_unit = device.rate(kind) / device.units * min(alignment(size * element) for size in (n, row))
     best = math.inf
     for a, b, share in TILES:
         tiles = math.ceil(m / a) * math.ceil(n / b) * count

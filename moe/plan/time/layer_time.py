@@ -104,7 +104,7 @@ def _products(
     forward = inputs = weights = casts_forward = casts_backward = 0.0
     for m, n, k in products:
         forward += device.product(m, n, k, count=together, kind=kind)
-        gradient = device.product(k, n, m, count=together, kind=kind)
+        gradient = device.product(k, n, m, count=together, kind=kind, of_weights=True)
         of_input = device.product(m, k, n, count=together, kind=kind)
         inputs = inputs + (of_input + gradient) if by_product else inputs + of_input + gradient
         weights += gradient
@@ -255,7 +255,8 @@ def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
     n, step = tokens_of(network, plan) / rows, 64 if plan.tp > 1 or network.vocab > 1000 else 1
     v = -(-network.vocab / max(1, plan.tp / rows) // step) * step  # programs pad the vocabulary to a multiple of 64
     kind, d = KIND[max(2, plan.compute_bytes)], network.width
-    f, x, w = (chunks * device.product(*of, kind=kind) for of in ((n / chunks, v, d), (n / chunks, d, v), (d, v, n / chunks)))
+    f, x = (chunks * device.product(*of, kind=kind) for of in ((n / chunks, v, d), (n / chunks, d, v)))
+    w = chunks * device.product(d, v, n / chunks, kind=kind, of_weights=True)
     again = f + device.stream(LOGITS_AGAIN_BYTES * n * v, kernels=4 * chunks) if chunks > 1 else 0.0
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
     sums = all_reduce(cluster, group, n * d * plan.compute_bytes) if plan.tp > 1 else 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe.router.methods.method import Method, RoutingRequest
+from moe.router.methods.method import BALANCED, Method, RoutingRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,7 @@ class Sinkhorn(Method):
     noises = ("none", "noisy_top_k")
     needs_whole_groups = True
     looks_ahead = "the balanced plan is made over all tokens of the group"
+    busiest = BALANCED  # the plan balances probabilities, not choices
     is_balanced = "the plan already gives every expert its share, and the loss would pull against it"
 
     def select(self, request: RoutingRequest) -> Tensor:
