@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class AllGather(Dispatcher):
     name = "all_gather"
     about = "ep of about k or less"
+    returns_rows = False
 
     def traffic(self, load: Load) -> Traffic:
         def gather(token_bytes: float, calls: int = 1) -> Message:

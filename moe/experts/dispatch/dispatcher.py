@@ -47,7 +47,7 @@ class Dispatcher(ABC):
 
     `about`: when to use it. `reads`: keys of `dispatch` that no other dispatcher reads -> the reason. `examples`: name of each row that
     `moe verify` has for it -> keys of `dispatch`; empty: one row, by its name. `least_ranks`: smallest ep for which it differs from
-    all_to_all.
+    all_to_all. `returns_rows`: the rank that sent a row gets its result and keeps it; False: the rank that computed it does.
     """
 
     settings: sections.Dispatch
@@ -57,6 +57,7 @@ class Dispatcher(ABC):
     reads: ClassVar[Mapping[str, str]] = {}
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     least_ranks: ClassVar[int] = 2
+    returns_rows: ClassVar[bool] = True
 
     @property
     def chunks(self) -> int:

@@ -206,8 +206,9 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    more = most_rows(n, plan) - rows  # a rank keeps the rows that it computes, and one result for each row that it sent
-    return rows * c * (moved * n.width + hidden) + more * c * (min(moved, 1) * n.width + hidden) + here / plan.tp * of_token + shared + merged
+    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # others are results of the rows that it sent
+    more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden)
+    return rows * c * (moved * n.width + hidden) + more + here / plan.tp * of_token + shared + merged
 
 
 def expert_elements(n: Network, plan: Plan) -> float:

@@ -94,7 +94,8 @@ def step_time(
     gradients, parameters, hidden = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))
     optimizer, offload = _update(plan, cluster, program, *max(((s.dense, s.expert) for s in stages), key=sum))
     crowd = cluster.crowd(plan.world)
-    cores = _for_cores(crowd, m, stages, passes)
+    equal = times_of(network.balanced, plan, cluster, program, kinds) if crowd > 1 else stages
+    cores = _for_cores(crowd, m, equal, passes)
     busy = m * (slowest.total + 2 * sent * crossings(plan))
     whole, device = slowest.forward + slowest.backward + slowest.recompute, cluster.device
     step = passes + cores + gradients + parameters + optimizer + offload
@@ -120,7 +121,8 @@ def step_time(
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
     """Seconds that a pipeline takes longer because its ranks share cores; negative if each rank has several cores. A rank that waits for a
-    message leaves its core to other ranks. crowd: see Cluster.crowd. pipeline: seconds with one core per rank."""
+    message leaves its core to other ranks, so the mean work of ranks counts. crowd: see Cluster.crowd. pipeline: seconds with one core per
+    rank."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
