@@ -115,6 +115,8 @@ def rows(only: str | None = None) -> list[dict[str, Any]]:
             row["error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
             row["passed"] = abs(row["error"]) <= WITHIN
             sizes = f"{row['measured_bytes']:>15,}{row['predicted_bytes']:>15,.0f}"
-            print(f"{case:<12}{precision:>10}{row['busiest']:>9.2f}{sizes}{row['error']:>9.2%}{'' if row['passed'] else '  FAIL'}", flush=True)
+            print(
+                f"{case:<12}{precision:>10}{row['busiest']:>9.2f}{sizes}{row['error']:>9.2%}{'' if row['passed'] else '  FAIL'}", flush=True
+            )
             found.append(row)
     return found

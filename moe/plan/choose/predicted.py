@@ -98,7 +98,9 @@ class Prediction:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
             known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
         if self.place.own_bytes is not None:
-            known.append(Bound(max(map(_held(self.place), self.even)), self.place.own_bytes, "on the fullest rank, under the ulimit of its process"))
+            known.append(
+                Bound(max(map(_held(self.place), self.even)), self.place.own_bytes, "on the fullest rank, under the ulimit of its process")
+            )
         return max(known, key=lambda bound: bound.over, default=None)
 
     @property

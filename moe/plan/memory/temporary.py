@@ -12,7 +12,17 @@ from typing import NamedTuple
 from moe.plan.job import counts
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
-from moe.plan.memory.kept import FP32_BYTES, bias_elements, keeps_scores, layer_kept, layer_parts, logits, most_rows, recompute_of, tokens_of
+from moe.plan.memory.kept import (
+    FP32_BYTES,
+    bias_elements,
+    keeps_scores,
+    layer_kept,
+    layer_parts,
+    logits,
+    most_rows,
+    recompute_of,
+    tokens_of,
+)
 from moe.plan.memory.stack import Stack
 from parallel.data.kinds.kind import At, Whole
 from parallel.mesh.grids import GRIDS

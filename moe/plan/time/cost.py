@@ -67,9 +67,7 @@ class Time:
 PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules"))
 
 
-def step_time(
-    network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated"
-) -> Time:
+def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated") -> Time:
     """Predict the time of one step. program: default is this project's trainer. The cluster's number of nodes is not checked.
 
     pipeline: `simulated`; `least`: a lower bound replaces the simulation; `alone`: a lower bound also without gradient reductions and

@@ -76,9 +76,7 @@ def own_program(cluster: Cluster) -> Program:
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
-def stage_times(
-    network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int, ...], program: Program | None = None
-) -> list[Stage]:
+def stage_times(network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int, ...], program: Program | None = None) -> list[Stage]:
     """Return the times of one micro-batch on each stage. sizes: number of layers of each stage. The last stage has the head."""
     layers = network.depth, network.with_experts, network.before
     whole, again = (_of_ranks(*layers, sizes, "line", len(sizes), 1, every) for every in (1, plan.recompute_every))
