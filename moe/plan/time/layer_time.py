@@ -65,10 +65,8 @@ _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "sequence", "order", "m
 def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, sparse: bool) -> Layer:
     core = _core(network, plan, cluster, program)
     passes = _projections(network, plan, cluster, program)
-    if sparse:
-        second = _experts(network, plan, cluster, program)
-    else:
-        second = _ffn(network, plan, cluster, program, network.hidden, network.gated)
+    of = (network, plan, cluster, program)
+    second = _experts(*of) if sparse else _ffn(*of, network.hidden, network.gated)
     tensor = over_tensor(network, plan, cluster, program, sparse=sparse)
     if network.encoder is not None:
         passes += _cross(network, network.encoder, plan, cluster, program)
