@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and time of a run. ranks: memory of each pipeline rank, of its busiest rank of ep. even: the same with equally many rows on all
+    """Memory and time of a run. ranks: memory of each pipeline rank, for the busiest of ep. even: the same with equally many rows on all
     ranks of ep."""
 
     place: Place
