@@ -112,8 +112,8 @@ class Device:
         return self.memory_gb_s * 1e9 * self.memory_share
 
     def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16", of_weights: bool = False) -> float:
-        """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, whose sums over
-        k (tokens) go across the operands' rows in memory, so that k needs no alignment."""
+        """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, summed over
+        tokens (k), across the operands' rows in memory, so that k needs no alignment."""
         if min(m, n, k, count) <= 0:
             return 0.0
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind, round(m if of_weights else k))
