@@ -26,6 +26,7 @@ from parallel.fixes import Set
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
+from parallel.process.process import gpus
 from parallel.store.files import replace_file
 
 _DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # constants in files of async_io
@@ -34,7 +35,7 @@ _DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # const
 def load_deepspeed() -> Any:
     """Import DeepSpeed without its output, return the module, and let torch do all communication. DeepSpeed's shared-memory op is marked as
     unavailable: training does not need it, its compilation takes 80 to 120 s, and it crashes on processors without AVX2."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if gpus() else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
@@ -124,11 +125,12 @@ def _use_compiled(folder: Path) -> None:
                 PinMemoryBuilder().load(verbose=False)  # async_io needs its symbols
 
 
-def start_deepspeed() -> Any:
-    """Return DeepSpeed with its communication initialised."""
+def start_deepspeed(device: torch.device) -> Any:
+    """Return DeepSpeed with its communication initialised, for a model on `device`."""
     deepspeed = load_deepspeed()
-    if not dist.is_initialized():  # a single process: DeepSpeed needs a group anyway
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():  # a single process: DeepSpeed needs a group anyway, on a GPU also for tensors that it offloads
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
 

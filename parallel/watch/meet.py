@@ -1,4 +1,4 @@
-"""Opens the store through which a run's process groups are made, and names the ranks that do not come.
+"""Opens the store through which a run's process groups are made, and names the ranks that do not come or that share a GPU.
 
     rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank writes "here", then waits for all others
 
@@ -12,7 +12,7 @@ import contextlib
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,12 +31,12 @@ class NotMet(Ended):
     """Raised if some ranks of a run did not reach the store in time, or cannot start. The message is one line."""
 
 
-def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "") -> Any:
+def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "", device: str = "cpu") -> Any:
     """Wait for all ranks, and return the store of this run.
 
     environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: the reason, if this rank cannot start: all
-    ranks then raise NotMet with this reason. Raises NotMet also if ranks do not come within `timeout_s`, and BadInput if MASTER_ADDR has
-    no address."""
+    ranks then raise NotMet with this reason. device: id of this rank's GPU, or "cpu". Raises NotMet also if ranks do not come within
+    `timeout_s`, and BadInput if MASTER_ADDR has no address or the devices do not go together (`unfit`)."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait, node = timedelta(seconds=timeout_s), socket.gethostname()
@@ -52,6 +52,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         said = str(error).splitlines()[0].partition(" Exception raised")[0]
         raise NotMet(f"{here} {verb} at {host}:{port} within {timeout_s:g} s{_LIMIT}: {said}") from None
     until, answer = time.monotonic() + timeout_s, _nothing
+    refused: BadInput | None = None
     try:
         if agent:
             name = uuid.uuid4().hex if rank == 0 else _ask(store, rank, until=until)
@@ -62,18 +63,38 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         if problem:
             said = f"{here}: {problem}"
         else:
+            store.set(f"device/{rank}", f"{node} {device}")
             store.set(f"here/{rank}", node)
             said = _wait(store, size, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
+            refused = None if said else unfit([found.decode() for found in store.multi_get([f"device/{n}" for n in range(size)])])
     except _GONE:
         raise NotMet(f"{here} met the other ranks at {host}:{port}, but their store is gone, because rank 0 has left") from None
-    if said:
+    if said or refused is not None:
         with contextlib.suppress(*_GONE):
             store.set(_PROBLEM, said)
             store.set(f"heard/{rank}", "")
             if rank == 0 and not agent:  # the store, from which the other ranks read the reason, is in this process
                 _stay(store, size, until=until)
-        raise NotMet(said)
+        raise refused or NotMet(said)
     return store
+
+
+def unfit(devices: Sequence[str]) -> BadInput | None:
+    """Return an error if two ranks share a GPU, which NCCL cannot do, or if only some ranks have one. devices: "HOST GPU" or "HOST cpu" of
+    each rank."""
+    hosts, ids = zip(*(device.split(" ", 1) for device in devices), strict=True)
+    on_cpu = [rank for rank, found in enumerate(ids) if found == "cpu"]
+    if len(on_cpu) == len(ids):
+        return None
+    if on_cpu:
+        got, fix = f"none on rank {on_cpu[0]} ({hosts[on_cpu[0]]})", "moe doctor there; DS_ACCELERATOR=cpu on all ranks trains on CPUs"
+        return BadInput("GPUs", got=got, needed="one for each rank, or none for all", fix=fix)
+    again = next((rank for rank, found in enumerate(ids) if found in ids[:rank]), None)
+    if again is None:
+        return None
+    here = len({found for host, found in zip(hosts, ids, strict=True) if host == hosts[again]})
+    got = f"ranks {ids.index(ids[again])} and {again} on the same one ({ids[again]} of {hosts[again]})"
+    return BadInput("GPUs", got=got, needed="one for each rank", fix=f"--nproc {here} (SLURM: also --gpus-per-task=1)")
 
 
 def _check_name(host: str, node: str, *, wait_s: float) -> None:
