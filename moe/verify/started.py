@@ -1,6 +1,6 @@
 """Runs cases of `moe verify --device` on ranks that are started as `moe train` starts them, instead of forked: a fork cannot use a GPU.
 
-    moe verify -> this file as a program -> torchrun -> ranks: this file      one process: without torchrun
+    moe verify -> a fork: moe/launch/start.py -> torchrun -> ranks: this file as a program      one process: without torchrun
     FOLDER/cases.json                       what the ranks run, in this order
     FOLDER/<case>.<rank>.result             what a rank yields for a case     read as soon as all ranks have written it
     FOLDER/<rank>.error, FOLDER/log         a failed rank's traceback; all output
@@ -10,10 +10,8 @@ Each rank imports torch once and runs the whole list: on its GPU under NCCL, or 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +54,14 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps({"cases": [asdict(case) for case in cases], "taped": taped, "limit_s": limit_s}))
-        command = [sys.executable, "-m", "moe.verify.started", str(folder), str(world), str(os.getpid())]
-        with (folder / "log").open("w") as log:
-            parent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        parent = get_context("fork").Process(target=_launch, args=(folder, world, os.getpid()), daemon=True)
+        parent.start()
         try:
             for number in range(len(cases)):
                 parts = _results(folder, number, world)
                 until = time.monotonic() + limit_s + (0 if number else START_S)
                 while not all(part.exists() for part in parts):
-                    ended = parent.poll() is not None  # asked first: results are complete when it has ended
+                    ended = not parent.is_alive()  # asked first: results are complete when it has ended
                     if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
                         yield _errors(folder, f"{world} ranks, {limit_s:g} s allowed" if not ended else f"{world} ranks ended")
                         return
@@ -71,11 +69,10 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                 yield gathered([torch.load(part, map_location="cpu", weights_only=True) for part in parts])
                 for part in parts:
                     part.unlink()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                parent.wait(_LEAVE_S)
+            parent.join(_LEAVE_S)
         finally:
             parent.kill()  # its ranks die with it (moe/launch/processes.py)
-            parent.wait()
+            parent.join()
 
 
 def _errors(folder: Path, head: str) -> str:
@@ -87,16 +84,19 @@ def _results(folder: Path, number: int, world: int) -> list[Path]:
     return [folder / f"{number}.{rank}.result" for rank in range(world)]
 
 
-# --- in the processes that it starts ----------------------------------------------------------------------------------------
-
-
-def launch(folder: Path, world: int, parent: int) -> int:
-    """Start the ranks, by the functions of `moe train`. Return the exit code."""
+def _launch(folder: Path, world: int, parent: int) -> None:
+    """Start the ranks by the functions of `moe train`, from a fork of this process, which uses no GPU. One rank needs no launcher."""
     die_with(parent)
-    given = Arguments("verify", out=folder)
-    if world > 1:
-        return start(given, nproc=world, launcher="torchrun", module="moe.verify.started", grace_s=0)
-    return run_as_rank(partial(_rank, given.words()))
+    log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    given, module = Arguments("verify", out=folder), "moe.verify.started"
+    if world == 1:
+        os.execv(sys.executable, [sys.executable, "-m", module, *given.words()])
+    start(given, nproc=world, launcher="torchrun", module=module, grace_s=0)
+
+
+# --- in the ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _rank(words: list[str], rank_run: RankRun) -> int:
@@ -130,6 +130,4 @@ def _write(found: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4 and sys.argv[2].isdecimal():
-        sys.exit(launch(Path(sys.argv[1]), *map(int, sys.argv[2:])))
     sys.exit(run_as_rank(partial(_rank, sys.argv[1:])))

@@ -13,19 +13,16 @@ from moe.verify.started import run_started
 from moe.verify.verify import judged
 from parallel.errors import BadInput
 
-CASE = Case("switch", "zero1", 2, 2, 1, "fp32")
+CASE = Case("switch", "ddp", 2, 2, 1, "fp32")
 
 
-def test_started_ranks_give_the_numbers_of_the_twin() -> None:
-    """Both cases run in the same processes: with ZeRO, and with PipeDream's stream of steps without a drain."""
-    streamed = replace(CASE, model="dense", kind="ddp", ep=1, pp=2, schedule="pipedream")
-    for case, ran in run_started([CASE, streamed], 2):
-        assert judged(case, ran, Expected.of(twin_of(case)))["passed"], ran
-
-
-def test_a_started_rank_that_fails_gives_its_error() -> None:
-    ((_, ran),) = run_started([replace(CASE, kind="ddp", world=1, ep=1, kernels="fastest")], 1)
-    assert isinstance(ran, str) and "rank 0 failed" in ran and "experts.kernels: got fastest" in ran
+def test_started_ranks_give_the_numbers_of_the_twin_and_their_errors() -> None:
+    """Three cases in the same processes: experts over ranks, PipeDream's stream of steps, and kernels that do not exist."""
+    streamed = replace(CASE, model="dense", ep=1, pp=2, schedule="pipedream")
+    *found, (_, ran) = run_started([CASE, streamed, replace(CASE, kernels="fastest")], 2)
+    for case, numbers in found:
+        assert judged(case, numbers, Expected.of(twin_of(case)))["passed"], numbers
+    assert isinstance(ran, str) and "rank 1 failed" in ran and "experts.kernels: got fastest" in ran
 
 
 @pytest.mark.parametrize(
