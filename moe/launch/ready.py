@@ -50,7 +50,7 @@ class Forked:
         while self.returncode is None and (message := self._receive(wait_s)) is not None:
             for rank, code in zip(self.ranks, message.get("codes", ()), strict=False):
                 rank.code = (
-                    code  # the leader, the ranks' parent, collects every exit code, also codes that `Rank.look` could not read in time
+                    code  # the leader collects all exit codes as their parent, also any that `Rank.look` could not read in time
                 )
             if "codes" not in message:
                 self.returncode = int(message.get("ended", FAILED))
