@@ -29,7 +29,7 @@ AGAIN = " again"  # ends a module's name if its outputs come from recompute
 
 @dataclass
 class Step:
-    """Record of one step. reports: router -> losses and counts (`_report` of twin.py); norms: parameters' family (experts, others) or "total"
+    """Record of one step. reports: router -> losses and counts (`_report` of twin.py); norms: family of parameters or "total"
     -> norm of their gradients."""
 
     loss: float = 0.0
