@@ -3,7 +3,7 @@
     rows    what a part measured: dicts that go into the JSON, by which a later call goes on
     page    the rows as lines for a reader
 
-A part is a value in moe/bench/gpu/__main__.py. It needs torch, triton and einops; the packages that it needs beyond these are in `packages`.
+The parts are listed in moe/bench/gpu/__main__.py. `packages`: what a part needs in addition to torch, triton, numpy and einops.
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ def page(rows: Sequence[Row]) -> list[str]:
         if "error" in row:
             key = (row["network"], row["dtype"])
             worst[key] = max(worst.get(key, 0.0), row["error"] / row["limit"])
-    lines = table(
-        [(network, dtype, share) for (network, dtype), share in worst.items()], ("network", "dtype", "largest error over its limit")
-    )
+    lines = table([(network, dtype, share) for (network, dtype), share in worst.items()], ("network", "dtype", "error / limit"))
     notes = [row["note"] for row in rows if "note" in row]
     return [f"{len(rows) - len(wrong)} of {len(rows)} comparisons passed", *lines, *notes, *(f"WRONG: {row}" for row in wrong)]
 

@@ -96,7 +96,25 @@ def test_a_part_that_fails_is_said_and_the_next_one_runs(monkeypatch: pytest.Mon
     assert gpu.main(["--json", str(tmp_path / "x.json")]) == 1
     done: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
     assert done["parts"]["bad"] == {"failed": "OutOfMemoryError: no"} and done["parts"]["good"]["rows"] == [{"passed": True}]
-    assert gpu.page(done)[-5:] == ["## bad", "failed: OutOfMemoryError: no", "", "## good", "1 row"]
+    assert gpu.page(done)[2:7] == ["## bad", "failed: OutOfMemoryError: no", "", "## good", "1 row"]
+
+
+def test_the_next_steps_follow_from_the_numbers() -> None:
+    """The kernel with most seconds above its bound is named, not the one with the lowest share; slower peers come by their ratio."""
+    kernels = [
+        {"what": "A", "kernel": "up", "seconds": 0.01, "share": 0.5},
+        {"what": "A", "kernel": "back", "seconds": 0.001, "share": 0.1},
+    ]
+    layers = [{"what": "A", "over_peers": {"x": 0.9, "y": 1.25, "z": 2.0}}]
+    steps = [{"what": "A", "synchronisations": 2}, {"what": "B", "synchronisations": 40}]
+    assert gpu.next_steps({"kernels": kernels, "layers": layers, "steps": steps, "right": [{"passed": False}]}) == [
+        "mend first: right found something wrong",
+        "most to gain in a kernel: 5.00 ms of up at A",
+        "slower than z at A: 2.00 times its time",
+        "slower than y at A: 1.25 times its time",
+        "the host waits 40 times a step: B",
+    ]
+    assert gpu.next_steps({"right": [{"passed": True}]}) == ["nothing was measured that asks for a change"]
 
 
 def test_flops_and_bytes_of_kernels_are_counted_by_hand() -> None:
