@@ -15,10 +15,7 @@ PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "deepspeed", "
 
 
 def rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    return [_about(machine), _copy(machine), *(_product(machine, dtype, tf32=False) for dtype in _DTYPES), *_tf32(machine)]
-
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+    return [_about(machine), _copy(machine), *(_product(machine, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))]
 
 
 def page(rows: Sequence[Row]) -> list[str]:
@@ -55,18 +52,10 @@ def _copy(machine: Machine) -> Row:
     return {"ceiling": "copy", "rate": 2 * source.nbytes / machine.seconds(lambda: target.copy_(source)) / 1e9, "unit": "GB/s"}
 
 
-def _product(machine: Machine, dtype: torch.dtype, *, tf32: bool) -> Row:
+def _product(machine: Machine, dtype: torch.dtype) -> Row:
+    """Return the rate of a large product. In fp32 without TF32, which torch leaves off."""
     n = SIDE[machine.gpu]
     a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, tf32
-    try:
-        seconds = machine.seconds(lambda: torch.mm(a, b, out=out))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    name = "tf32" if tf32 else str(dtype).removeprefix("torch.")
-    return {"ceiling": name, "rate": 2 * n**3 / seconds / 1e12, "unit": "TF/s"}
-
-
-def _tf32(machine: Machine) -> list[Row]:
-    return [_product(machine, torch.float32, tf32=True)] if machine.gpu else []
+    seconds = machine.seconds(lambda: torch.mm(a, b, out=out))
+    return {"ceiling": str(dtype).removeprefix("torch."), "rate": 2 * n**3 / seconds / 1e12, "unit": "TF/s"}

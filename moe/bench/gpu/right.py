@@ -30,7 +30,6 @@ _SANITIZED = "from moe.bench.gpu import right; right.once()"
 
 
 def rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    torch.backends.cuda.matmul.allow_tf32 = False
     return [*_routing(machine), *_networks(machine), *_sanitizer(machine)]
 
 

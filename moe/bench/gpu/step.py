@@ -67,7 +67,6 @@ def step_page(rows: Sequence[Row]) -> list[str]:
 
 def loss_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
     """Return ten losses of the tiny model in each dtype on the device, twice, and on the CPU."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     found = []
     sizes = MODELS[False]["sparse"]
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)):
