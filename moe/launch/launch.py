@@ -230,7 +230,9 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
     if flag and restarts.isdecimal() and int(restarts) > 0:
         other = "start with another --out and without --fresh" if given.fresh else "start without --max-restarts"
         fix = f"{other}, or let moe train --restarts start it again"
-        raise BadInput(flag, got=f"it with torchrun --max-restarts {restarts}", needed="a start that may be repeated", fix=fix)
+        raise BadInput(
+            flag, got=f"it with torchrun --max-restarts {restarts}", needed="a start that does no harm if torchrun repeats it", fix=fix
+        )
 
 
 def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:

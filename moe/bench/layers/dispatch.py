@@ -87,7 +87,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     rows: list[dict[str, Any]] = []
     for case in cases:
         for ffn in ("relu", "swiglu"):
-            rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
+            rows += measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
             gc.collect()
             gc.freeze()  # saves 0.3 s at each later garbage collection, which then skips the objects of loaded libraries
     if only in (None, "growth"):
@@ -101,7 +101,7 @@ def _label(case: LayerCase) -> str:
     return f"{case.shape} {'fp32' if case.dtype == torch.float32 else 'bf16'} {case.routing}"
 
 
-def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
+def measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
     """Time the limit, our layers and the peers, with relu or swiglu networks (ffn). Print and return a table row for each."""
     if ffn == "swiglu" and not peers:
         return []

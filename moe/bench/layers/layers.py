@@ -55,9 +55,9 @@ class LayerCase:
     device: torch.device = torch.device("cpu")
 
     def weights(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        values: Tensor = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
-        return values.to(self.device, dtype or self.dtype)
+        generator = torch.Generator(self.device).manual_seed(seed)  # on the device: a CPU takes minutes for a layer of Mixtral's
+        values: Tensor = torch.randn(*shape, generator=generator, device=self.device) * shape[-1] ** -0.5
+        return values.to(dtype or self.dtype)
 
     def router(self) -> Tensor:
         """Return the router's weight [E, D], fp32, with orthonormal rows."""

@@ -428,7 +428,7 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
     continues, and no status file is written."""
 
     def child(told: int) -> int:
-        os.write(told, b".")  # Python drops a signal that comes while it forks
+        os.write(told, b".")  # the fork is over: Python drops a signal that comes during it
         time.sleep(60)
         return 0
 
