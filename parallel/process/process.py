@@ -119,8 +119,11 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     limit_s = timeout_s or LIMITS_S[backend]
     problem, wait_s = wrong_interface(os.environ, backend), watchdog.FIRST * limit_s
     store = meet(world.rank, world.size, environment=os.environ, timeout_s=wait_s, problem=problem, device=device)
-    if found := interface_to(os.environ["MASTER_ADDR"]):
-        os.environ.setdefault(*(("GLOO_SOCKET_IFNAME", found) if backend == "gloo" else (_OF_NCCL, f"={found}")))
+    found = interface_to(os.environ["MASTER_ADDR"])
+    if found and backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+    elif found and found != "lo":  # NCCL leaves lo out by itself, and must: on rank 0's machine a name may have a loopback address
+        os.environ.setdefault(_OF_NCCL, f"={found}")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     record = Record(world.rank)
     record.enter("joining the process group", patience=watchdog.FIRST)

@@ -145,20 +145,25 @@ def test_two_ranks_of_one_gpu_end_with_the_same_line() -> None:
     assert len(said) == 2 and len(set(said)) == 1 and "ranks 0 and 1 on the same one (GPU-1 of " in said[0]
 
 
-def test_a_rank_takes_its_gpu_before_it_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: torch's answers are made up, and the start ends at the store."""
-    taken: list[torch.device] = []
+@pytest.mark.parametrize(("found", "named"), [("eth0", "=eth0"), ("lo", None), (None, None)])
+def test_a_rank_takes_its_gpu_and_nccl_the_interface_to_the_master(
+    found: str | None, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: torch's answers are made up, and the start ends before the process group."""
+    taken: list[object] = []
+
+    def stop(*_: object, **__: object) -> None:
+        raise NotMet("far enough")
+
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid of {device}"))
-
-    def stop(*_: object, **given: object) -> None:
-        raise NotMet(str(given["device"]))
-
-    monkeypatch.setattr(process, "meet", stop)
+    monkeypatch.setattr(process, "meet", lambda *_, device, **__: taken.append(device))
     monkeypatch.setattr(process, "gpus", lambda: 1)
-    with pytest.raises(NotMet, match="uuid of cuda:0"):
+    monkeypatch.setattr(process, "interface_to", lambda _: found)
+    monkeypatch.setattr(process.watchdog, "Watchdog", stop)
+    with pytest.raises(NotMet, match="far enough"):
         start(World(1, 2, 1, 2))
-    assert taken == [torch.device("cuda", 0)]
+    assert taken == [torch.device("cuda", 0), "uuid of cuda:0"] and os.environ.get("NCCL_SOCKET_IFNAME") == named
 
 
 NAMED = {("gloo", "lo"): True, ("gloo", "lo,eth7"): False, ("nccl", "l"): True, ("nccl", "eth7,=lo"): False, ("nccl", "=lo"): True}
