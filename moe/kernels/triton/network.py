@@ -156,14 +156,13 @@ def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, ga
     return out
 
 
-def bias_gradients(grads: Sequence[Tensor | None], like: Tensor | None, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of b1 and b3 [E, F], sums of dH and dG over each expert's rows, in the dtype of `like` (b1). None for an absent
-    bias."""
+def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of b1 and b3 [E, F], sums over each expert's rows, in the dtype of `like` (b1); None for an absent bias."""
     if like is None:
-        return [None] * len(grads)
-    ones = rows.ends_E.new_ones(rows.number, 1)
-    shape = like.unsqueeze(1)
-    return [None if g is None else weight_gradient(ones.to(g.dtype), g, shape, rows, gathered="neither").squeeze(1) for g in grads]
+        return None, None
+    ones = grad_h.new_ones(rows.number, 1)
+    of_h, of_g = (None if g is None else weight_gradient(ones, g, like.unsqueeze(1), rows, gathered="neither") for g in (grad_h, grad_g))
+    return None if of_h is None else of_h.squeeze(1), None if of_g is None else of_g.squeeze(1)
 
 
 class _Network(torch.autograd.Function):
@@ -185,7 +184,7 @@ class _Network(torch.autograd.Function):
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
         grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, form=ctx.form)
-        grad_b1, grad_b3 = bias_gradients((grad_h, grad_g), ctx.b1, rows)
+        grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.b1, rows)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         weights = ctx.weights or (w1, w2, w3)
         deferrable = tuple(w for w in weights if w is not None)
