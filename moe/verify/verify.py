@@ -28,6 +28,7 @@ from moe.verify.layouts import Ran, run_world
 from moe.verify.small import known
 from moe.verify.table import Table
 from moe.verify.where import Standard
+from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.errors import BadInput, counted, cut
 
 Say = Callable[[str], None]
@@ -67,6 +68,7 @@ def main(
     worlds = sorted({c.world for c in chosen})
     expected: dict[Case, Expected] = {}
     twins = dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))  # in the order of the rows
+    ENGINES[PLAIN].load()  # imported before ranks are forked
     made = computed_in_background(list(twins))
     failed: list[tuple[Case, dict[str, Any]]] = []
     if go_on:

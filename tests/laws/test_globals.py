@@ -29,6 +29,7 @@ CHANGED = {
     "parallel/process/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
     "parallel/data/deepspeed.py: deepspeed.ops": "DeepSpeed's own table of ops that may be compiled",
+    "parallel/data/deepspeed.py: compiler.compile": "a decorator of DeepSpeed that would import Inductor; put back after an import",
     "parallel/data/deepspeed.py: OpBuilder._loaded_ops": "DeepSpeed's own table of ops that are loaded",
     "parallel/data/deepspeed.py: groups.mpu": "DeepSpeed keeps its process groups in a module",
     "parallel/data/deepspeed.py: groups._EXPERT_PARALLEL_GROUP": "likewise",
