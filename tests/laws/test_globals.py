@@ -203,18 +203,19 @@ def _setting(function: ast.expr) -> str:
     return ast.unparse(function) if _root(function) else f".{function.attr}" if isinstance(function, ast.Attribute) else ""
 
 
-FILES = [(path.relative_to(ROOT).as_posix(), tree(path)) for path in python_files(*PACKAGES)]
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    return ((path.relative_to(ROOT).as_posix(), tree(path)) for path in python_files(*PACKAGES))
 
 
 def test_functions_change_no_name_of_a_module() -> None:
-    found = {f"{file}: {what}": line for file, module in FILES for line, what in changed(module)}
+    found = {f"{file}: {what}": line for file, module in modules() for line, what in changed(module)}
     compare(found, CHANGED, "give it to an object that the run owns, or list it in CHANGED with the reason why it is the whole process's")
 
 
 def test_caches_hold_nothing_of_a_run() -> None:
     found = {
         f"{file}: {node.name}": node.lineno
-        for file, module in FILES
+        for file, module in modules()
         for node in ast.walk(module)
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list
@@ -226,7 +227,7 @@ def test_caches_hold_nothing_of_a_run() -> None:
 def test_settings_of_the_process_are_listed() -> None:
     found = {
         f"{call}: {next((f for f in SETTINGS[call] if f.endswith('/') and file.startswith(f)), file)}": node.lineno
-        for file, module in FILES
+        for file, module in modules()
         for node in ast.walk(module)
         if isinstance(node, ast.Call) and (call := _setting(node.func)) in SETTINGS
     }
