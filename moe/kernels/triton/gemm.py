@@ -3,7 +3,7 @@
     up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* mask]     rows are gathered by the load
     product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
     back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
-    weights   dW = left^T right over one expert's rows, left and right gathered or not
+    weights   dW = left^T right over one expert's rows, left or right gathered, or neither
 
 All sums are fp32. Weights are contiguous.
 """
@@ -26,14 +26,20 @@ def _dot(a_MK, b_KN, sum_MN):
 
 
 @triton.jit
+def in_group(tile, rows, columns, group):
+    """Return the row and the column of a matrix's tile. `group` rows of tiles pass all columns together; what they read stays in the L2."""
+    number = tile // (group * columns)
+    size = tl.minimum(rows - number * group, group)
+    inside = tile % (group * columns)
+    return number * group + inside % size, inside // size
+
+
+@triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
     """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles share columns in the L2 cache."""
-    program = tl.program_id(0)
-    group = program // (GROUP * num_columns)
-    size = tl.minimum(num_tiles - group * GROUP, GROUP)
-    inside = program % (GROUP * num_columns)
-    at = tiles + 3 * (group * GROUP + inside % size)
-    return inside // size, tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    row, column = in_group(tl.program_id(0), num_tiles, num_columns, GROUP)
+    at = tiles + 3 * row
+    return column, tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
@@ -271,15 +277,6 @@ def weights(
         left_K, right_K = _source(left_choice, row_K, end, choices), _source(right_choice, row_K, end, choices)
     at_MN = expert.to(tl.int64) * height * width + m_M.to(tl.int64)[:, None] * width + n_N[None, :]
     put(out + at_MN, sum_MN, (m_M < height)[:, None] & (n_N < width)[None, :])
-
-
-@triton.jit
-def in_group(tile, rows, columns, group):
-    """Return the row and the column of a matrix's tile. `group` rows of tiles pass all columns together; what they read stays in the L2."""
-    number = tile // (group * columns)
-    size = tl.minimum(rows - number * group, group)
-    inside = tile % (group * columns)
-    return number * group + inside % size, inside // size
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -24,7 +25,7 @@ from moe.kernels.activation import Activation
 from moe.kernels.network import Matrices, Network
 from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
-from moe.kernels.triton.device import Tile, cached_rows, check_dtype, hopper, most_rows, on, rows_each, tile
+from moe.kernels.triton.device import ALIGNED, Tile, check_dtype, hopper, most_rows, on, row_group, rows_each, tile
 from moe.kernels.triton.rows import total
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
@@ -145,24 +146,24 @@ def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, ga
     """
     height, width = like.shape[1:]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1, epilogue=False)
+    group = row_group(t, height, width, rows.number // len(like), like=left)
     out = like.new_empty(like.shape)
     with on(left):
         gemm.weights[(len(like) * triton.cdiv(height, t.m) * triton.cdiv(width, t.n),)](
             *(left, right, out, *(rows.choice_R if gathered == side else None for side in ("left", "right"))),
-            *(rows.ends_E, rows.choices, height, width, cached_rows(t, rows.number // len(like), left)),
+            *(rows.ends_E, rows.choices, height, width, group),
             EVEN=height % t.m == 0 and width % t.n == 0,
             **t.launch,
         )
     return out
 
 
-def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of b1 and b3 [E, F], sums over each expert's rows, in the dtype of `like` (b1); None for an absent bias."""
-    if like is None:
-        return None, None
-    ones = grad_h.new_ones(rows.number, 1)
-    of_h, of_g = (None if g is None else weight_gradient(ones, g, like.unsqueeze(1), rows, gathered="neither") for g in (grad_h, grad_g))
-    return None if of_h is None else of_h.squeeze(1), None if of_g is None else of_g.squeeze(1)
+def bias_gradient(grad_RF: Tensor | None, like: Tensor | None, rows: Rows) -> Tensor | None:
+    """Return the gradient of b1 or b3 [E, F], the sum of each expert's rows, in the dtype of `like` (b1); None for an absent bias."""
+    if grad_RF is None or like is None:
+        return None
+    ones = grad_RF.new_ones(rows.number, ALIGNED)
+    return weight_gradient(ones, grad_RF, like.unsqueeze(1).expand(-1, ALIGNED, -1), rows, gathered="neither")[:, 0]
 
 
 class _Network(torch.autograd.Function):
@@ -184,7 +185,7 @@ class _Network(torch.autograd.Function):
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
         grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, form=ctx.form)
-        grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.b1, rows)
+        grad_b1, grad_b3 = (bias_gradient(grad, ctx.b1, rows) for grad in (grad_h, grad_g))
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         weights = ctx.weights or (w1, w2, w3)
         deferrable = tuple(w for w in weights if w is not None)
@@ -222,12 +223,25 @@ def _cast(weight: Tensor, like: Tensor) -> Tensor:
     return weight.to(like.dtype).contiguous()
 
 
+def _aligned(tensor: Tensor | None, *dims: int) -> Tensor | None:
+    """Append zeros to these dims, counted from the last as negative numbers, up to a multiple of ALIGNED. None stays None."""
+    if tensor is None:
+        return None
+    return F.pad(tensor, [n for dim in range(-1, min(dims) - 1, -1) for n in (0, -tensor.shape[dim] % ALIGNED if dim in dims else 0)])
+
+
 def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, network: Network) -> Tensor:
+    """Compute the network. Zeros are appended to D and F up to a multiple of ALIGNED, in copies of all operands; they change no result."""
     check_dtype(x_TD)
+    width, hidden = network.w1.shape[1:]
+    if width % ALIGNED or hidden % ALIGNED:
+        matrices, biases = network.tensors[:3], network.tensors[3:]
+        padded = [*(_aligned(w, -1, -2) for w in matrices), *(_aligned(b, -1) for b in biases)]
+        network, x_TD, scale_RF = Network.of(padded, network.activation), F.pad(x_TD, (0, -width % ALIGNED)), _aligned(scale_RF, -1)
     keep = network.recorded(x_TD, gate_TK)
     scale_RF = None if scale_RF is None else scale_RF.contiguous()
     out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, scale_RF, rows, keep, network.activation, *network.tensors)
-    return out
+    return out[:, :width]
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:

@@ -1,0 +1,86 @@
+"""Compiles the Triton kernels at published shapes for GPUs that need not be present, and makes the table of docs/moe/kernels.md.
+
+Each row: a kernel's tile, the worst of its variants (activations, gathered operands, fp32 and bf16 weights, with and without a remainder).
+A cell: registers of a thread, bytes that ptxas spills, and buffers, the fewest copies of a tile under way to shared memory.
+`python -m tests.measured kernels --also FOLDER --json FILE`. FOLDER: another version of Triton, installed there by `pip install --target`.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from moe.launch import exit_codes
+from moe.records.results import write_json
+
+TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+KERNELS = ("up", "product", "back", "weights")  # the ones that multiply
+MOST_SPILLED = 32  # bytes of a thread, whose registers hold about 1,000
+VERSION = "import triton; print(triton.__version__)"
+CASES = "import tests.support.compiled as c, json; print(json.dumps(list(c.PUBLISHED)))"
+
+
+def main(*, also: str | None = None, json: str | None = None) -> int:
+    """Print the table. Returns 1 if a kernel spills over 32 bytes, loads two bytes at a time, or ptxas warns of it."""
+    rows: list[dict[str, Any]] = []
+    for folder in (None, also)[: 1 if also is None else 2]:
+        version = _python(folder, "-c", VERSION).strip()
+        cases = json_format.loads(_python(folder, "-c", CASES))
+        for target, name in TARGETS.items():
+            lines = _python(folder, "-m", "tests.support.compiled", str(target), *cases).splitlines()
+            rows += [{"triton": version, "target": name} | json_format.loads(line) for line in lines]
+            print(f"Triton {version}, {name}: {len(lines)} kernels", flush=True)
+    rows = [row | {"passed": good(row)} for row in rows]
+    print(table(rows))
+    for row in rows:
+        if not row["passed"]:
+            print(f"FAIL {row}")
+    if json:
+        write_json(json, verb="measured kernels", rows=rows)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def good(row: dict[str, Any]) -> bool:
+    """Return whether a compiled kernel spills at most MOST_SPILLED bytes, without a warning, and its bf16 products load 16 bytes at a time."""
+    quick = not row["narrow_loads"] or row["kernel"] not in KERNELS
+    return row["spilled"] <= MOST_SPILLED and not row["warnings"] and quick
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the kernels that multiply: registers, bytes spilled and buffers of the worst variant of each tile."""
+    columns = sorted({(TARGETS_ORDER.index(row["target"]), row["triton"]) for row in rows})
+    names = [(TARGETS_ORDER[target], version) for target, version in columns]
+    lines = ["| kernel | tile | " + " | ".join(f"{target}, {version}" for target, version in names) + " |", "|---" * (2 + len(names)) + "|"]
+    tiles = {(KERNELS.index(row["kernel"]), row["tile"]) for row in rows if row["kernel"] in KERNELS}
+    for kernel, tile in sorted(tiles):
+        cells = [_cell([r for r in rows if (r["kernel"], r["tile"], r["target"], r["triton"]) == (KERNELS[kernel], tile, *n)]) for n in names]
+        lines.append(f"| `{KERNELS[kernel]}` | {tile} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TARGETS_ORDER = list(TARGETS.values())
+
+
+def _cell(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    warnings = sorted({warning for row in rows for warning in row["warnings"]})
+    worst = max(r["registers"] for r in rows), max(r["spilled"] for r in rows), min(r["buffers"] for r in rows)
+    return " / ".join(map(str, worst)) + "".join(f", {warning}" for warning in warnings)
+
+
+def _python(folder: str | None, *words: str) -> str:
+    """Return what Python prints with Triton imported from `folder`, without the interpreter and with an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": cache}
+        if folder is not None:
+            environment["PYTHONPATH"] = str(Path(folder).resolve())
+        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=3000)
+    if done.returncode:
+        raise RuntimeError(f"python {' '.join(words)} failed:\n{done.stderr}")
+    return done.stdout
