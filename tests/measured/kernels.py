@@ -46,32 +46,32 @@ def main(*, also: str | None = None, json: str | None = None) -> int:
 
 
 def good(row: dict[str, Any]) -> bool:
-    """Return whether a compiled kernel spills at most MOST_SPILLED bytes, without a warning, and its bf16 products load 16 bytes at a time."""
-    quick = not row["narrow_loads"] or row["kernel"] not in KERNELS
-    return row["spilled"] <= MOST_SPILLED and not row["warnings"] and quick
+    """Return whether ptxas spills at most MOST_SPILLED bytes and warns of nothing, and the kernel, if it multiplies, has no 2-byte loads."""
+    return row["spilled"] <= MOST_SPILLED and not row["warnings"] and not (row["narrow_loads"] and row["kernel"] in KERNELS)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of the kernels that multiply: registers, bytes spilled and buffers of the worst variant of each tile."""
-    columns = sorted({(TARGETS_ORDER.index(row["target"]), row["triton"]) for row in rows})
-    names = [(TARGETS_ORDER[target], version) for target, version in columns]
-    lines = ["| kernel | tile | " + " | ".join(f"{target}, {version}" for target, version in names) + " |", "|---" * (2 + len(names)) + "|"]
-    tiles = {(KERNELS.index(row["kernel"]), row["tile"]) for row in rows if row["kernel"] in KERNELS}
-    for kernel, tile in sorted(tiles):
-        cells = [_cell([r for r in rows if (r["kernel"], r["tile"], r["target"], r["triton"]) == (KERNELS[kernel], tile, *n)]) for n in names]
-        lines.append(f"| `{KERNELS[kernel]}` | {tile} | " + " | ".join(cells) + " |")
+    """Return a Markdown table of the kernels that multiply: registers/bytes spilled/buffers of the worst variant of each tile."""
+    rows = [row for row in rows if row["kernel"] in KERNELS]
+    columns = [(target, version) for target in TARGETS.values() for version in sorted({row["triton"] for row in rows})]
+    lines = [
+        "| kernel, tile | " + " | ".join(f"{target}, {version}" for target, version in columns) + " |",
+        "|---" * (1 + len(columns)) + "|",
+    ]
+    for kernel in KERNELS:
+        for tile in sorted({row["tile"] for row in rows if row["kernel"] == kernel}):
+            of_tile = [row for row in rows if (row["kernel"], row["tile"]) == (kernel, tile)]
+            cells = [_cell([row for row in of_tile if (row["target"], row["triton"]) == column]) for column in columns]
+            lines.append(f"| `{kernel}` {tile} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-TARGETS_ORDER = list(TARGETS.values())
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    warnings = sorted({warning for row in rows for warning in row["warnings"]})
     worst = max(r["registers"] for r in rows), max(r["spilled"] for r in rows), min(r["buffers"] for r in rows)
-    return " / ".join(map(str, worst)) + "".join(f", {warning}" for warning in warnings)
+    warnings = sorted({warning for row in rows for warning in row["warnings"]})
+    return " ".join(["/".join(map(str, worst)), *warnings])
 
 
 def _python(folder: str | None, *words: str) -> str:

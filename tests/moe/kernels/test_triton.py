@@ -391,16 +391,20 @@ def test_auto_takes_triton_on_a_gpu() -> None:
 
 
 def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
-    """Triton compiles each kernel to machine code for a GPU that is not here: shared memory, spilled registers, tensor cores, no TF32."""
+    """Triton compiles each kernel to machine code for a GPU that is not here: shared memory, spilled registers, warnings of ptxas, tensor
+    cores, no TF32. `python -m tests.measured kernels` compiles more shapes for more GPUs.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.compiled", "90"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     moves = {"top_k", "count", "rank", "tile_map", "gather", "total", "combine_backward"}
-    assert {f["kernel"].split()[0] for f in found} == moves | {"up", "product", "back", "weights"}
+    assert {f["kernel"] for f in found} == moves | {"up", "product", "back", "weights"}
+    assert {f["out"] for f in found if f["kernel"] == "weights"} == {"torch.float32", "torch.bfloat16"}
     for f in found:
-        name, dtype = f["kernel"].split()
-        assert f["shared"] <= 227 * 1024 and not f["tf32"], f
-        assert f["spilled"] <= 64, f  # bytes per thread; its registers hold about 1,000
-        assert f["tensor_cores"] == (name not in moves and dtype == "torch.bfloat16"), f
+        fast = f["kernel"] not in moves and f["dtype"] == "torch.bfloat16"
+        assert f["shared"] <= 227 * 1024 and not f["tf32"] and not f["warnings"], f
+        assert f["spilled"] <= 32, f  # bytes per thread; its registers hold about 1,000
+        assert f["tensor_cores"] == fast, f
+        assert not fast or (f["buffers"] == 4 and f["asynchronous"] and not f["narrow_loads"]), f
