@@ -46,7 +46,7 @@ def main(*, also: str | None = None, json: str | None = None) -> int:
 
 
 def good(row: dict[str, Any]) -> bool:
-    """Return whether ptxas spills at most MOST_SPILLED bytes and warns of nothing, and the kernel, if it multiplies, has no 2-byte loads."""
+    """Return whether ptxas spills at most MOST_SPILLED bytes and warns of nothing, and a kernel that multiplies has no 2-byte loads."""
     return row["spilled"] <= MOST_SPILLED and not row["warnings"] and not (row["narrow_loads"] and row["kernel"] in KERNELS)
 
 

@@ -88,7 +88,7 @@ def row_group(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> i
     if width < height and width * row_bytes <= room:
         return 1
     tiles = triton.cdiv(height, t.m)
-    return triton.cdiv(tiles, triton.cdiv(tiles, max(2 * t.group, room // (t.m * row_bytes))))
+    return int(triton.cdiv(tiles, triton.cdiv(tiles, max(2 * t.group, room // (t.m * row_bytes)))))
 
 
 @cache

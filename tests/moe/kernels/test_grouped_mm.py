@@ -11,7 +11,9 @@ from torch import Tensor
 from moe.kernels import choose, cpu, grouped_mm, reference
 from moe.kernels.network import Network
 from moe.kernels.rows import Plan
+from moe.plan.job.of_recipe import network_of as network_of_recipe
 from moe.recipe import sections
+from moe.recipe.load import load
 from parallel.errors import BadInput
 from parallel.numerics.weight_gradient import defer_gradients
 from tests.support.networks import network_of
@@ -101,3 +103,8 @@ def test_what_torch_does_not_multiply_is_refused_with_the_nearest_sizes(dtype: t
     network: Network = network_of("relu", torch.zeros(1, width, hidden), torch.zeros(1, hidden, width))
     with pytest.raises(BadInput, match=words):
         choose("grouped_mm").grouped_ffn(torch.zeros(3, width, dtype=dtype), network, counts=[3])
+
+
+def test_the_planner_counts_the_tensors_that_it_keeps() -> None:
+    fused, apart = (network_of_recipe(load("switch_tiny", {"experts.kernels": kernels})[0]).experts for kernels in ("auto", "grouped_mm"))
+    assert fused is not None and apart is not None and (fused.fused, apart.fused) == (True, False)

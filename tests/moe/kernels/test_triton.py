@@ -229,6 +229,34 @@ def test_an_infinite_gradient_stays_with_its_expert() -> None:
     assert [bool(w1.grad[e].isfinite().all()) for e in range(3)] == [False, True, False]  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("counts", "gathered", "group", "dtype"),
+    [
+        ([0, 33, 1, 0], "left", 1, torch.bfloat16),
+        ([5, 64, 31, 3], "right", 2, torch.float32),
+        ([0, 0, 77, 0], "left", 2, torch.float32),
+        ([0, 0, 0, 0], "right", 1, torch.bfloat16),
+        ([7, 0, 2, 40], "neither", 3, torch.bfloat16),
+    ],
+)
+def test_weight_gradients_in_any_order_of_tiles_equal_plain_products(
+    counts: list[int], gathered: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three by two tiles of each expert's gradient, of which `group` rows pass the columns together."""
+    monkeypatch.setattr(network, "row_group", lambda *_, **__: group)
+    k, height, width, number = 2, 80, 48, sum(counts)
+    choice_R = torch.randperm(2 * number, generator=torch.Generator().manual_seed(3))[:number].to(DEVICE)
+    plan = Plan(choice_R, torch.zeros(number, k, dtype=torch.int64), torch.tensor(counts, device=DEVICE))
+    left, right = random(number, height), random(number, width, seed=1)
+    rows = network.arrange(plan.counts_E, rows=number, dtype=torch.float32, plan=plan)
+    like = torch.empty(len(counts), height, width, dtype=dtype, device=DEVICE)
+    got = network.weight_gradient(left, right, like, rows, gathered=gathered)
+    left, right = left[choice_R // k] if gathered == "left" else left, right[choice_R // k] if gathered == "right" else right
+    want = torch.stack([a.T @ b for a, b in zip(left.split(counts), right.split(counts), strict=True)])
+    assert got.dtype == dtype and got.shape == like.shape
+    torch.testing.assert_close(got.float(), want, rtol=2.0**-8 if dtype == torch.bfloat16 else 1e-5, atol=2e-5)
+
+
 def test_frozen_weights_and_tokens_without_gradient_are_left_out() -> None:
     plan, inputs = planned("drops", 2), [random(T, D), random(T, 2, seed=6), *weights("swiglu")]
     whole = results(triton, layer_of("swiglu", plan=plan), inputs)
