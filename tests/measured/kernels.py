@@ -1,7 +1,7 @@
 """Compiles the Triton kernels at published shapes for GPUs that need not be present, and makes the table of docs/moe/kernels.md.
 
-Each row: a kernel's tile, the worst of its variants (activations, gathered operands, fp32 and bf16 weights, with and without a remainder).
-A cell: registers of a thread, bytes that ptxas spills, and buffers, the fewest copies of a tile under way to shared memory.
+Each row: a kernel and a tile's rows. A cell: the tile's columns, a thread's registers, bytes that ptxas spills, and buffers, the fewest
+copies of a tile under way to shared memory; the worst of all variants (activations, gathered operands, weights' dtype, remainders).
 `python -m tests.measured kernels --also FOLDER --json FILE`. FOLDER: another version of Triton, installed there by `pip install --target`.
 """
 
@@ -51,25 +51,25 @@ def good(row: dict[str, Any]) -> bool:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of the kernels that multiply: registers/bytes spilled/buffers of the worst variant of each tile."""
+    """Return a Markdown table of the kernels that multiply: columns/registers/bytes spilled/buffers of the worst variant of each tile."""
     rows = [row for row in rows if row["kernel"] in KERNELS]
-    columns = [(target, version) for target in TARGETS.values() for version in sorted({row["triton"] for row in rows})]
-    lines = [
-        "| kernel, tile | " + " | ".join(f"{target}, {version}" for target, version in columns) + " |",
-        "|---" * (1 + len(columns)) + "|",
-    ]
+    machines = [(target, version) for target in TARGETS.values() for version in sorted({row["triton"] for row in rows})]
+    lines = ["| rows | " + " | ".join(" ".join(machine) for machine in machines) + " |", "|---" * (1 + len(machines)) + "|"]
     for kernel in KERNELS:
-        for tile in sorted({row["tile"] for row in rows if row["kernel"] == kernel}):
-            of_tile = [row for row in rows if (row["kernel"], row["tile"]) == (kernel, tile)]
-            cells = [_cell([row for row in of_tile if (row["target"], row["triton"]) == column]) for column in columns]
-            lines.append(f"| `{kernel}` {tile} | " + " | ".join(cells) + " |")
+        for height in sorted({_sides(row)[0] for row in rows if row["kernel"] == kernel}):
+            of_tile = [row for row in rows if row["kernel"] == kernel and _sides(row)[0] == height]
+            cells = [_cell([row for row in of_tile if (row["target"], row["triton"]) == machine]) for machine in machines]
+            lines.append(f"| `{kernel}` {height} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def _sides(row: dict[str, Any]) -> list[int]:
+    return [int(side) for side in row["tile"].split("x")]
+
+
 def _cell(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return ""
-    worst = max(r["registers"] for r in rows), max(r["spilled"] for r in rows), min(r["buffers"] for r in rows)
+    (columns,) = {_sides(row)[1] for row in rows}
+    worst = columns, max(r["registers"] for r in rows), max(r["spilled"] for r in rows), min(r["buffers"] for r in rows)
     warnings = sorted({warning for row in rows for warning in row["warnings"]})
     return " ".join(["/".join(map(str, worst)), *warnings])
 
