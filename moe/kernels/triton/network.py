@@ -141,13 +141,13 @@ def back(
 
 
 def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, gathered: str) -> Tensor:
-    """Return left^T right of each expert, in the shape and dtype of the weight `like`.
+    """Return left^T right of each expert, in the shape and dtype of the weight `like`, without the columns that aligned the operands.
     `gathered`: the operand that has tokens: left, right or neither.
     """
-    height, width = like.shape[1:]
+    height, width = left.shape[1], right.shape[1]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1, epilogue=False)
     group = row_group(t, height, width, rows.number // len(like), like=left)
-    out = like.new_empty(like.shape)
+    out = like.new_empty(len(like), height, width)
     with on(left):
         gemm.weights[(len(like) * triton.cdiv(height, t.m) * triton.cdiv(width, t.n),)](
             *(left, right, out, *(rows.choice_R if gathered == side else None for side in ("left", "right"))),
@@ -155,7 +155,7 @@ def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, ga
             EVEN=height % t.m == 0 and width % t.n == 0,
             **t.launch,
         )
-    return out
+    return out[:, : like.shape[1], : like.shape[2]]
 
 
 def bias_gradient(grad_RF: Tensor | None, like: Tensor | None, rows: Rows) -> Tensor | None:
@@ -171,7 +171,8 @@ class _Network(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
         form, w1, w2, w3, b1, b3 = given  # the network's activation, then its tensors
         gate = None if w3 is None else _cast(w3, x_TD)
-        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, b1, b3, form), scale_RF, rows, keep=keep)
+        biases = (None if b is None else _aligned(b, 1) for b in (b1, b3))
+        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, *biases, form), scale_RF, rows, keep=keep)
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
@@ -219,29 +220,23 @@ def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor,
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
-    """Return the weight in the rows' dtype, contiguous: cast once per product, not once per tile."""
-    return weight.to(like.dtype).contiguous()
+    """Return the weight in the rows' dtype, contiguous and aligned: cast once per product, not once per tile."""
+    return _aligned(weight.to(like.dtype).contiguous(), 2)
 
 
-def _aligned(tensor: Tensor | None, *dims: int) -> Tensor | None:
-    """Append zeros to these dims, counted from the last as negative numbers, up to a multiple of ALIGNED. None stays None."""
-    if tensor is None:
-        return None
-    return F.pad(tensor, [n for dim in range(-1, min(dims) - 1, -1) for n in (0, -tensor.shape[dim] % ALIGNED if dim in dims else 0)])
+def _aligned(tensor: Tensor, dims: int) -> Tensor:
+    """Return the tensor with zeros appended to its last `dims` dims up to a multiple of ALIGNED; without a copy if none is missing."""
+    missing = [n for size in reversed(tensor.shape[-dims:]) for n in (0, -size % ALIGNED)]
+    return F.pad(tensor, missing) if any(missing) else tensor
 
 
 def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, network: Network) -> Tensor:
-    """Compute the network. Zeros are appended to D and F up to a multiple of ALIGNED, in copies of all operands; they change no result."""
+    """Compute the network. Zeros are appended to D and F up to a multiple of ALIGNED, in copies of the operands; they change no result."""
     check_dtype(x_TD)
-    width, hidden = network.w1.shape[1:]
-    if width % ALIGNED or hidden % ALIGNED:
-        matrices, biases = network.tensors[:3], network.tensors[3:]
-        padded = [*(_aligned(w, -1, -2) for w in matrices), *(_aligned(b, -1) for b in biases)]
-        network, x_TD, scale_RF = Network.of(padded, network.activation), F.pad(x_TD, (0, -width % ALIGNED)), _aligned(scale_RF, -1)
-    keep = network.recorded(x_TD, gate_TK)
-    scale_RF = None if scale_RF is None else scale_RF.contiguous()
-    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, scale_RF, rows, keep, network.activation, *network.tensors)
-    return out[:, :width]
+    keep, width = network.recorded(x_TD, gate_TK), x_TD.shape[1]
+    x_TD, scale_RF = _aligned(x_TD.contiguous(), 1), None if scale_RF is None else _aligned(scale_RF.contiguous(), 1)
+    out: Tensor = _Network.apply(x_TD, gate_TK, scale_RF, rows, keep, network.activation, *network.tensors)
+    return out if width == out.shape[1] else out[:, :width]
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:

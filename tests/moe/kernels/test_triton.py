@@ -273,12 +273,12 @@ def test_frozen_weights_and_tokens_without_gradient_are_left_out() -> None:
 @pytest.mark.parametrize("ffn", ["gelu", "swiglu"])
 def test_only_tokens_and_pre_activations_are_saved(ffn: str) -> None:
     """For the backward pass, routed_ffn saves tokens [T, D], gates and the pre-activations [R, F], but no rows [R, D]."""
-    plan, saved = planned("even", 3), []
-    x, gate, matrices = random(T, D), random(T, 3, seed=6), [w.requires_grad_() for w in weights(ffn)]
+    plan, saved, d, f = planned("even", 3), [], 48, 32
+    x, gate, matrices = random(T, d), random(T, 3, seed=6), [w.requires_grad_() for w in weights(ffn, d=d, f=f)]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)), lambda _: None):
         layer_of(ffn, plan=plan)(triton, [x.requires_grad_(), gate, *matrices])
     activations = [shape for shape in saved if len(shape) == 2]
-    assert activations == [(T, D), (T, 3), *[(3 * T, F)] * (len(matrices) - 1)]
+    assert activations == [(T, d), (T, 3), *[(3 * T, f)] * (len(matrices) - 1)]
 
 
 def test_torchs_grouped_product_can_replace_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
