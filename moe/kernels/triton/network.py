@@ -171,8 +171,8 @@ class _Network(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
         form, w1, w2, w3, b1, b3 = given  # the network's activation, then its tensors
         gate = None if w3 is None else _cast(w3, x_TD)
-        biases = (None if b is None else _aligned(b, 1) for b in (b1, b3))
-        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, *biases, form), scale_RF, rows, keep=keep)
+        wide_b1, wide_b3 = (None if b is None else _aligned(b, 1) for b in (b1, b3))
+        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, wide_b1, wide_b3, form), scale_RF, rows, keep=keep)
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
