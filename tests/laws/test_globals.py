@@ -77,6 +77,7 @@ CACHED = {
     "moe/experts/dispatch/placement.py: _place_of_expert": "a function of its arguments alone",
     "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",
+    "moe/kernels/triton/device.py: _l2_bytes": "of the device",
     "moe/kernels/triton/device.py: hopper": "of the device",
     "moe/recipe/keys.py: known_keys": "of the classes of a recipe",
     "moe/recipe/keys.py: facts": "what a key's fields say",
