@@ -1,4 +1,4 @@
-"""`moe plan A --compare B --cluster NAME`: the own plans of two recipes next to each other, with the parts of their time and memory."""
+"""`moe plan A --compare B --cluster NAME`: compares the plans that two recipes state, part by part, in time and memory."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = 
 
 
 def empty(out: Path, token: str = "") -> Path:
-    """Make the status folder of the launch `token`, or empty an earlier launch's folder. Return its path. Raises BadInput."""
+    """Make the status folder of the launch `token`, or empty an earlier launch's folder. Return its path. Raises BadInput
+    if the folder cannot be written."""
     folder = out / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -129,7 +129,7 @@ class Context:
 
     def of_tokens(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only `tokens`, which are `share` of this pass's valid tokens.
-        `together(layer, sums)` adds the sums of the ranks that compute the other tokens.
+        `together(layer, sums)` adds to a layer's sums over tokens those of the ranks that compute the other tokens.
         """
         whole, scale = self.whole_step, self.auxiliary_scale * share
         whole_step = None if whole is None else lambda layer, mine: whole(layer, together(layer, mine))

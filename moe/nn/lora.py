@@ -65,7 +65,7 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 
 def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return W + s left right, for matrices or stacks of them, in fp32 or wider. W is first cast to `dtype`."""
+    """Return W + s left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`."""
     wide = sum_dtype(weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 

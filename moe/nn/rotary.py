@@ -108,7 +108,8 @@ def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return the weight of each pair's own rate: 1 up to the pair with `high` rotations in trained_length, 0 from `low` on."""
+    """Return the weight of each pair's unscaled frequency: 1 up to the pair with `high` rotations in trained_length, 0 from the pair with
+    `low` on, linear in the index between them."""
 
     def pair_with(rotations: float) -> float:  # a pair's index, as a real number
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)

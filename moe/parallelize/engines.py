@@ -168,7 +168,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
         apart = {dim for dim in range(num_dims) if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
-        stacked = {0} if num_dims > 2 else set()  # dim of stacked experts, each of which must be stepped by itself
+        stacked = {0} if num_dims > 2 else set()  # dim of stacked experts, each of which the optimizer updates as a matrix of its own
         if kind.steps == "shards" or layout.tile is not None:
             apart |= set(range(num_dims))
         unlike = unlike or bool(apart)

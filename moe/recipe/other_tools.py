@@ -220,7 +220,8 @@ _FALSE = ("false", "0", "no", "off")
 @dataclass(frozen=True)
 class Meant:
     """The meaning of a name of another tool; one of the four fields is set.
-    keys: keys of a recipe with their values. unit: a key and its unit, in words. flag: a flag of `moe`. needless: why no key is needed."""
+    keys: keys of a recipe with their values. unit: the key of the same meaning and its unit, in words. flag: a flag of `moe`.
+    needless: why no key is needed."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None

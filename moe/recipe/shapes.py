@@ -47,7 +47,7 @@ class Spans(NamedTuple):
 
 
 def spans_of_text(tokens: int) -> Spans:
-    """Return the spans of a text of `tokens` tokens, at least 2."""
+    """Return the sizes of span corruption for a text of `tokens` tokens. `tokens`: at least 2."""
     hidden = max(1, round(tokens * DENSITY))
     return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
 

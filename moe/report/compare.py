@@ -1,4 +1,4 @@
-"""Compares runs: `compare` draws recipes trained with several seeds each; `beside` prints and draws two runs (`moe report RUN OTHER`)."""
+"""Compares runs: `compare` plots recipes trained with several seeds each; `beside` prints and plots two runs (`moe report RUN OTHER`)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ AGAIN = " again"  # ends a module's name if its outputs come from recompute
 
 @dataclass
 class Step:
-    """Record of one step. reports: router -> losses and counts (`_report` of twin.py); norms: family or "total" -> norm of gradients."""
+    """Record of one step. reports: router -> losses and counts (`_report` of twin.py); norms: family of parameters or "total"
+    -> norm of their gradients."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)

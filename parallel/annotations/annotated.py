@@ -43,7 +43,7 @@ class Rank:
     factors: Mapping[str, int]
 
     def region(self, letter: str) -> slice:
-        """Return the range of indices along a factor that this rank computes in the operator."""
+        """Return the range of indices that this rank computes along a factor (a letter of the operator's einsum)."""
         axes = self.work.cuts.get(letter, ())
         index = 0
         for axis in axes:

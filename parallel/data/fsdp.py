@@ -258,7 +258,8 @@ class FSDP(Stepped):
         return start
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """Return the parameter's shard by its layout, gathered from the FSDP shards of all ranks; `part` is this rank's. Collective."""
+        """Return this rank's tensor- or expert-parallel shard of the parameter, gathered from all FSDP shards of it; `part` is this
+        rank's. Collective."""
         return Whole((self._cut_of(name),)).gathered(part) if name in self.cut else part
 
     def _cut_of(self, name: str) -> Cut:

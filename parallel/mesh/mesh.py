@@ -197,8 +197,8 @@ class Axis:
         one that torch or an engine starts.
 
         In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`,
-        `receive[i]`: rows to and from the axis's i-th rank, if these can differ. The name "send" means a message between two ranks,
-        which is only counted."""
+        `receive[i]`: rows to and from the axis's i-th rank, if these can differ. If `name` is "send", it is a message between two
+        ranks, which is counted and not compared."""
         agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
         if agreement is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -79,7 +79,7 @@ def _child(
     code = 1
     die_with(parent)
     gc.freeze()  # exclude inherited objects from garbage collection, which would copy every page that it marks
-    keep_freed_memory()  # otherwise timings would include clearing pages, unlike in ranks that a launcher starts
+    keep_freed_memory()  # otherwise timings would include the kernel's zeroing of new pages; ranks of a launcher also keep freed memory
     try:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)

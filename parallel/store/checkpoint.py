@@ -142,28 +142,41 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
-    """Write a rank's files, then its record. Raise BadInput for values that are not finite, but only after the last item of `held`, because
-    all ranks must iterate over it together."""
+    """Write a rank's files, then its record. Raise BadInput for values that are not finite, and OSError or SafetensorError if a file cannot
+    be written. Both are raised after the last item of `held`: its items may be gathered from all ranks, and the others would wait."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
-    bad: str | None = None
+    problem: Exception | None = None
     for number, tensors in enumerate(in_files(held)):
-        bad = bad or next((entry["key"] for entry, tensor in tensors if not finite(tensor)), None)
-        if bad:
-            tensors.clear()
-            continue
-        path = temporary / (f"rank-{rank:05d}-{number}.safetensors" if number else f"rank-{rank:05d}.safetensors")
-        with usual_mode(path):
-            save_file({entry["key"]: tensor for entry, tensor in tensors}, path)
-        sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
+        try:
+            problem = problem or _not_finite(temporary, rank, tensors)
+            if problem is None:
+                path = temporary / (f"rank-{rank:05d}-{number}.safetensors" if number else f"rank-{rank:05d}.safetensors")
+                files[path.name] = _write_file(path, tensors)
+                entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
+        except (OSError, SafetensorError) as error:
+            problem = error
         tensors.clear()  # free their memory before the next file's tensors are gathered
-    if bad:
-        got = f"values of {bad} that are not finite, on rank {rank}"
-        fix = "start again: the run goes on from the newest checkpoint, which stays"
-        raise BadInput(temporary.stem, got=got, needed="finite numbers; this checkpoint is not saved", fix=fix)
+    if problem is not None:
+        raise problem
     replace_file(record_of(temporary, rank), json.dumps({"files": files, "tensors": entries}))  # atomic, as rank 0 polls for it
+
+
+def _not_finite(temporary: Path, rank: int, tensors: list[tuple[Entry, Tensor]]) -> BadInput | None:
+    bad = next((entry["key"] for entry, tensor in tensors if not finite(tensor)), None)
+    if bad is None:
+        return None
+    got = f"values of {bad} that are not finite, on rank {rank}"
+    fix = "start again: the run goes on from the newest checkpoint, which stays"
+    return BadInput(temporary.stem, got=got, needed="finite numbers; this checkpoint is not saved", fix=fix)
+
+
+def _write_file(path: Path, tensors: list[tuple[Entry, Tensor]]) -> dict[str, Any]:
+    """Write a file of tensors and return its entry in the manifest: size in bytes and SHA-256."""
+    with usual_mode(path):
+        save_file({entry["key"]: tensor for entry, tensor in tensors}, path)
+    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:

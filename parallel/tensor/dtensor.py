@@ -104,7 +104,7 @@ def column_product(x: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
 
 
 def row_product(h: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
-    """Return the partial sums of h W^T over this rank's inputs, as a DTensor for `leave`."""
+    """Return the partial sums of h W^T over this rank's inputs, as a DTensor that `leave` adds over ranks."""
     from torch.distributed.tensor import Shard
 
     return F.linear(ranks.placed(h, Shard(h.ndim - 1)), ranks.placed(weight_OI.to(h.dtype), Shard(1)))

@@ -263,7 +263,8 @@ class Watchdog:
         return None if own and self.kind != "differ" else self.line
 
     def disagree(self) -> str:
-        """Return the line about ranks that ran different collectives. All ranks call this if the sum of tokens shows a difference."""
+        """Return the line about ranks that ran different collectives. All ranks call this if the sum of the
+        ranks' hashes of their collectives shows a difference."""
         self._leaving = True
         self._settle("differ")
         return self.line or "ranks did not make the same collectives in this step, and none says more"

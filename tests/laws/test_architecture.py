@@ -26,6 +26,7 @@ READS_THE_ENVIRONMENT = {
     "parallel/process/process.py": "which rank this process is",
     "parallel/data/deepspeed.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
     "moe/cli/main.py": "what torch's libraries read as they load: set, not read",
+    "moe/bench/gpu/__main__.py": "Triton's interpreter, without a GPU: set, not read",
     "moe/cli/run/runs.py": "debug mode of collectives, for ranks that are forked: set, not read",
     "moe/cli/run/train.py": "whether this process is already a rank of somebody's launcher",
     "moe/cli/doctor.py": "reports what the launchers and torch would see",
@@ -277,6 +278,13 @@ def test_the_environment_is_read_where_it_is_listed() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"})
     ]
     check(wrong, "pass the value in, or add the file to READS_THE_ENVIRONMENT with its reason")
+
+
+def test_one_file_asks_torch_for_gpus() -> None:
+    """Other files get a device from the world, an argument or a tensor, so a run that is told to use the CPU uses no GPU."""
+    asks = re.compile(r"\bcuda\.(is_available|device_count)\b")
+    found = [path for path in python_files(*PACKAGES) if asks.search(path.read_text())]
+    assert [path.relative_to(ROOT).as_posix() for path in found] == ["parallel/process/process.py"]
 
 
 def test_no_path_of_one_machine() -> None:

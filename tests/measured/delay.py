@@ -114,7 +114,7 @@ def _some(rank: int, ranks: int, jobs: list[Job], steps: int) -> list[tuple[list
 
 
 def rows_of(models: list[str], steps: int, seeds: int, *, at_once: int = 2) -> list[dict[str, Any]]:
-    """Train every variant with every seed. Return a table row for each model, variant and seed. at_once: number of processes."""
+    """Train every variant with every seed. Return a table row for each model, variant and seed. at_once: trainings at the same time."""
     jobs: list[Job] = list(product(models, VARIANTS, range(seeds)))
     found = run_on_ranks(_some, at_once, at_once, jobs, steps, timeout_s=1800)
     rows = []

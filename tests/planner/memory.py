@@ -22,7 +22,7 @@ from moe.plan.memory.memory import Memory, fits, memory, peak
 from parallel.errors import BadInput
 from tests.planner.read_tables import Row
 
-# memory of the GPUs that are sold with one size only. A card reserves about 1 %: 79.1 to 79.3 GiB of an 80 GB card are usable.
+# memory of the GPUs that are sold with one size only. An "80 GB" card has 80 GiB, of which 79.1 to 79.3 are usable.
 CAPACITY_GB = {"h200": 141, "h800": 80, "b200": 180, "gb200": 185, "h100": 80, "b300": 270, "gb300": 275, "rtx3090": 24}
 USABLE = 0.99
 ZERO_COLUMNS = ("ddp_GB(16P)", "zero1_Pos_GB(4P+12P/N)", "zero2_Posg_GB(2P+14P/N)", "zero3_Posgp_GB(16P/N)")

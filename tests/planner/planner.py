@@ -1,7 +1,7 @@
 """The planner against measurements: predicted memory (memory.py) and time (choice.py).
 
     python -m tests.planner tables      published measurements (tests/planner/tables/); another folder of CSV files with --folder
-    python -m tests.planner runs        a small recipe under each kind on this machine, against the bytes that torch holds (runs.py)
+    python -m tests.planner runs        a small recipe under each sharding.kind on this machine, against torch's bytes (runs.py)
     python -m tests.planner published   layouts of well-known runs (published.py)
     python -m tests.planner speed       the seconds that planning these takes (speed.py)
     python -m tests.planner orders      searched orders of actions against the zero-bubble paper's (orders.py)

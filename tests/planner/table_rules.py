@@ -72,7 +72,7 @@ class Cells:
 
 
 def network_of(cells: Cells) -> Network:
-    """Return the network of a row. Raises NotUsable if a size is neither stated nor given by a rule."""
+    """Return the model's sizes in a row. Raises NotUsable if a size is neither stated nor given by a rule."""
     name, sparse = cells.text("model").lower(), bool(cells.count("experts"))
     if cells.text("family") not in ("dense", "moe", ""):
         raise NotUsable(f"family {cells.text('family')}: no Transformer")

@@ -124,7 +124,7 @@ def test_a_storage_counts_its_present_size_while_it_lives() -> None:
 
 
 def test_the_published_figures_are_made_from_the_tables_of_a_checkout(tmp_path: Path) -> None:
-    """Every table of the checkout has a row in the page's JSON, and `table_rows` gives the same rows, except for the two longest tables."""
+    """Every table of the checkout has a row in planner-tables.json. `table_rows` makes the same rows again from all but the two longest."""
     rows = {row["table"]: row for row in json.loads((BENCHMARKS / "planner-tables.json").read_text())["rows"]}
     assert sorted(rows) == sorted(path.stem for path in planner.TABLES.glob("*.csv"))
     for file in planner.TABLES.glob("*.csv"):

@@ -83,7 +83,7 @@ class Tiny:
         return {name: {kind: t.detach().clone() for kind, t in self.engine.state(name).items()} for name in self.engine.layouts}
 
     def adam_steps(self) -> set[float]:
-        """Return the step counters of Adam's states, which each engine keeps in another object."""
+        """Return the step counters of Adam's states, which engines keep in different objects."""
         optimizer = self.engine.zero.optimizer if hasattr(self.engine, "zero") else self.engine.optimizer  # type: ignore[attr-defined]
         return {float(state["step"]) for state in optimizer.state.values()}
 

@@ -28,6 +28,7 @@ from moe.bench.timing import chosen_peers, conclude, in_turn, peak_bytes, ratio
 from moe.kernels import choose
 from parallel.errors import BadInput
 from parallel.process.libc import keep_freed_memory
+from parallel.process.process import World
 
 SHAPES = {
     "cpu": (
@@ -62,6 +63,7 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="relu") for name, make in gpu_layers.LAYERS.items()},
     },
     "swiglu": {
+        "ours-grouped_mm": partial(layers.ours, ffn="swiglu", kernels="grouped_mm"),
         **{f"transformers-mixtral-{form}": partial(layers.hf_mixtral, form=form) for form in ("eager", "batched_mm", "grouped_mm")},
         "deepspeed-autoep": layers.deepspeed_autoep,
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
@@ -76,7 +78,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     """`moe bench dispatch`. Returns 1 if a peer's output differs from ours (see `_same`). Speed is only reported."""
     chosen = chosen_peers(peers, list(dict.fromkeys(name for family in PEERS.values() for name in family)))
     keep_freed_memory()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = World().device
     dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
     balanced = [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes]
     cases = [case for one in balanced for case in (one, replace(one, routing="skewed")) if only is None or only in _label(case)]
@@ -86,7 +88,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     rows: list[dict[str, Any]] = []
     for case in cases:
         for ffn in ("relu", "swiglu"):
-            rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
+            rows += measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
             gc.collect()
             gc.freeze()  # saves 0.3 s at each later garbage collection, which then skips the objects of loaded libraries
     if only in (None, "growth"):
@@ -100,7 +102,7 @@ def _label(case: LayerCase) -> str:
     return f"{case.shape} {'fp32' if case.dtype == torch.float32 else 'bf16'} {case.routing}"
 
 
-def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
+def measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
     """Time the limit, our layers and the peers, with relu or swiglu networks (ffn). Print and return a table row for each."""
     if ffn == "swiglu" and not peers:
         return []

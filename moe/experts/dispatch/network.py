@@ -44,7 +44,8 @@ def compute(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """Apply the experts to rows [R, D], sorted by expert with counts[e] rows for expert e. Keep order and dtype. `weights`: the chunk of
-    experts to apply; None: all experts of this rank. `position_R`: index in the step of each row's token, for dropout.
+    experts to apply; None: all experts of this rank. `position_R`: each row's token's index among the step's tokens, for
+    dropout.
     """
     if etp.size == 1:
         dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)

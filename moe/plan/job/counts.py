@@ -105,7 +105,8 @@ def attention(network: Network, t: int, *, over: int) -> float:
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """Number of parameters in a layer's attention matrices on one of `t` ranks. At least `over` key-value heads exist: some are copies."""
+    """Number of parameters in a layer's attention matrices on one of `t` ranks. If there are fewer than
+    `over` key-value heads, they are copied to `over`."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)

@@ -43,7 +43,7 @@ def possible(schedule: str, ranks: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Build a schedule. The cache keeps the last four, because a schedule's order of actions is computed only once."""
+    """Build a schedule, or take it from the cache of four: a schedule computes its order of actions at first use and keeps it."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 

@@ -176,7 +176,7 @@ def larger_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """Yield (what to do, cluster) for the whole node of a part of a node, and for 2, 4, ... 16,384 times as many nodes."""
     node, whole = cluster, _whole_node(cluster.name)
     if whole is not None and replace(whole, name=cluster.name, devices_per_node=cluster.devices_per_node, nodes=cluster.nodes) == cluster:
-        node = whole  # the cluster is no file of the user with such a name
+        node = whole  # its values are those of the shipped node, so it is no file of the user that happens to have this name
         yield f"take --cluster {node.name}", node
     shipped = node.name in cluster_names() and load_cluster(node.name).of(node.nodes) == node
     for nodes in (node.nodes * 2**n for n in range(1, 15)):

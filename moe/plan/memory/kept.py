@@ -261,7 +261,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
     """Number of tensors, received from or sent to other stages, that a micro-batch keeps on a stage and no layer or norm counts."""
     sent = int(stack.outputs == "kept" and plan.pp > 1)
-    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps its input in its own dtype
+    wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps its input in the norm's dtype
     if layers or last:
         return sent + (wider and not (layers and recompute_of(plan, layers.start) == "full"))
     return sent + (not first)  # an empty stage keeps the tensor that it receives and sends on

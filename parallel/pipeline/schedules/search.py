@@ -94,7 +94,7 @@ def _of_catalog(problem: Problem) -> Iterator[Schedule]:
 
 
 def _heuristic(problem: Problem) -> Iterator[Schedule]:
-    """Yield each different schedule that the greedy heuristic and, with one stage a rank, alternating.py make."""
+    """Yield the distinct schedules of the greedy heuristic and, with one stage a rank, of alternating.py."""
     seen: list[list[list[Action]]] = []
     for orders in _orders(problem):
         if orders is not None and orders not in seen:

@@ -172,7 +172,7 @@ def test_absent_packages_are_listed_in_both_tables(capsys: pytest.CaptureFixture
     for name in gpu_layers.LAYERS:
         monkeypatch.setitem(sys.modules, name, None)
     for ffn in ("relu", "swiglu"):
-        rows = dispatch._measure(CASE, ffn, list(gpu_layers.LAYERS), rounds=1)
+        rows = dispatch.measure(CASE, ffn, list(gpu_layers.LAYERS), rounds=1)
         said = capsys.readouterr().out
         for name in gpu_layers.LAYERS:
             assert f"not installed: {name}" in said

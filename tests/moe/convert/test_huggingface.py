@@ -235,8 +235,8 @@ def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Pa
 
 
 def test_plain_bytes_are_a_tokenizer_of_transformers(tmp_path: Path) -> None:
-    """A run of plain bytes is written with a tokenizer.json of bytes, but not if the model came with another tokenizer: then a line says
-    so."""
+    """A model trained on plain bytes is exported with a tokenizer.json of bytes. If the model came with another tokenizer, a line says why
+    there is none."""
     made(tmp_path / "a", "Mixtral")
     to_run(tmp_path / "a", tmp_path / "run", overrides={})
     assert from_run(tmp_path / "run", tmp_path / "none")[1:] == ["no tokenizer.json: this run reads plain bytes"]

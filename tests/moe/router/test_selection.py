@@ -167,7 +167,7 @@ def test_a_bias_changes_choices_but_no_gates(select: str) -> None:
     assert (routing.expert_TK == 5).sum() > (plain.expert_TK == 5).sum()
     gate_TK = logits.sigmoid().gather(1, routing.expert_TK)
     torch.testing.assert_close(routing.gate_TK, 2.5 * gate_TK / gate_TK.sum(1, keepdim=True))
-    router.bias_E[5] = -9  # below every score: expert 5 is never chosen, nor an expert of a closed group
+    router.bias_E[5] = -9  # below every score: expert 5 is never chosen
     assert not (route(router, logits, length=60).expert_TK == 5).any()
 
 

@@ -30,6 +30,7 @@ from moe.train.start.state import Counters
 from moe.verify.cases import Case
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
+from parallel.mesh.collectives import largest
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import EXPERT, Axis, Degrees, Mesh, divisors
 from parallel.numerics.precision import LossScale
@@ -880,6 +881,30 @@ def test_a_full_disk_on_one_rank_is_bad_input_on_every_rank(two_steps: Path, tmp
     assert all(str(folder) in text and "free disk space" in text for text in told)
     assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-2"]  # no unfinished save takes disk space
     assert is_whole(folder / "step-1", 1) and is_whole(folder / "step-2", 2)
+
+
+def test_a_disk_that_fills_between_two_files_leaves_no_rank_in_a_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items of `held` may be gathered from all ranks. Rank 1 cannot write its second file of five, and still takes part in each gather."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1)
+
+    def work(rank: int) -> str:
+        world = connect(Degrees(dp=2), World(rank, 2)).axis("world")
+
+        def gathered() -> Iterator[tuple[str, Piece]]:
+            for n in range(5):
+                largest(n, world)
+                yield "weight", Piece(f"w{rank}{n}", (2,), (0,), torch.ones(2))
+
+        if rank == 1:
+            write = checkpoint.save_file
+            checkpoint.save_file = lambda held, path, *_: full_disk() if "-1.safe" in path.name else write(held, path)
+        with pytest.raises(BadInput) as refused:
+            save(tmp_path, 3, gathered(), state={}, world=world, keep=1)
+        return str(refused.value.got)
+
+    first, second = run_on_ranks(work, 2, timeout_s=60)
+    assert first == second == f"{os.strerror(errno.ENOSPC)} on rank 1"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_bad_input_on_every_rank(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_gathers_and_reduce_scatters_send_what_sums_would(microbatches: int) -> 
     tokens, pairs = (
         BATCH // microbatches * LENGTH,
         microbatches * (2 * LAYERS + 1),
-    )  # pairs: of one gather and one reduce-scatter, in each pass
+    )  # pairs: a gather and a reduce-scatter each, in forward and in backward
     assert (slices["all_gather"].calls, slices["reduce_scatter"].calls) == (2 * pairs, 2 * pairs)
     assert slices["reduce_scatter"].bytes == 2 * pairs * tokens * WIDTH * 4 and slices["all_gather"].bytes == pairs * tokens * WIDTH * 4
     assert slices["all_gather"].sent + slices["reduce_scatter"].sent + slices["all_reduce"].sent == sums["all_reduce"].sent

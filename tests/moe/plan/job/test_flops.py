@@ -126,7 +126,7 @@ def products(model: Transformer, tokens: torch.Tensor, *, backward: bool) -> int
     return sum(n for operation, n in counted.items() if "mm" in str(operation) and "attention" not in str(operation))
 
 
-# Without recipes whose FLOPs a forward pass does not show (multi-token prediction, skipped choices). Encoder-decoders: see below.
+# Without recipes whose FLOPs a forward pass does not show (multi-token prediction, experts.skip). Encoder-decoders: see below.
 PRODUCTS = [
     pytest.param(v, id=name)
     for name, v in RECIPES.items()

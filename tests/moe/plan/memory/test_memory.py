@@ -64,7 +64,8 @@ def test_ranks_hold_the_whole_model_once_but_for_copies(name: str, tp: int, pp: 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_head_in_a_stage_of_its_own_moves_its_bytes_there(name: str) -> None:
-    """The states of the last two stages add up to those of one stage with both. Only the stage with the head has logits."""
+    """Bytes of weights, gradients and optimizer states of the last two stages add up to those of one stage with layers and head. Only the
+    stage with the head has logits."""
     network = with_layers(PUBLISHED[name][1], name)
     middle = network.layers // 2
     at_work = Plan(pp=3, microbatches=6, stage_layers=(middle, network.layers - middle, 0))

@@ -107,7 +107,7 @@ def test_extra_warmup_stays_within_memory() -> None:
 
 
 def test_extra_warmup_never_deadlocks() -> None:
-    """For 1,000 random stage times. Without the limit of one more than the previous rank, some of them would deadlock."""
+    """1,000 random stage times give no deadlock. Some would, if a rank had over one warm-up micro-batch more than the previous rank."""
     draw = random.Random(3)
     ahead = 0
     for _ in range(1000):

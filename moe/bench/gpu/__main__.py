@@ -1,0 +1,117 @@
+"""`python -m moe.bench.gpu --minutes 25 --json F [--resume]`: measures the parts below and prints one page.
+
+The JSON is written after each part, and `--resume` goes on from it, so that a machine that is lent for a few minutes at a time is enough.
+A part that fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the
+kernels: this tries the command, and its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "numpy", "einops")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Return 1 if a part failed or found something wrong, 2 for bad input, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="the first hour on a new GPU")
+    parser.add_argument("--minutes", type=float, default=25, help="parts that may end later than this are left out")
+    parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each part")
+    parser.add_argument("--resume", action="store_true", help="keep the parts that the file has")
+    args = parser.parse_args(words)
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        print(f"error: got a Python without {', '.join(missing)}, needed {', '.join(PACKAGES)}; fix: install them", file=sys.stderr)
+        return 2
+    if args.json.exists() and not args.resume:
+        print(f"error: --json: got {args.json}, which exists, needed a new file; fix: add --resume, or name another", file=sys.stderr)
+        return 2
+    return measure(args.minutes, args.json)
+
+
+def measure(minutes: float, file: Path) -> int:
+    from parallel.process.process import World
+
+    device = World().device
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is loaded
+    from moe.bench.gpu.part import Machine
+
+    machine = Machine(device)
+    done: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if done and done.get("device") != machine.name:
+        print(
+            f"error: --json: got results of {done.get('device')}, needed those of {machine.name}; fix: name another file", file=sys.stderr
+        )
+        return 2
+    done = {"device": machine.name, "parts": {}} | done
+    until = time.monotonic() + 60 * minutes
+    for part in parts():
+        if "rows" in done["parts"].get(part.name, {}):
+            continue
+        done["parts"][part.name] = _result(part, machine, done["parts"], minutes_left=(until - time.monotonic()) / 60)
+        file.write_text(json.dumps(done, indent=1))
+    print(*page(done), sep="\n")
+    results = [result for part in done["parts"].values() for result in part.get("rows", [{"passed": "left_out" in part}])]
+    return int(any(result.get("passed") is False for result in results))
+
+
+def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: float) -> dict[str, Any]:
+    """Run a part and return its entry in the JSON: rows and seconds, or why there are none."""
+    if lacking := [name for name in part.packages if find_spec(name) is None]:
+        return {"left_out": f"needs {', '.join(lacking)}"}
+    if machine.gpu and part.minutes > minutes_left:
+        return {"left_out": f"takes up to {part.minutes:g} minutes, {max(0.0, minutes_left):.0f} are left"}
+    started = time.perf_counter()
+    try:
+        rows = part.rows(machine, {name: entry["rows"] for name, entry in before.items() if "rows" in entry})
+    except Exception as error:  # the other parts are still worth their time
+        return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+    return {"seconds": time.perf_counter() - started, "rows": rows}
+
+
+def parts() -> list[Any]:
+    """Return the parts in their order. They import triton, so this is called after its interpreter was chosen."""
+    from moe.bench.gpu import ceilings, layer, right, step
+    from moe.bench.gpu.part import Part
+
+    return [
+        Part("machine", 1, ceilings.rows, ceilings.page),
+        Part("right", 5, right.rows, right.page),
+        Part("kernels", 3, layer.kernel_rows, layer.kernel_page),
+        Part("steps", 5, step.step_rows, step.step_page, ("pydantic", "yaml")),
+        Part("losses", 2, step.loss_rows, step.loss_page, ("pydantic", "yaml")),
+        Part("layers", 7, layer.race_rows, layer.race_page),
+    ]
+
+
+def page(done: dict[str, Any]) -> list[str]:
+    lines = [f"# {done['device']}"]
+    for part in parts():
+        entry = done["parts"].get(part.name, {"left_out": "not begun"})
+        lines += ["", f"## {part.name}"]
+        lines += part.page(entry["rows"]) if "rows" in entry else [f"{word}: {reason}" for word, reason in entry.items()]
+    return [*lines, "", "## next", *next_steps({name: entry.get("rows", []) for name, entry in done["parts"].items()})]
+
+
+def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return what the numbers say should be done, most urgent first."""
+    wrong = [f"mend first: {name} found something wrong" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
+    lost = [(r["seconds"] * (1 - r["share"]), r) for r in rows.get("kernels", []) if r.get("share")]
+    most = max(lost, key=lambda one: one[0], default=None)
+    gain = [] if most is None else [f"most to gain in a kernel: {1e3 * most[0]:.2f} ms of {most[1]['kernel']} at {most[1]['what']}"]
+    races = [(ratio, peer, r["what"]) for r in rows.get("layers", []) for peer, ratio in r.get("over_peers", {}).items() if ratio > 1]
+    slower = [f"slower than {peer} at {what}: {ratio:.2f} times its time" for ratio, peer, what in sorted(races, reverse=True)]
+    waits = [f"the host waits {n} times a step: {r['what']}" for r in rows.get("steps", []) if (n := r.get("synchronisations") or 0) > 2]
+    return [*wrong, *gain, *slower, *waits] or ["nothing was measured that asks for a change"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The machine: versions, and the ceilings that later parts compare with: TF/s of large matrix products, GB/s of a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from moe.bench.gpu.part import Machine, Row, table
+
+SIDE = {True: 8192, False: 128}  # of square matrices, on a GPU or not
+COPIED = {True: 2**31, False: 2**20}  # bytes
+PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "deepspeed", "sonic-moe", "scattermoe", "pydantic")
+
+
+def rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
+    return [_about(machine), _copy(machine), *(_product(machine, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))]
+
+
+def page(rows: Sequence[Row]) -> list[str]:
+    about, *ceilings = rows
+    versions = ", ".join(f"{name} {number}" for name, number in about["packages"].items())
+    memory = f", {about['gib']:.0f} GiB, {about['multiprocessors']} multiprocessors" if "gib" in about else ""
+    return [f"{about['device']}{memory}; {versions}", *table([(r["ceiling"], r["rate"], r["unit"]) for r in ceilings], ("ceiling", "", ""))]
+
+
+def ceiling(before: dict[str, list[Row]], name: str) -> float | None:
+    """Return a measured ceiling by its name, such as copy or bfloat16, in TF/s or GB/s; None if the part did not run."""
+    return next((row["rate"] for row in before.get("machine", ()) if row.get("ceiling") == name), None)
+
+
+def _about(machine: Machine) -> Row:
+    about: Row = {"device": machine.name, "packages": {name: found for name in PACKAGES if (found := _version(name))}}
+    if machine.gpu:
+        facts = torch.cuda.get_device_properties(machine.device)
+        about |= {"gib": facts.total_memory / 2**30, "multiprocessors": facts.multi_processor_count, "cuda": torch.version.cuda}
+        about["capability"] = f"{facts.major}.{facts.minor}"
+    return about
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _copy(machine: Machine) -> Row:
+    source = torch.ones(COPIED[machine.gpu] // 2, dtype=torch.bfloat16, device=machine.device)
+    target = torch.empty_like(source)
+    return {"ceiling": "copy", "rate": 2 * source.nbytes / machine.seconds(lambda: target.copy_(source)) / 1e9, "unit": "GB/s"}
+
+
+def _product(machine: Machine, dtype: torch.dtype) -> Row:
+    """Return the rate of a large product. In fp32 without TF32, which torch leaves off."""
+    n = SIDE[machine.gpu]
+    a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    seconds = machine.seconds(lambda: torch.mm(a, b, out=out))
+    return {"ceiling": str(dtype).removeprefix("torch."), "rate": 2 * n**3 / seconds / 1e12, "unit": "TF/s"}

@@ -1,0 +1,146 @@
+"""One MoE layer: each product of the Triton kernels against the machine's ceilings, and the whole layer against other packages.
+
+A product's bound is the longer of two times: its FLOPs at the rate of a large product, and the least bytes that it reads and writes at
+the rate of a copy. `share` is this bound over the measured time. With swiglu, R = T K rows and bytes b an element:
+
+    up         X[token] W1, W3, activation     4 R D F FLOPs     (T D + 2 E D F + 3 R F) b       keeps H, G; returns A
+    product    A W2; dH W1^T + dG W3^T         6 R D F           (3 R F + 3 E D F + 2 R D) b
+    back       dO[token] W2^T, dH, dG, gate A  2 R D F           (T D + E D F + 5 R F) b
+    weights    dW1, dW2, dW3                   6 R D F           (2 T D + 3 R F) b + 3 E D F b
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from moe.bench.gpu.ceilings import ceiling
+from moe.bench.gpu.part import Machine, Row, each, failures, table
+from moe.bench.layers import dispatch, layers
+from moe.bench.layers.layers import LayerCase, Shape
+from moe.bench.timing import wait
+from moe.kernels import choose
+
+SHAPES = {
+    True: {
+        "Mixtral 8x7B": Shape(8192, 4096, 14336, 8, 2),
+        "Qwen3-30B-A3B": Shape(16384, 2048, 768, 128, 8),
+        "DeepSeek-V3, a rank of 32": Shape(16384, 7168, 2048, 8, 2),
+        "GLaM 64B/64E, a rank of 32": Shape(8192, 8192, 32768, 2, 1),
+    },
+    False: {"tiny": Shape(40, 16, 24, 4, 2)},
+}
+H100_TF_PER_S = 800.0  # of a large bf16 product
+FILL = 8
+KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}  # function in network.py -> name on the page
+TIMES = {True: 10, False: 1}  # passes
+
+
+def kernel_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
+    return each({name: partial(_kernels, machine, shape, before) for name, shape in SHAPES[machine.gpu].items()})
+
+
+def _kernels(machine: Machine, shape: Shape, before: dict[str, list[Row]]) -> list[Row]:
+    run = layers.ours(LayerCase(shape, torch.bfloat16, "balanced", machine.device), "swiglu", kernels="triton")
+    run()  # compiles
+    seconds = _seconds_of_kernels(machine, run, TIMES[machine.gpu])
+    flops, size, found = _flops(shape), _bytes(shape, 2), []
+    peak, copy = ceiling(before, "bfloat16"), ceiling(before, "copy")
+    for kernel, taken in seconds.items():
+        row: Row = {"kernel": kernel, "seconds": taken, "tf_per_s": flops[kernel] / taken / 1e12}
+        row |= {"expected": _expected(kernel, shape) if "H100" in machine.name else None}
+        if peak and copy:
+            row["share"] = max(flops[kernel] / peak / 1e12, size[kernel] / copy / 1e9) / taken
+        found.append(row)
+    total = sum(seconds.values())
+    return [*found, {"kernel": "all four", "seconds": total, "tf_per_s": sum(flops.values()) / total / 1e12}]
+
+
+def kernel_page(rows: Sequence[Row]) -> list[str]:
+    cells = [(r["what"], r["kernel"], 1e3 * r["seconds"], r["tf_per_s"], r.get("expected"), r.get("share")) for r in rows if "kernel" in r]
+    heads = ("layer, bf16, forward and backward", "kernel", "ms", "TF/s", "expected", "share of its bound")
+    return [*table(cells, heads), *failures(rows)]
+
+
+def race_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
+    """Compare whole layers with the peers of `moe bench dispatch`; without a GPU with one, as each peer takes seconds to import."""
+    work = {}
+    for name, shape in SHAPES[machine.gpu].items():
+        for routing in ("balanced", "skewed") if machine.gpu else ("balanced",):
+            case = LayerCase(shape, torch.bfloat16, routing, machine.device)
+            peers = [peer for peer in dispatch.PEERS["swiglu"] if machine.gpu or peer.endswith("mixtral-grouped_mm")]
+            work[f"{name}, {routing}"] = partial(dispatch.measure, case, "swiglu", peers, rounds=5 if machine.gpu else 1)
+    return each(work)
+
+
+def race_page(rows: Sequence[Row]) -> list[str]:
+    ours = [r for r in rows if r.get("kind") == "ours"]
+    cells = [(r["what"], "batched products without routing", r["over_limit"]) for r in ours]
+    cells += [(r["what"], peer, ratio) for r in ours for peer, ratio in r["over_peers"].items()]
+    absent = sorted({f"{r['implementation']}: {r['not_run']}" for r in rows if "not_run" in r})
+    wrong = [f"ANOTHER RESULT: {r['implementation']} at {r['what']}" for r in rows if r.get("kind") == "peer" and not r.get("passed", True)]
+    return [*table(cells, ("layer", "compared with", "our time / its time")), *absent, *wrong, *failures(rows)]
+
+
+def _expected(kernel: str, shape: Shape) -> float:
+    """Return the TF/s that were expected of an H100 before any was at hand: 0.8 of a large product's rate in the inner loop, and for each
+    tile the time of FILL more steps of BLOCK_K = 64, in which its loads begin and its result is written."""
+    each = shape.rows / shape.experts
+    steps = {"up": shape.width / 64, "product": 1.5 * shape.hidden / 64, "back": shape.width / 64, "weights": each / 64}[kernel]
+    return H100_TF_PER_S * 0.8 * steps / (steps + FILL)
+
+
+def _flops(s: Shape) -> dict[str, float]:
+    once = 2.0 * s.rows * s.width * s.hidden
+    return {"up": 2 * once, "product": 3 * once, "back": once, "weights": 3 * once}
+
+
+def _bytes(s: Shape, each: int) -> dict[str, float]:
+    tokens, hidden, rows, matrix = s.tokens * s.width, s.rows * s.hidden, s.rows * s.width, s.experts * s.width * s.hidden
+    numbers = {"up": tokens + 2 * matrix + 3 * hidden, "product": 3 * hidden + 3 * matrix + 2 * rows}
+    numbers |= {"back": tokens + matrix + 5 * hidden, "weights": 2 * tokens + 3 * hidden + 3 * matrix}
+    return {kernel: float(each * number) for kernel, number in numbers.items()}
+
+
+def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int) -> dict[str, float]:
+    """Return kernel -> seconds in one call of run(), its mean over `times` calls. Every call of the kernel's function is timed."""
+    choose("triton")
+    from moe.kernels.triton import network
+
+    seconds = dict.fromkeys(KERNELS.values(), 0.0)
+    with _timed(machine, network, seconds):
+        for _ in range(times):
+            run()
+    return {kernel: total / times for kernel, total in seconds.items()}
+
+
+@contextmanager
+def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
+    """Within the context, the module's functions in KERNELS add their seconds. Each waits for the GPU before and after."""
+    plain = {name: getattr(module, name) for name in KERNELS}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **named: Any) -> Any:
+            wait(machine.device)
+            started = time.perf_counter()
+            result = function(*args, **named)
+            wait(machine.device)
+            seconds[KERNELS[name]] += time.perf_counter() - started
+            return result
+
+        return call
+
+    try:
+        for name, function in plain.items():
+            setattr(module, name, timed(name, function))
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(module, name, function)

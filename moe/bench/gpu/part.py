@@ -1,0 +1,90 @@
+"""One part of the first hour, and the machine that it measures.
+
+    rows    what a part measured: dicts that go into the JSON, by which a later call goes on
+    page    the rows as lines for a reader
+
+The parts are listed in moe/bench/gpu/__main__.py. `packages`: what a part needs in addition to torch, triton, numpy and einops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe.bench.timing import wait
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that is measured. On a CPU all sizes are tiny, so that every part can be tried without a GPU."""
+
+    device: torch.device
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.gpu else "cpu"
+
+    def seconds(self, work: Callable[[], object], *, least_s: float = 0.3) -> float:
+        """Return the median seconds of a call of work(). Calls are repeated for `least_s` seconds on a GPU, and twice on a CPU."""
+        work()  # compiles
+        wait(self.device)
+        taken, until = list[float](), time.perf_counter() + (least_s if self.gpu else 0.0)
+        while len(taken) < 2 or time.perf_counter() < until:
+            started = time.perf_counter()
+            work()
+            wait(self.device)
+            taken.append(time.perf_counter() - started)
+        return sorted(taken)[len(taken) // 2]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`rows(machine, before)` measures; `before`: the rows of earlier parts by name. minutes: longest expected time on an H100."""
+
+    name: str
+    minutes: float
+    rows: Callable[[Machine, dict[str, list[Row]]], list[Row]]
+    page: Callable[[Sequence[Row]], list[str]]
+    packages: tuple[str, ...] = ()
+
+
+def each(work: Mapping[str, Callable[[], list[Row]]]) -> list[Row]:
+    """Return the rows of all calls, each with its name as `what`. One that fails, such as without memory, has a row with its error."""
+    found: list[Row] = []
+    for name, one in work.items():
+        try:
+            found += [{"what": name} | row for row in one()]
+        except Exception as error:  # the others are still worth their time
+            found.append({"what": name, "failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "passed": False})
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    return found
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    return [f"FAILED: {row['what']}: {row['failed']}" for row in rows if "failed" in row]
+
+
+def table(rows: Sequence[Sequence[object]], heads: Sequence[str]) -> list[str]:
+    """Return lines with aligned columns: text to the left, numbers to the right."""
+    texts = [list(heads), *([_text(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(heads))]
+    numbers = [all(isinstance(row[column], int | float) or row[column] is None for row in rows) for column in range(len(heads))]
+    aligned = [[c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers, strict=True)] for row in texts]
+    return ["  ".join(row).rstrip() for row in aligned]
+
+
+def _text(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3g}" if abs(cell) < 100 else f"{cell:.0f}"
+    return "" if cell is None else str(cell)

@@ -1,0 +1,135 @@
+"""The Triton kernels against the plain reference in fp32: routing exactly, networks by the relative error of output and gradients."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.bench.gpu.part import Machine, Row, table
+from moe.kernels import choose, cpu, reference
+from moe.kernels.activation import Activation
+from moe.kernels.network import Network
+from moe.kernels.rows import Plan
+
+# T tokens, K choices, E experts, D model, F hidden
+
+# Largest relative error in the 2-norm: 1e-5 for another order of fp32 sums, else twice the unit roundoff 2^-8 or 2^-11 of the dtype.
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((37, 5, 36, 44),)}  # (T, E, D, F), GPU or not
+NETWORKS = ("relu", "gelu", "geglu", "swiglu")
+LOADS = ("even", "drops", "one takes all", "empty experts")
+_SANITIZED = "from moe.bench.gpu import right; right.once()"
+
+
+def rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
+    return [*_routing(machine), *_networks(machine), *_sanitizer(machine)]
+
+
+def page(rows: Sequence[Row]) -> list[str]:
+    wrong = [row for row in rows if not row["passed"]]
+    worst: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if "error" in row:
+            key = (row["network"], row["dtype"])
+            worst[key] = max(worst.get(key, 0.0), row["error"] / row["limit"])
+    lines = table([(network, dtype, share) for (network, dtype), share in worst.items()], ("network", "dtype", "error / limit"))
+    notes = [row["note"] for row in rows if "note" in row]
+    return [f"{len(rows) - len(wrong)} of {len(rows)} comparisons passed", *lines, *notes, *(f"WRONG: {row}" for row in wrong)]
+
+
+def once() -> None:
+    """Run every kernel once, forward and backward, for a tool that watches memory accesses."""
+    machine = Machine(torch.device("cuda"))
+    assert all(row["passed"] for row in _networks(machine, sizes=((37, 5, 36, 44),), networks=("swiglu",), loads=("drops",)))
+
+
+def _routing(machine: Machine) -> list[Row]:
+    found = []
+    for number, (tokens, experts, k) in enumerate(((37, 5, 2), (300, 64, 8))[: 2 if machine.gpu else 1]):
+        scores_TE = _random(machine, tokens, experts, seed=number)
+        active_TK = _random(machine, tokens, k, seed=number + 10) > -0.5
+        kernels: tuple[Any, ...] = (choose("triton"), reference)
+        chosen = [m.top_k(scores_TE, k) for m in kernels]
+        slots = [m.slots(chosen[1], active_TK, num_groups=1, num_experts=experts) for m in kernels]
+        plans = [m.plan(chosen[1], active_TK, num_experts=experts) for m in kernels]
+        same = {"top_k": torch.equal(*chosen), "slots": torch.equal(*slots)}
+        same["plan"] = all(torch.equal(getattr(plans[0], name), getattr(plans[1], name)) for name in ("choice_R", "row_TK", "counts_E"))
+        found += [{"kernel": name, "experts": experts, "passed": passed} for name, passed in same.items()]
+    return found
+
+
+def _networks(
+    machine: Machine,
+    *,
+    sizes: tuple[tuple[int, int, int, int], ...] | None = None,
+    networks: Sequence[str] = NETWORKS,
+    loads: Sequence[str] = LOADS,
+) -> list[Row]:
+    found = []
+    sizes = SIZES[machine.gpu] if sizes is None else sizes
+    cases = list(product(sizes, networks, loads)) if machine.gpu else list(zip(sizes * 4, networks, loads, strict=False))
+    for number, ((tokens, experts, width, hidden), ffn, load) in enumerate(cases):
+        plan = _plan(machine, load, tokens, experts, k=1 + number % 3)
+        inputs = [_random(machine, tokens, width, seed=1), _random(machine, *plan.row_TK.shape, seed=2).sigmoid()]
+        shapes = [(experts, width, hidden), (experts, hidden, width), (experts, width, hidden)][: 3 if "glu" in ffn else 2]
+        inputs += [_random(machine, *shape, seed=3 + n) * shape[1] ** -0.5 for n, shape in enumerate(shapes)]
+        dtypes = list(LIMITS) if machine.gpu else [list(LIMITS)[number % 3]]  # the interpreter is slow
+        for dtype in dtypes:
+            rounded = [t.to(dtype) for t in inputs]
+            want = _results(reference, [t.float() for t in rounded], ffn, plan)
+            got = _results(choose("triton"), rounded, ffn, plan)
+            error = max(_error(a, b) for a, b in zip(got, want, strict=True))
+            row: Row = {"network": ffn, "load": load, "sizes": [tokens, experts, width, hidden], "dtype": str(dtype).removeprefix("torch.")}
+            found.append(row | {"error": error, "limit": LIMITS[dtype], "passed": error <= LIMITS[dtype]})
+    return found
+
+
+def _results(kernels: ModuleType, inputs: list[Tensor], ffn: str, plan: Plan) -> list[Tensor]:
+    """Return the layer's output and the gradient of each input: x [T, D], gates [T, K], w1, w2 and, if gated, w3."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    x, gate, w1, w2, *w3 = leaves
+    network = Network(w1, w2, w3[0] if w3 else None, None, None, Activation(ffn, None))
+    out = kernels.routed_ffn(x, gate, plan, network)
+    out.backward(torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm().clamp_min(1e-20))
+
+
+def _plan(machine: Machine, load: str, tokens: int, experts: int, *, k: int) -> Plan:
+    scores_TE = _random(machine, tokens, experts, seed=len(load))
+    if load == "one takes all":
+        scores_TE[:, experts - 1] += 100
+    if load == "empty experts":
+        scores_TE[:, [0, experts - 1]] -= 100
+    kept_TK = _random(machine, tokens, k, seed=9) > (-0.3 if load == "drops" else -100)
+    return cpu.plan(scores_TE.topk(k).indices, kept_TK, num_experts=experts)
+
+
+def _random(machine: Machine, *shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(machine.device)
+
+
+def _sanitizer(machine: Machine) -> list[Row]:
+    """Return a row for NVIDIA's memory checker around one small layer; none on a CPU."""
+    if not machine.gpu:
+        return []
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return [{"kernel": "all", "passed": True, "note": "not run: compute-sanitizer is not installed"}]
+    words = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", _SANITIZED]
+    try:
+        code, note = subprocess.run(words, capture_output=True, timeout=150, check=False).returncode, "compute-sanitizer memcheck"
+    except subprocess.TimeoutExpired:
+        return [{"kernel": "all", "passed": True, "note": "compute-sanitizer did not end within 150 s"}]
+    return [{"kernel": "all", "passed": code == 0, "note": f"{note}: exit code {code}"}]

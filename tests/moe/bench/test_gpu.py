@@ -1,0 +1,126 @@
+"""`python -m moe.bench.gpu`, whole, at its tiny sizes: Triton's interpreter runs the kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.bench.gpu import __main__ as gpu
+from moe.bench.gpu.part import Machine, Part, Row
+from moe.bench.layers.layers import Shape
+
+pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
+
+NAMES = ["machine", "right", "kernels", "steps", "losses", "layers"]
+HIDDEN = ("pydantic", "pydantic_core", "tyro", "deepspeed", "transformers", "yaml", "psutil", "safetensors")
+HIDE = f"import sys, runpy; sys.modules.update(dict.fromkeys({HIDDEN}));"
+
+
+def run(words: list[str], before: str = "import runpy, sys;") -> subprocess.CompletedProcess[str]:
+    code = f"{before} sys.argv = ['gpu', *{words}]; runpy.run_module('moe.bench.gpu', run_name='__main__')"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    file = tmp_path_factory.mktemp("gpu") / "hour.json"
+    got = run(["--json", str(file)])
+    assert got.returncode == 0, got.stdout + got.stderr
+    return file, got.stdout
+
+
+def test_every_part_runs_and_is_on_the_page(whole: tuple[Path, str]) -> None:
+    file, page = whole
+    done = json.loads(file.read_text())
+    assert done["device"] == "cpu" and list(done["parts"]) == NAMES
+    assert all(f"## {name}" in page for name in NAMES) and not any(word in page for word in ("WRONG", "FAILED", "ANOTHER RESULT"))
+    rows: dict[str, list[Row]] = {name: part["rows"] for name, part in done["parts"].items()}
+    assert {row["ceiling"] for row in rows["machine"][1:]} == {"copy", "bfloat16", "float16", "float32"}
+    assert {row["dtype"] for row in rows["right"] if "error" in row} == {"float32", "bfloat16", "float16"}
+    assert [row["kernel"] for row in rows["kernels"]] == ["up", "product", "back", "weights", "all four"]
+    assert all(0 < row["share"] < 1 and row["seconds"] > 0 for row in rows["kernels"][:4])
+    (step,) = rows["steps"]
+    assert step["tokens_per_s"] == pytest.approx(32 / step["seconds"]) and step["mfu"] > 0 and step["kernels"]
+    assert [len(row["losses"]) for row in rows["losses"]] == [10, 10] and all(row["same_twice"] for row in rows["losses"])
+    assert {row["implementation"] for row in rows["layers"]} >= {"limit swiglu", "ours swiglu", "transformers-mixtral-grouped_mm"}
+
+
+def test_it_goes_on_from_its_file(whole: tuple[Path, str], tmp_path: Path) -> None:
+    """A part that the file has is not measured again; a file is never replaced without --resume, nor continued on another device."""
+    done = json.loads(whole[0].read_text())
+    for part in done["parts"].values():
+        part["seconds"] = -1.0
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps(done))
+    assert gpu.main(["--json", str(kept), "--resume"]) == 0 and json.loads(kept.read_text()) == done
+    assert gpu.main(["--json", str(kept)]) == 2 and json.loads(kept.read_text()) == done
+    kept.write_text(json.dumps(done | {"device": "NVIDIA H100"}))
+    assert gpu.main(["--json", str(kept), "--resume"]) == 2
+
+
+def test_it_needs_torch_triton_numpy_and_einops_only(tmp_path: Path) -> None:
+    """Without the packages that read recipes, the parts that train are left out with the reason, and no other part is."""
+    parts = "from moe.bench.gpu import ceilings, layer, right; layer.race_rows = layer.kernel_rows = right.rows = lambda *_: [];"
+    got = run(["--json", str(tmp_path / "hour.json")], f"{HIDE} {parts}")
+    assert got.returncode == 0, got.stderr
+    found = json.loads((tmp_path / "hour.json").read_text())["parts"]
+    assert {name: part.get("left_out") for name, part in found.items()} == dict.fromkeys(NAMES) | {
+        "steps": "needs pydantic, yaml",
+        "losses": "needs pydantic, yaml",
+    }
+
+
+def fails(error: Exception) -> Callable[[Machine, dict[str, list[Row]]], list[Row]]:
+    def rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
+        raise error
+
+    return rows
+
+
+def test_a_part_that_fails_is_said_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measured(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
+        assert before == {}
+        return [{"passed": True}]
+
+    two = [Part("bad", 1, fails(torch.OutOfMemoryError("no\nmore")), list), Part("good", 1, measured, lambda rows: [f"{len(rows)} row"])]
+    monkeypatch.setattr(gpu, "parts", lambda: two)
+    assert gpu.main(["--json", str(tmp_path / "x.json")]) == 1
+    done: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
+    assert done["parts"]["bad"] == {"failed": "OutOfMemoryError: no"} and done["parts"]["good"]["rows"] == [{"passed": True}]
+    assert gpu.page(done)[2:7] == ["## bad", "failed: OutOfMemoryError: no", "", "## good", "1 row"]
+
+
+def test_the_next_steps_follow_from_the_numbers() -> None:
+    """The kernel with most seconds above its bound is named, not the one with the lowest share; slower peers come by their ratio."""
+    kernels = [
+        {"what": "A", "kernel": "up", "seconds": 0.01, "share": 0.5},
+        {"what": "A", "kernel": "back", "seconds": 0.001, "share": 0.1},
+    ]
+    layers = [{"what": "A", "over_peers": {"x": 0.9, "y": 1.25, "z": 2.0}}]
+    steps = [{"what": "A", "synchronisations": 2}, {"what": "B", "synchronisations": 40}]
+    assert gpu.next_steps({"kernels": kernels, "layers": layers, "steps": steps, "right": [{"passed": False}]}) == [
+        "mend first: right found something wrong",
+        "most to gain in a kernel: 5.00 ms of up at A",
+        "slower than z at A: 2.00 times its time",
+        "slower than y at A: 1.25 times its time",
+        "the host waits 40 times a step: B",
+    ]
+    assert gpu.next_steps({"right": [{"passed": True}]}) == ["nothing was measured that asks for a change"]
+
+
+def test_flops_and_bytes_of_kernels_are_counted_by_hand() -> None:
+    """2 tokens of width 3, each chosen by 1 of 5 experts of 7 hidden units, in 2 bytes: R = 2, R D F = 42, E D F = 105."""
+    from moe.bench.gpu.layer import _bytes, _flops
+
+    shape = Shape(2, 3, 7, 5, 1)
+    assert _flops(shape) == {"up": 4 * 42, "product": 6 * 42, "back": 2 * 42, "weights": 6 * 42}
+    assert _bytes(shape, 2)["up"] == 2 * (2 * 3 + 2 * 105 + 3 * 14) and _bytes(shape, 2)["weights"] == 2 * (2 * 6 + 3 * 14 + 3 * 105)
