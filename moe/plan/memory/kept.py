@@ -164,7 +164,7 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
 
 
 def rows_of(network: Network, plan: Plan) -> float:
-    """Mean number of rows that a rank's experts compute for one micro-batch, and that a rank sends to experts; the same on all etp ranks."""
+    """Mean number of rows of one micro-batch that a rank sends to experts, and that its experts compute; the same on all etp ranks."""
     e = network.experts
     if e is None:
         return 0.0
