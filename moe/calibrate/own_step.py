@@ -78,12 +78,12 @@ class Training:
         finish(self.engine, numbers, world=world, scale=scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)
         return numbers
 
-    def random_step(self, number: int) -> None:
+    def random_step(self, number: int) -> Numbers:
         """Take training step `number` on the recipe's batch of random tokens. Collective."""
         shard = self.shard
         shape, generator = (shard.num_sequences, shard.length + 1), torch.Generator().manual_seed(number)
         batch = shard.of_batch(torch.randint(self.run.vocab_size, shape, generator=generator))
-        self.step(batch, step=number, microbatches=self.run.pipeline.microbatches, shard=shard)
+        return self.step(batch, step=number, microbatches=self.run.pipeline.microbatches, shard=shard)
 
 
 def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = False) -> list[float]:

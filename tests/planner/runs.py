@@ -8,7 +8,6 @@ prediction counts its share of the second step's rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +26,12 @@ from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.load import build_run
 from moe.train.loop.step import accumulate, finish
 from moe.train.parts.executor import start_executor
-from moe.train.parts.numbers import LayerNumbers
 from parallel.numerics.precision import LossScale
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 from tests.counted.alive import Alive
+from tests.planner.steps import busiest_of
 
 WITHIN = 0.10
 RANKS = 2
@@ -72,12 +71,6 @@ def skewed(preferred_TE: Tensor, num_choices: int) -> Tensor:
     return torch.bucketize(uniform_T1, torch.tensor([0.4, 0.8, 0.9]))
 
 
-def share(layers: Sequence[LayerNumbers], rank: int, ranks: int) -> float:
-    """Return the rank's rows over the mean of the ranks, as a mean over layers; 1 without experts."""
-    held = [sum(layer.load[rank * len(layer.load) // ranks : (rank + 1) * len(layer.load) // ranks]) * ranks for layer in layers]
-    return sum(held) / len(held) if held else 1.0
-
-
 def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
     """Return a row with this rank's peak bytes in the second step and the predicted bytes."""
     run = check_run(build_run(recipe(case, precision)), ranks)
@@ -94,7 +87,7 @@ def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
             scale = LossScale.of("none")
             finish(executor.engine, numbers, world=mesh.axis("world"), scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
         measured = alive.most
-    busiest = share(numbers.layers, rank, ranks)
+    busiest = busiest_of(numbers, mesh.axis("ep"))
     run = with_values(run.resolve(ranks), {"dispatch.busiest": max(1.0, busiest)})
     said = memory(network_of(run), plan_of(run), OURS_ON_CPU)[mesh.axis("pp").index]
     row = {"case": case, "precision": precision, "busiest": busiest}

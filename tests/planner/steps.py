@@ -2,12 +2,15 @@
 
 `python -m tests.planner steps --json F` first measures the machine (moe/calibrate/), then runs each layout of a small recipe on gloo ranks:
 
-    memory    every live tensor over two steps (tests/counted/alive.py), of the rank with the largest error
+    memory    every live tensor over two steps (tests/counted/alive.py), of the rank with the largest error; with experts, of the busiest
+              ranks of ep
     time      the fastest of some later steps, of the slowest rank
     core      seconds of a step in which a rank had a core, summed over all ranks, over the number of cores that they can use together
 
 `time` is the time that a user waits, and includes effects of other work on the machine. `core` is nearly free of such effects. On an idle
 machine with more ranks than cores both are equal, because a layout then waits for cores only. `core` is predicted as `time` without waits.
+
+Predictions count the measured rows of the busiest rank in the second step (`busiest`, times the mean), not the default of a recipe.
 
 The speed of a machine changes within minutes, which an earlier calibration cannot know. Therefore calibration and runs are repeated
 `--rounds` times, and medians of measured and predicted values are compared.
@@ -29,10 +32,13 @@ from moe.calibrate.own_step import WARM_UP, Training
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.choose.predicted import Place, Prediction, predict
+from moe.plan.choose.recipe_of import with_values
 from moe.plan.machine.cluster import Cluster
 from moe.plan.time.stage_time import rank_layers, stage_times
 from moe.recipe.load import build_run
 from moe.records.results import write_json
+from moe.train.parts.numbers import Numbers
+from parallel.mesh.mesh import Axis
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 from tests.counted.alive import Alive
@@ -170,10 +176,13 @@ def _run(case: str, machine: Cluster) -> dict[str, Any] | None:
         print(f"{case:<26}{ranks:>6}  did not run: {str(error).splitlines()[-1][:90]}", flush=True)
         return None
     cluster = machine.holding(ranks)
-    found = predict(check_run(build_run(values), ranks), Place.of(cluster, ranks))
+    busiest = max(one["busiest"] for one in measured)
+    found = predict(with_values(check_run(build_run(values), ranks), {"dispatch.busiest": busiest}), Place.of(cluster, ranks))
     assert found.time is not None
-    held, said = max(((one["bytes"], found.ranks[one["stage"]].allocated) for one in measured), key=lambda pair: abs(pair[1] / pair[0] - 1))
+    pairs = ((one["bytes"], found.ranks[one["stage"]].allocated) for one in measured if one["busiest"] == busiest)
+    held, said = max(pairs, key=lambda pair: abs(pair[1] / pair[0] - 1))
     return {
+        "busiest": busiest,
         "parts": found.time.parts,
         "step": (max(one["seconds"] for one in measured), found.time.step),
         "core": (sum(one["core_seconds"] for one in measured) / min(ranks, machine.cores), core_seconds(found, cluster)),
@@ -183,7 +192,7 @@ def _run(case: str, machine: Cluster) -> dict[str, Any] | None:
 
 def _row(case: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a case's row: medians of measured and predicted values over its runs, and the parts of the last prediction."""
-    row: dict[str, Any] = {"case": case, "ranks": CASES[case]["ranks"], "parts": runs[-1]["parts"]}
+    row: dict[str, Any] = {"case": case, "ranks": CASES[case]["ranks"], "busiest": runs[-1]["busiest"], "parts": runs[-1]["parts"]}
     for name in ("step", "core", "memory"):
         was, predicted = (median(run[name][i] for run in runs) for i in (0, 1))
         row |= {f"{name}_measured": was, f"{name}_predicted": predicted, f"{name}_error": predicted / was - 1}
@@ -217,13 +226,13 @@ def recipe(case: str) -> dict[str, Any]:
 
 
 def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return this rank's peak of live bytes in the second step, its seconds of a later step, and its pipeline stage."""
+    """Return this rank's peak of live bytes and its rows over the mean in the second step, its seconds of a later step, and its stage."""
     with Alive() as alive:
         trained = Training.start(values, World(rank, ranks, rank, ranks))
         for number in range(2):
             alive.most = alive.now
-            trained.random_step(number)
-        held = alive.most
+            numbers = trained.random_step(number)
+        held, busiest = alive.most, busiest_of(numbers, trained.mesh.axis("ep"))
     seconds, core = [], []
     for number in range(2, WARM_UP + steps):
         dist.barrier()
@@ -234,4 +243,11 @@ def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[s
     fastest = torch.tensor(seconds[WARM_UP - 2 :])
     dist.all_reduce(fastest, dist.ReduceOp.MAX)
     core = core[WARM_UP - 2 :]
-    return {"bytes": held, "seconds": float(fastest.min()), "core_seconds": median(core), "stage": trained.mesh.axis("pp").index}
+    times = {"seconds": float(fastest.min()), "core_seconds": median(core)}
+    return {"bytes": held, "busiest": busiest, "stage": trained.mesh.axis("pp").index} | times
+
+
+def busiest_of(numbers: Numbers, ep: Axis) -> float:
+    """Return the rows of this rank's experts over the mean of the ranks of ep, as a mean over layers; 1 without experts."""
+    loads = [torch.tensor(layer.load).reshape(ep.size, -1).sum(1) * ep.size for layer in numbers.layers]
+    return float(torch.stack(loads).mean(0)[ep.index]) if loads else 1.0

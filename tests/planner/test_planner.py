@@ -98,11 +98,11 @@ MEASURED = BENCHMARKS / "planner-steps.json"
 
 
 def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
-    """Predicted peaks of live tensors equal the peaks that tests/planner/steps.py measured, within 7 % for every layout and 1 % in the
-    median."""
+    """Predicted peaks of live tensors, with the measured rows of the busiest rank, equal the peaks that tests/planner/steps.py measured,
+    within 7 % for every layout and 1 % in the median."""
     errors = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
-        run = build_run(planner_steps.recipe(row["case"])).resolve(row["ranks"])
+        run = with_values(build_run(planner_steps.recipe(row["case"])).resolve(row["ranks"]), {"dispatch.busiest": row["busiest"]})
         ranks = memory(network_of(run), plan_of(run), OURS_ON_CPU)
         errors[row["case"]] = min(abs(of.allocated / row["memory_measured"] - 1) for of in ranks)
     assert len(errors) > 40 and median(errors.values()) < 0.01 and max(errors.values()) < 0.07, errors

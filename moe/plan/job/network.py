@@ -72,8 +72,8 @@ class Experts:
 
     def share(self, ep: int) -> float:
         """Computed rows of the busiest of `ep` ranks / mean over ranks. Capacities limit it; without them, all tokens do."""
-        limits = (ep, self.count / self.choices) if self.slots is None else (ep, self.slots)
-        return max(1.0, min(self.busiest, *(limit / self.mean_rows for limit in limits)))
+        limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
+        return max(1.0, min(self.busiest, ep, limit))
 
 
 @dataclass(frozen=True)
