@@ -191,10 +191,12 @@ def _busiest(made: Planned) -> list[str]:
     experts, ep = made.network.experts, made.found.ranked[0].plan.ep
     if experts is None or ep == 1:
         return []
-    share, run = experts.share(ep), made.runs[0]
-    source = "by the router's balance" if run.dispatch.busiest is None else "as dispatch.busiest says"
-    limit = "" if share == experts.busiest else f", limited to {share:.3g} by {'all tokens' if experts.slots is None else 'capacity'}"
-    return [f"rows of the busiest rank of ep {ep}: {experts.busiest:.3g} times the mean, {source}{limit}"]
+    share = experts.share(ep)
+    source = "by the router's balance" if made.runs[0].dispatch.busiest is None else "by dispatch.busiest"
+    if share < experts.busiest:
+        full = experts.slots is not None and share < ep
+        source = f"{experts.busiest:.3g} {source}, limited by {'capacity' if full else 'the number of tokens'}"
+    return [f"rows of the busiest rank of ep {ep}: {share:.3g} times the mean ({source})"]
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
@@ -238,5 +240,6 @@ def _row(made: Planned, one: Ranked) -> dict[str, Any]:
     plan = {name: getattr(one.plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp", "engine", "tensor", "depth", "sequence")}
     plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "stage_layers", "microbatch", "microbatches", "recompute")}
     parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
+    plan["busiest"] = made.network.experts and made.network.experts.share(one.plan.ep)  # rows of the busiest rank of ep over the mean
     about = {"seconds": one.seconds, "held_bytes": one.held_bytes, "advice": one.advice, "tight": made.tight(one)}
     return {"plan": described(one.plan), **plan, **about, **made.speed(one)._asdict(), **parts}

@@ -137,13 +137,14 @@ def test_the_planner_asks_for_its_messages(listed: None) -> None:
     }  # a large d_ff, so that memory peaks within a layer
     router = {"preset": "glam", "capacity_factor": None}
     values = {"model": model, "router": router, "experts": {"num_experts": 4}, "degrees": {"ep": 2}, "train": {"global_batch": 4}}
+    values |= {"dispatch": {"busiest": 1.25}}
     plain = build_run(values).resolve(2)
     found = {}
     for name, run in ((PLAIN, plain), (Ring.name, with_it(plain))):
         network, plan = network_of(run), plan_of(run)
         exchange = dispatcher_of(run.dispatch)
         assert network.experts is not None and network.experts.exchange == exchange
-        load = Load(2 * 16, 2, 2 * 16 * 2, None, 64, 64 * plan.compute_bytes, 4, 2)
+        load = Load(2 * 16, 2, 2 * 16 * 2, None, 64, 64 * plan.compute_bytes, 4, 2, busiest=1.25)
         assert peak(network, plan).parts["dispatch buffers"] == max(message.held for message in exchange.traffic(load).forward)
         found[name] = step_time(network, plan, load_cluster("h100-8").holding(2)).experts
     assert 0 < found[PLAIN] != found[Ring.name] > 0

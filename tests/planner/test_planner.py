@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.plan.choose.recipe_of import with_values
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.memory.memory import memory, peak
 from moe.plan.memory.stack import OURS_ON_CPU

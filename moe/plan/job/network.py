@@ -179,7 +179,7 @@ class Network:
 
     @property
     def balanced(self) -> Network:
-        """The same network with equally many rows on all ranks of ep."""
+        """Copy of the network with equally many rows on all ranks of ep."""
         experts = None if self.experts is None else replace(self.experts, busiest=1.0)
         return replace(self, experts=experts, encoder=None if self.encoder is None else self.encoder.balanced)
 

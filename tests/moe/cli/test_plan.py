@@ -75,6 +75,29 @@ def test_two_recipes_own_plans_are_compared_on_a_part_of_a_node(tmp_path: Path, 
     assert "--top: got it with --compare" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("ep", "busiest", "capacity", "share", "source"),
+    [
+        (4, "2.5", "null", 2.5, "by dispatch.busiest"),
+        (4, "9", "null", 4, "9 by dispatch.busiest, limited by the number of tokens"),
+        (4, "9", "1.25", 1.25, "9 by dispatch.busiest, limited by capacity"),
+        (4, "null", "null", None, "by the router's balance"),
+        (1, "9", "null", 1, None),
+    ],
+)
+def test_it_says_the_rows_of_the_busiest_rank(
+    ep: int, busiest: str, capacity: str, share: float | None, source: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of 4 ranks gets at most all rows, 4 times the mean, or as many as the capacity of its experts. Without ep no line is printed."""
+    table = tmp_path / "plan.json"
+    values = ["--degrees.ep", str(ep), "--dispatch.busiest", busiest, "--router.capacity_factor", capacity]
+    assert main(["plan", "glam_tiny", "--cluster", "a100-80-8", "--as-is", *values, "--json", str(table)]) == 0
+    written = json.loads(table.read_text())["chosen"]["busiest"]
+    assert 1 < written < 2 if share is None else written == share
+    line = f"rows of the busiest rank of ep {ep}: {written:.3g} times the mean ({source})"
+    assert re.findall("rows of the busiest.*", capsys.readouterr().out) == ([line] if source else [])
+
+
 UNEVEN = ["--model.vocab_size", "30000", "--degrees.pp", "4", "--pipeline.microbatches", "6"]
 
 

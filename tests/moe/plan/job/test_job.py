@@ -96,12 +96,14 @@ def _kept_by_layers(run: Run) -> tuple[list[int], int]:
 
 
 def test_only_the_padded_dispatcher_sends_empty_slots() -> None:
-    """With a capacity above the number of choices, `padded` has larger buffers and takes longer. No dispatcher computes empty slots."""
+    """With a capacity above the number of choices, `padded` has larger buffers and takes longer. No dispatcher computes empty slots. All
+    ranks get equally many rows."""
 
     def made(factor: float | None, kind: str) -> tuple[float, float, float]:
         router = {"preset": "glam", "capacity_factor": factor}
         model = MODEL | {"moe_every": 1, "d_ff": 240}  # wide enough that the memory peak is in a layer's backward pass, with the buffers
-        values = {"model": model, "experts": {"num_experts": 4}, "router": router, "dispatch": {"kind": kind}}
+        values = {"model": model, "experts": {"num_experts": 4}, "router": router}
+        values |= {"dispatch": {"kind": kind, "busiest": 1}}
         run = build_run(values | {"degrees": {"ep": 2}, "train": {"global_batch": 4}}).resolve(2)
         network, plan = network_of(run), plan_of(run)
         time = step_time(network, plan, load_cluster("h100-8").holding(2))
