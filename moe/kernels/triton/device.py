@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -78,12 +77,10 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
     return Tile(m, n, k, warps, stages=max(1, min(4, (_shared_bytes(device) - _SPARE_BYTES) // each)))
 
 
-@cache
 def _shared_bytes(device: torch.device) -> int:
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-@cache
 def hopper(device: torch.device) -> bool:
     """Return whether compute capability is 9.0 or later: torch's grouped product is then one kernel, not a loop over experts."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

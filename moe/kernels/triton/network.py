@@ -134,8 +134,9 @@ def back(
         )
     if gate_TK is None or parts is None or rows.plan is None:
         return grad_h, grad_g, a_gated, None
-    grad_gate = torch.zeros_like(gate_TK).view(-1).index_copy_(0, rows.plan.choice_R, parts.sum(1).to(gate_TK.dtype))
-    return grad_h, grad_g, a_gated, grad_gate.view_as(gate_TK)
+    row_TK = rows.plan.row_TK
+    grad_gate = parts.sum(1).to(gate_TK.dtype).take(row_TK.clamp(min=0)).masked_fill_(row_TK < 0, 0)
+    return grad_h, grad_g, a_gated, grad_gate
 
 
 def weight_gradients(
