@@ -125,7 +125,7 @@ class Pretended(FakeTensorMode):
         for tensor in made:
             self.ledger.record(tensor, counts=not self._within)
         if not self._within:
-            self.work.operator(func, kwargs, tensors, made)
+            self.work.operator(func, args, kwargs, tensors, made)
         from_nothing = not tensors or func._opname.startswith(("new_", "empty_like", "zeros_like", "ones_like"))
         if everything and all(t.numel() <= (MADE_ELEMENTS if from_nothing and t.is_floating_point() else KNOWN_ELEMENTS) for t in made):
             self._compute(func, args, kwargs, made)

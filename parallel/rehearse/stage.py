@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 
 from parallel.process.process import World
-from parallel.rehearse.pretended import Pretended
-from parallel.rehearse.work import Counted, launches
+from parallel.rehearse.pretended import Pretended, RehearsalError
+from parallel.rehearse.work import Counted, launches, where
 
 _FSDP_MODULES = [f"torch.distributed.fsdp._fully_shard._fsdp_{name}" for name in ("collectives", "init", "param_group", "state")]
 
@@ -104,11 +105,12 @@ class _Event:
 
 def _tolist(tensor: Any, pretended: Pretended) -> Any:
     """Return the values as torch does for a tensor with values: by one copy to the host, not one for each element."""
-    if (values := pretended.known(tensor)) is None:
-        return [element.item() for element in tensor] if tensor.ndim else tensor.item()
     if tensor.fake_device.type == "cuda":
         pretended.work.wait()
-    return values.tolist()
+    values = pretended.known(tensor)
+    if values is None and not tensor.is_floating_point():
+        raise RehearsalError(f"{where()}: tolist of values that a rehearsal cannot know")
+    return (np.zeros(tensor.shape) if values is None else values).tolist()
 
 
 def _triton_kernels() -> list[Any]:
@@ -148,6 +150,9 @@ class _Gpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensor: Any = args[0] if args else None
+        if func is Tensor.pin_memory:
+            tensor._pinned = True
+            return tensor
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
             if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
                 return True

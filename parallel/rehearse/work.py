@@ -84,20 +84,21 @@ class Counted:
         if masked and not self._within and any(map(_on_gpu, tensors)) and kwargs.get("output_size") is None:
             self.wait(_WAITS.get(func._opname, 1))
 
-    def operator(self, func: Any, kwargs: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def operator(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Count an operator that was called with `tensors`, and made the tensors `made`."""
         name = func._opname
         if self._within or not any(map(_on_gpu, (*tensors, *made))):
             return
         if name in ("_to_copy", "copy_"):
-            self._copy(name, kwargs, tensors, made)
+            self._copy(name, args, kwargs, tensors, made)
         if not (func.is_view or name.startswith(_IDLE)) and any(t.numel() for t in made or tensors):
             self.launch([*tensors, *made], product=name.startswith(_PRODUCTS))
 
-    def _copy(self, name: str, kwargs: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def _copy(self, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         source, target = (tensors[1], tensors[0]) if name == "copy_" and len(tensors) == 2 else (tensors[0], made[0])
+        ahead = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         # a copy from memory that is not pinned may wait in any case
-        if _on_gpu(source) != _on_gpu(target) and not (kwargs.get("non_blocking") and _on_gpu(source)):
+        if _on_gpu(source) != _on_gpu(target) and not (ahead and (_on_gpu(source) or getattr(source, "_pinned", False))):
             self.wait()
 
     def watch(self, name: str, module: nn.Module) -> None:

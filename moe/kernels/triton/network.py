@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.activation import Activation
-from moe.kernels.network import Matrices, Network
+from moe.kernels.network import Counts, Matrices, Network
 from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
+from parallel.mesh.host import on_device
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
@@ -228,8 +229,8 @@ def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: 
     return out
 
 
-def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
+    counts_E = on_device(torch.tensor(counts), rows_RD.device) if isinstance(counts, list) else counts
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
     return _apply(rows_RD, None, dropped_RF, rows, network)
 
