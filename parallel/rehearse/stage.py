@@ -94,13 +94,16 @@ class _Hopper:
 
 
 class _Event:
-    """Replaces torch.cuda.Event: its `synchronize` is a host synchronisation."""
+    """Replaces torch.cuda.Event. The GPU reaches it at the next host synchronisation."""
 
     def __init__(self, work: Counted, **_: Any) -> None:
-        self.synchronize = work.wait
+        self.work, self.synchronize = work, work.wait
 
     def record(self) -> None:
-        return
+        self.before = self.work.waited
+
+    def query(self) -> bool:
+        return self.work.waited > self.before
 
 
 def _tolist(tensor: Any, pretended: Pretended) -> Any:

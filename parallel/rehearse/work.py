@@ -24,11 +24,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-_TORCH, _HERE, _ROOT = str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parents[2])
+_ROOT = f"{Path(__file__).parents[2]}/"
+_OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # not callers
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators whose result, or its shape, needs values
 _WAITS = {"bincount": 2, "repeat_interleave": 2}  # operators that read two numbers, such as minimum and maximum; all others read one
 _IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # launch nothing
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_PRODUCTS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "_grouped_mm",
+    "convolution",
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+)
 
 
 @dataclass
@@ -46,6 +57,7 @@ class Counted:
     def __init__(self) -> None:
         self.by_module: dict[tuple[str, str], Work] = {}
         self._module, self._within, self.passing = "", 0, "forward"
+        self.waited = 0  # host synchronisations so far
 
     def begin(self) -> None:
         self.by_module = {}
@@ -57,6 +69,7 @@ class Counted:
     def wait(self, times: int = 1) -> None:
         """Count a host synchronisation."""
         self.now.waits[where()] += times
+        self.waited += times
 
     @contextmanager
     def one_kernel(self, *read: Tensor) -> Iterator[None]:
@@ -151,7 +164,7 @@ def where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, _HERE, "<")) and "contextlib.py" not in path:
-            return f"{path.removeprefix(_ROOT + '/')}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if not path.startswith(_OUTSIDE) and "contextlib.py" not in path:
+            return f"{path.removeprefix(_ROOT)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "torch"

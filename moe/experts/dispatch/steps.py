@@ -106,7 +106,9 @@ def planned(axes: Sequence[Axis], sends: Sequence[Tensor], receives: Sequence[Te
     return steps
 
 
-def permuted(exchange: Exchange, x_TD: Tensor, routing: Routing, route: Route, *, together: bool = False) -> tuple[Tensor, Plan, list[Step]]:
+def permuted(
+    exchange: Exchange, x_TD: Tensor, routing: Routing, route: Route, *, together: bool = False
+) -> tuple[Tensor, Plan, list[Step]]:
     """Return (rows to send [R, D], plan of these R rows, steps). `together`: each step sends other rows; False: the first sends all.
     A GPU gathers the rows while the host waits for their number, if no choice can be dropped; otherwise it would gather too many.
     """

@@ -60,7 +60,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Make the plan by counting sort. The host does not wait for the number of rows: there are T K, and those beyond the kept choices are 0."""
+    """Make the plan by counting sort. The host does not wait for the number of rows: choice_R goes on with zeros, up to T K."""
     expert_TK, kept_TK = expert_TK.contiguous(), kept_TK.contiguous()
     counts_1BE = _counts(expert_TK, kept_TK, num_groups=1, num_experts=num_experts, queue=False)
     through_1BE = counts_1BE.cumsum(1, dtype=torch.int32)
