@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def launches(run: Callable[..., Any]) -> Callable[..., Any]:
         mode: Any = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
         if mode is None:
             return run(kernel, *args, **kwargs)
-        mode.work.launch(tensors, product="dot(" in getattr(kernel, "src", None) or kernel.fn.__name__)
+        mode.work.launch(tensors, product="dot(" in getsource(kernel.fn))
         return None
 
     return launch

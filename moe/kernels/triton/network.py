@@ -136,6 +136,8 @@ def back(
     if gate_TK is None or parts is None or rows.plan is None:
         return grad_h, grad_g, a_gated, None
     row_TK = rows.plan.row_TK
+    if not rows.number:
+        return grad_h, grad_g, a_gated, torch.zeros_like(gate_TK)
     grad_gate = parts.sum(1).to(gate_TK.dtype).take(row_TK.clamp(min=0)).masked_fill_(row_TK < 0, 0)
     return grad_h, grad_g, a_gated, grad_gate
 
