@@ -78,7 +78,7 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
 
 
 def _shared_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024))  # absent on AMD
 
 
 def hopper(device: torch.device) -> bool:

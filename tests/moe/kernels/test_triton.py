@@ -117,7 +117,7 @@ def test_routing_is_the_references(seed: int, groups: int, each: int, num_expert
     kept_TK = active_TK & (slot_TK < 3)
     got, want = (m.plan(expert_TK, kept_TK, num_experts=num_experts) for m in (triton, reference))
     rows = len(want.choice_R)
-    assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == kept_TK.numel()
+    assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == active_TK.numel()
     assert torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
     assert got.choice_R.dtype == got.row_TK.dtype == got.counts_E.dtype == torch.int64
 
@@ -375,7 +375,7 @@ def test_routing_of_real_sizes_is_the_cpu_kernels(tokens: int, d: int, f: int, n
     assert torch.equal(slot_TK, cpu.slots(expert_TK, active_TK, num_groups=4, num_experts=num_experts))
     got, want = (m.plan(expert_TK, active_TK, num_experts=num_experts) for m in (triton, cpu))
     rows = len(want.choice_R)
-    assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == kept_TK.numel()
+    assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == active_TK.numel()
     assert torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
 
 

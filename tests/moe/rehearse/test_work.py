@@ -88,9 +88,7 @@ def walked(dispatch: dict[str, Any], ep: int, factor: float | None) -> Walked:
 
 
 @pytest.mark.parametrize(("dispatch", "ep", "factor", "waits"), LAYERS)
-def test_the_host_waits_at_most_once_a_moe_layer_and_twice_a_step(
-    dispatch: dict[str, Any], ep: int, factor: float | None, waits: int
-) -> None:
+def test_a_step_waits_twice_and_a_layer_at_most_once(dispatch: dict[str, Any], ep: int, factor: float | None, waits: int) -> None:
     found: Counter[tuple[str, str]] = Counter()
     for (module, passing), work in walked(dispatch, ep, factor).work.items():
         assert work.kernels > 0
