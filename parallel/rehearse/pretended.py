@@ -178,7 +178,8 @@ class Pretended(FakeTensorMode):
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
-            tensor._known = values  # type: ignore[attr-defined]
+            # 0 for memory that is not set, which Triton's kernels would write
+            tensor._known = values.zero_() if "empty" in func._opname else values  # type: ignore[attr-defined]
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(func._schema.arguments):
