@@ -17,6 +17,7 @@ from moe.checks.together import check_run
 from moe.recipe.load import build_run
 from moe.rehearse.rehearse import Walked, walk
 from parallel.mesh.host import on_device, read_later
+from parallel.numerics.clip import squares, squares_together
 from parallel.process.process import World
 from parallel.rehearse.pretended import RehearsalError
 from parallel.rehearse.stage import rehearsal
@@ -65,6 +66,19 @@ def test_nccl_refuses_what_it_cannot_send() -> None:
             sum_over(torch.zeros(3, dtype=torch.int16, device=GPU), axis)
         with pytest.raises(RehearsalError, match="not contiguous"):
             torch.distributed.all_reduce(torch.zeros(2, 3, device=GPU).t(), group=axis.group)
+
+
+def test_the_norm_of_all_gradients_is_at_most_ten_kernels_and_equals_one_sum_for_each() -> None:
+    families, shapes = ("dense", "expert", "router"), [(3, 4), (5,), (2, 2, 7), (1,)] * 10
+    mine = [(families[i % 2], torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)]
+    together = squares_together(mine, families)
+    torch.testing.assert_close(together, squares(mine, families=families, device=torch.device("cpu")), rtol=1e-12, atol=0)
+    assert together[0] > 0 and together[2] == 0
+    with rehearsal(World(0, 1, place="cuda")) as pretended:
+        grads = [(family, torch.empty(grad.shape, device=GPU)) for family, grad in mine]
+        pretended.work.begin()
+        squares(grads, families=families, device=GPU)
+        assert pretended.work.now.kernels <= 10 and not pretended.work.now.waits
 
 
 # dispatch section, ep, capacity factor, waits of a layer
