@@ -39,6 +39,16 @@ def _slices_alike(real: Any) -> Any:
     return lambda self, name, shape: Layout(shape)
 
 
+def _slices_of_the_bias_alike(real: Any) -> Any:
+    """Layout of the output projection's bias as if all tp ranks had seen the same tokens."""
+
+    def wrong(self: Any, name: str, shape: Any) -> Layout:
+        layout: Layout = real(self, name, shape)
+        return replace(layout, alike=("tp",)) if name.endswith("out_bias.weight") else layout
+
+    return wrong
+
+
 def _summed_over_tp(real: Any) -> Any:
     return lambda self, name, shape: Layout(shape, family=self.family, alike=())
 
@@ -158,6 +168,14 @@ MUTATIONS = (
         (Edit("parallel.tensor.sliced:SlicedNorm.layout", _slices_alike),),
     ),
     Mutation(
+        "output_bias_of_slices_not_summed",
+        "With slices between layers, the gradient of attention's output bias covers one slice, and the ranks' gradients are never summed",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM#1446, there in norms",
+        "tensor",
+        replace(_SLICED, model="gpt_oss", ep=2),
+        (Edit("parallel.tensor.style:Copied.layout", _slices_of_the_bias_alike),),
+    ),
+    Mutation(
         "dropout_of_slices_equal",
         "Every rank uses the dropout mask of the first slice",
         "PaddlePaddle/PaddleFleetX#1005",
@@ -181,6 +199,14 @@ MUTATIONS = (
         "tensor",
         Case("dense", "ddp", 4, 1, 1, "fp32", tp=4, tensor="1d"),
         (Edit("parallel.tensor.linear_1d:Column.layout", _copies_of_heads_alike),),
+    ),
+    Mutation(
+        "biases_of_key_heads_not_summed",
+        "The same for the biases of keys and values",
+        "no public report known to us; reasoned from bigcode-project/Megatron-LM#37, there in the matrices",
+        "tensor",
+        Case("gpt_oss", "ddp", 4, 2, 1, "fp32", tp=4, tensor="1d"),
+        (Edit("parallel.tensor.grid:Channels.layout", _copies_of_heads_alike),),
     ),
     Mutation(
         "rows_of_others_not_zero",
