@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.router.scores import chosen_scores
 from moe.verify.cases import Case
 from tests.mutations.mutation import Edit, Mutation
 
@@ -215,6 +216,21 @@ def _local_share(real: Any) -> Any:
     return wrong
 
 
+def _z_of_noisy(real: Any) -> Any:
+    """The z loss reads the logits with noise."""
+
+    def wrong(self: Any, x_TD: Tensor, context: Any) -> Any:
+        _, noisy_TE, chance_TE = real(self, x_TD, context)
+        return noisy_TE, noisy_TE, chance_TE
+
+    return wrong
+
+
+def _own_gates(real: Any) -> Any:
+    """The priority of a choice is its own gate, not its token's highest."""
+    return lambda self, scores_TE, logits_TE, expert_TK, context: chosen_scores(scores_TE, logits_TE, expert_TK, spec=self.spec)
+
+
 def _padding_counted(real: Any) -> Any:
     """Padding counts as tokens in the auxiliary losses."""
 
@@ -288,6 +304,7 @@ _DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
 _GLAM = Case("glam", "ddp", 1, 1, 1, "fp32", experts=8)
 _RECOMPUTED = Case("switch", "ddp", 1, 1, 1, "fp32", "full")
 _PADDED = Case("gshard", "ddp", 1, 1, 3, "fp32", padded=True)
+_NOISY = Case("noisy_top_k", "ddp", 1, 1, 1, "fp32", experts=8)
 _KEPT = "moe.router.router:kept_choices"
 
 MUTATIONS = (
@@ -475,6 +492,22 @@ MUTATIONS = (
         "data",
         _GSHARD,
         (Edit("moe.experts.layer:_losses", _other_choices),),
+    ),
+    Mutation(
+        "z_loss_of_noisy_logits",
+        "With noisy top-k routing, the z loss reads the logits after the noise",
+        "no public report known to us; reasoned from ST-MoE, arXiv 2202.08906, equation 5, and arXiv 1701.06538, equation 4",
+        "expert",
+        _NOISY,
+        (Edit("moe.router.router:Router._logits", _z_of_noisy),),
+    ),
+    Mutation(
+        "choices_dropped_by_their_own_gates",
+        "First choices are ranked by their token's highest gate, but second choices by their own",
+        "no public report known to us; reasoned from V-MoE, arXiv 2106.05974, section 4.1",
+        "expert",
+        _NOISY,
+        (Edit("moe.router.router:Router._priority", _own_gates),),
     ),
     Mutation(
         "padding_in_the_balance_loss",
