@@ -98,14 +98,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "experts": {"shared": 1},
     },
     "free": {
+        "optimizer": LINEAR,
         "router": {
             "preset": "llama4", "num_choices": 3, "noise": "noisy_top_k", "load_weight": 0.2, "logit_cap": 0.5, "score": "softmax",
-            "balance_scope": "sequence",
+            "balance_scope": "sequence", "capacity_factor": 1.0, "min_capacity": 1,
         },
-        "experts": {"skip": 2, "zero": 1},
+        "experts": {"skip": 2, "zero": 1, "dropout": 0.2, "biases": True},
         "model": {"scales": {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}, "qk_norm": "heads"},
     },
     "mixer": {
+        "optimizer": {"clip_norm": 50.0},  # above every gradient norm, so that nothing is clipped
         "router": {
             "preset": "switch", "select": "sparsemixer", "num_choices": 2, "mixer_margin": 0.45, "input_norm": "rmsnorm",
             "expert_scale": "learned", "capacity_factor": 1.0, "min_capacity": 1, "balance_counts": "unbiased",

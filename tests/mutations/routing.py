@@ -296,6 +296,25 @@ def _first_run(real: Any) -> Any:
     return wrong
 
 
+def _skips_without_slots(real: Any) -> Any:
+    """Skip experts return also the tokens that got no slot."""
+    return lambda self, x_TD, routing: real(self, x_TD, replace(routing, kept_TK=torch.ones_like(routing.kept_TK)))
+
+
+def _shifted_dropout(real: Any) -> Any:
+    """Dropout of experts with gates on their inputs uses the random numbers of the token before."""
+
+    def wrong(dispatcher: Any, x_TD: Tensor, routing: Any, experts: Any, dropout: Any) -> Tensor:
+        found: Tensor = real(dispatcher, x_TD, routing, experts, replace(dropout, position_T=dropout.position_T.roll(1)))
+        return found
+
+    return wrong
+
+
+def _padding_taken(real: Any) -> Any:
+    return lambda scores_TE, *, valid_T, **rest: real(scores_TE, valid_T=None, **rest)
+
+
 _ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
 _TWO = Case("switch", "ddp", 2, 1, 1, "fp32")
 _GSHARD = Case("gshard", "ddp", 1, 1, 1, "fp32")
@@ -305,6 +324,7 @@ _GLAM = Case("glam", "ddp", 1, 1, 1, "fp32", experts=8)
 _RECOMPUTED = Case("switch", "ddp", 1, 1, 1, "fp32", "full")
 _PADDED = Case("gshard", "ddp", 1, 1, 3, "fp32", padded=True)
 _NOISY = Case("noisy_top_k", "ddp", 1, 1, 1, "fp32", experts=8)
+_FREE = Case("free", "fsdp", 2, 1, 3, "fp32")
 _KEPT = "moe.router.router:kept_choices"
 
 MUTATIONS = (
@@ -556,5 +576,29 @@ MUTATIONS = (
         "data",
         Case("switch", "ddp", 2, 2, 1, "fp32"),
         (Edit("moe.model.initialise:stored", _first_run),),
+    ),
+    Mutation(
+        "skip_experts_ignore_slots",
+        "Skip experts return also the tokens that they dropped",
+        "no public report known to us; reasoned from LongCat-Flash, arXiv 2509.01322, section 2.1",
+        "data",
+        _FREE,
+        (Edit("moe.experts.layer:MoELayer._skipped", _skips_without_slots),),
+    ),
+    Mutation(
+        "dropout_of_other_tokens",
+        "With gates on the experts' inputs, dropout uses the random numbers of other tokens",
+        "no public report known to us; reasoned from PaddlePaddle/PaddleFleetX#1005, there in slices",
+        "data",
+        _FREE,
+        (Edit("moe.experts.layer:_run_on_scaled_inputs", _shifted_dropout),),
+    ),
+    Mutation(
+        "padding_chosen_by_experts",
+        "Experts that choose tokens also choose padding",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM#5542, there in tokens that choose",
+        "expert",
+        Case("expert_choice", "ddp", 1, 1, 3, "fp32", experts=8, padded=True),
+        (Edit("moe.router.methods.expert_choice:expert_choice", _padding_taken),),
     ),
 )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from moe.verify.compare import NUMBERS
 from moe.verify.expected import Expected, twin_of
 from moe.verify.layouts import Ran, run_world
 from moe.verify.verify import Say, judged, say_now
-from moe.verify.where import Deviation, Standard
+from moe.verify.where import Deviation, Standard, last_module
 from parallel.errors import BadInput, cut
 from tests.mutations.every import MUTATIONS
 from tests.mutations.mutation import Mutation, applied
@@ -141,7 +142,9 @@ def found(mutation: Mutation, case: Case, ran: Ran, standard: Standard, *, idle:
 
 
 def _where(case: Case, ran: Ran, standard: Standard) -> Deviation | None:
-    if isinstance(ran, str) or ran[1] is None:
+    if isinstance(ran, str):
+        return Deviation(f"after {last_module(ran)}", "failure", 0, inf, 0.0)
+    if ran[1] is None:
         return None
     return standard.first_deviation(ran[1], ran[0], case)
 

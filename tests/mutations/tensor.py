@@ -53,6 +53,16 @@ def _summed_over_tp(real: Any) -> Any:
     return lambda self, name, shape: Layout(shape, family=self.family, alike=())
 
 
+def _head_norms_alike(real: Any) -> Any:
+    """Layout of the norms of queries and keys as if all tp ranks had the same heads."""
+
+    def wrong(self: Any, name: str, shape: Any) -> Layout:
+        layout: Layout = real(self, name, shape)
+        return replace(layout, alike=("tp",)) if name.endswith(("q_norm.weight", "k_norm.weight")) else layout
+
+    return wrong
+
+
 def _copies_of_heads_alike(real: Any) -> Any:
     def wrong(self: Any, name: str, shape: Any) -> Layout:
         layout: Layout = replace(real(self, name, shape), alike=("tp_row_copies",) if self.axis == "tp_row_heads" else ())
@@ -281,5 +291,13 @@ MUTATIONS = (
         "tensor",
         _CUBE,
         (Edit("parallel.tensor.vocabulary:VocabularyCube.others", _own_targets),),
+    ),
+    Mutation(
+        "norms_of_heads_not_summed",
+        "The gradients of the norms of queries and keys are not summed, although each tp rank has other heads",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM#1446, there in norms of slices",
+        "tensor",
+        replace(_LINE, model="free", ep=2, microbatches=1),
+        (Edit("parallel.tensor.style:Copied.layout", _head_norms_alike),),
     ),
 )

@@ -27,4 +27,5 @@ def expert_cases() -> list[Case]:
         for recompute in ("none", "full" if (microbatches == 1) == (number % 2 == 0) else "selective")
     ]
     options = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
-    return found + [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in options]
+    found += [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in options]
+    return [*found, Case("expert_choice", "ddp", 1, 1, 3, "fp32", experts=EXPERTS, padded=True)]
