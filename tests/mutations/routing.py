@@ -249,6 +249,11 @@ def _padding_routed(real: Any) -> Any:
     return wrong
 
 
+def _one_round(real: Any) -> Any:
+    """The hash has one round of multiply-xorshift instead of two."""
+    return lambda x, spare: x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+
+
 def _same_on_all(real: Any) -> Any:
     """Random numbers depend on a token's index on its rank instead of in the global batch, so all ranks draw the same."""
 
@@ -552,6 +557,14 @@ MUTATIONS = (
         "data",
         _TWO,
         (Edit("moe.nn.context:Context.uniform", _same_on_all),),
+    ),
+    Mutation(
+        "hash_of_one_round",
+        "The hash of random numbers mixes once instead of twice",
+        "no public report known to us; reasoned from skeeto/hash-prospector: its hash of two rounds",
+        "data",
+        _ONE,
+        (Edit("parallel.numerics.random:_mix", _one_round),),
     ),
     Mutation(
         "microbatches_count_alike",
