@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 RECIPE ?= switch_tiny
-NPROC ?= 2
+NPROC ?=
 EP ?= auto
 FLAGS ?=
 WORKERS ?= auto
@@ -16,7 +16,7 @@ SOURCES := moe parallel tests
 .PHONY: help setup train check test docs lint format clean
 
 help:
-	@echo "make train    train $(RECIPE) on $(NPROC) processes; RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50' change it"
+	@echo "make train    train $(RECIPE) on every GPU, or on two processes without one; RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50' change it"
 	@echo "make check    ruff, mypy and the quick laws: before each commit, at most 3 minutes on two cores"
 	@echo "make test     ruff, mypy and the tests, on every core; WORKERS=1 on one"
 	@echo "make setup    only make .venv; PYTHON=python3.12 chooses the interpreter"
@@ -29,7 +29,7 @@ setup: $(STAMP)
 
 # The degree of expert parallelism `auto` is the largest that fits: 2 for switch_tiny on 2 processes.
 train: setup
-	@.venv/bin/moe train "$(RECIPE)" --nproc $(NPROC) --degrees.ep $(EP) $(FLAGS)
+	@.venv/bin/moe train "$(RECIPE)" --nproc $(or $(NPROC),$$(.venv/bin/python -c "from parallel.process.process import gpus; print(gpus() or 2)")) --degrees.ep $(EP) $(FLAGS)
 
 # Kills, resumes, the site and the wheel take most of the laws' time.
 check: lint

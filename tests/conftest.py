@@ -1,4 +1,4 @@
-"""Before any test: one thread a process, no accelerator for DeepSpeed, no place in somebody else's job.
+"""Before any test: one thread a process, the CPU even on a machine with a GPU, no place in somebody else's job.
 
 Ranks are forks of the test process (tests/support/ranks.py). A fork inherits locks but not threads, so torch must never have
 started its thread pool here; two cores shared by four ranks are also faster with one thread each.
@@ -73,9 +73,12 @@ def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def process_as_it_was() -> Iterator[None]:
-    """Environment and signal handlers are restored after each test: a run in this process changes both for all later processes."""
+def process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Environment and signal handlers are restored after each test: a run in this process changes both for all later processes. Only a test
+    with the mark gpu may use a GPU."""
     environment = dict(os.environ)
+    if request.node.get_closest_marker("gpu"):
+        del os.environ["DS_ACCELERATOR"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     yield
     for name in [n for n in os.environ if n not in environment and n != "PYTEST_CURRENT_TEST"]:

@@ -38,6 +38,7 @@ from parallel.errors import counted
 from parallel.machine import memory_limit_bytes, processor, usable_cores
 from parallel.numerics.precision import multiplies
 from parallel.process.fork import run_on_ranks
+from parallel.process.process import gpus
 from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
@@ -60,8 +61,8 @@ def main(*, out: Path | None = None, nproc: int | None = None) -> int:
         check_writable(out, what="--out")
     began = time.perf_counter()
     torch.set_num_threads(1)
-    gpus = torch.cuda.device_count()
-    made = _gpus(gpus, nproc or gpus) if gpus else host(nproc or usable_cores())
+    found = gpus()
+    made = _gpus(found, nproc or found) if found else host(nproc or usable_cores())
     path = out or measured_file()
     write_text(path, text(made), what="--out")
     for line in _lines(made):

@@ -91,7 +91,10 @@ def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = 
     step in turn, so that changes of the machine's speed affect them equally. alone: every rank trains by itself; seconds are CPU time.
     """
     clock = time.process_time if alone else time.perf_counter
-    runs = [Training.start(values, process.World() if alone else process.World(rank, ranks, rank, ranks)) for values in recipes]
+    runs = [
+        Training.start(values, process.World(place="cpu") if alone else process.World(rank, ranks, rank, ranks, "cpu"))
+        for values in recipes
+    ]
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(WARM_UP + STEPS):
         for run, of in zip(runs, seconds, strict=True):

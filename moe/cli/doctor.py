@@ -149,6 +149,8 @@ def _devices() -> list[Row]:
     import psutil
     import torch
 
+    from parallel.process.process import gpus
+
     memory = psutil.virtual_memory()
     about_memory = f"{memory.total / 2**30:.0f} GiB memory, {memory.available / 2**30:.0f} free"
     flags = matrix_instructions()
@@ -158,10 +160,10 @@ def _devices() -> list[Row]:
         Row("processor", f"{processor()}, {usable_cores()} of {os.cpu_count()} cores usable, {about_memory}"),
         Row.of("16-bit instructions", products, bool(found), "note"),
     ]
-    if not torch.cuda.is_available():
+    if not gpus():
         built = torch.version.cuda or torch.version.hip
         return [*rows, Row.of("GPU", f"none; torch is built for {built or 'CPU'}", not built, "note", "check nvidia-smi")]
-    for index in range(torch.cuda.device_count()):
+    for index in range(gpus()):
         p = torch.cuda.get_device_properties(index)
         bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16: use precision.compute fp16"
         rows.append(Row(f"GPU {index}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}, {bf16}"))
@@ -173,8 +175,9 @@ def _speed() -> list[Row]:
     import torch
 
     from moe.records.results import matmul_flops
+    from parallel.process.process import World
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = World().device
     torch.set_num_threads(usable_cores())
     speed = {dtype: matmul_flops(dtype, device) / 1e9 for dtype in (torch.float32, torch.bfloat16)}
     fp32, bf16 = speed[torch.float32], speed[torch.bfloat16]

@@ -56,8 +56,9 @@ class Train:
 class Verify:
     """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if one differs."""
 
-    nproc: int = _flag("test layouts of up to N processes", 2)
+    nproc: int | None = _flag("test layouts of up to N processes, 2 by default")
     json: Path | None = _flag("also write the table as JSON")
+    device: str | None = _flag("cuda or cpu: start the processes on this device as moe train does; if not given, fork them on the CPU")
     kinds: str = _flag(
         "data: engines, precisions; expert: routers, dispatchers; tensor: tp; sequence: sp; pipeline: schedules; "
         "hybrid: all together, with --nproc 8",

@@ -40,10 +40,11 @@ def _triton() -> ModuleType:
     if find_spec("triton") is None:
         fix = "pip install triton" | Set("it", "auto")
         raise BadInput("experts.kernels", got="triton, which is not installed", needed="the package triton", fix=fix)
-    import torch
     import triton as package
 
-    if not torch.cuda.is_available() and not package.knobs.runtime.interpret:
+    from parallel.process.process import gpus
+
+    if not gpus() and not package.knobs.runtime.interpret:
         fix = Set("it", "auto", said="auto (to try the kernels, slowly: TRITON_INTERPRET=1)")
         raise BadInput("experts.kernels", got="triton, but torch sees no GPU", needed="a GPU", fix=fix)
     from moe.kernels import triton

@@ -32,7 +32,11 @@ BEFORE_TORCH = {
     "GOMP_SPINCOUNT": "10000",
     # Suppresses the lines that torch's profiler (`moe train --profile`) prints at its start and end.
     "KINETO_LOG_LEVEL": "9",
+    # CUDA memory in segments that grow: experts have another number of rows in each step, so blocks of fixed size would be fragmented.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
+# A variable of BEFORE_TORCH is not set if the user has set this one, which it would override.
+_INSTEAD = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 # Open files that a rank may need: a constant for libraries, and connections to each other rank. Measured: 33 with 2 ranks, 63 with 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
@@ -61,7 +65,7 @@ def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict
 def set_before_torch(environment: MutableMapping[str, str]) -> None:
     """Set the variables of BEFORE_TORCH that the user has not set. Ranks call this too, because another launcher may have started them."""
     for name, value in BEFORE_TORCH.items():
-        if name != "GOMP_SPINCOUNT" or "OMP_WAIT_POLICY" not in environment:  # GOMP_SPINCOUNT would override the user's OMP_WAIT_POLICY
+        if _INSTEAD.get(name, name) not in environment:
             environment.setdefault(name, value)
 
 
@@ -93,19 +97,25 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
     """Return whether torch may find a GPU. True in doubt, because False would force training to the CPU."""
     if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
+    if environment.get("DS_ACCELERATOR") == "cpu":  # as parallel/process/process.py decides
+        return False
     drivers = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
     return any(Path(p).exists() for p in drivers) or sys.platform == "win32"
 
 
-def devices(environment: Mapping[str, str], nproc: int) -> str | None:
-    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", for DeepSpeed; None if it is not set. Raises BadInput for too few."""
+def devices(environment: Mapping[str, str], nproc: int, *, launcher: str = "deepspeed") -> str | None:
+    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", for DeepSpeed's launcher; None for torchrun, or if it is not set.
+    Raises BadInput for too few, and for names if DeepSpeed's launcher gets them."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or not has_gpu(environment):
         return None
-    ids = [part.strip() for part in visible.split(",") if part.strip()]
+    ids = list(dict.fromkeys(part.strip() for part in visible.split(",") if part.strip()))
+    ids = ids[:1] if visible.startswith("MIG-") else ids  # CUDA shows a process the first MIG device only
     if len(ids) < nproc:
         needed = f"at most the {counted(len(ids), 'GPU')} of CUDA_VISIBLE_DEVICES={visible}"
         raise BadInput("--nproc", got=nproc, needed=needed, fix=f"--nproc {len(ids)}")
+    if launcher == "torchrun":  # a rank takes the device of its number (parallel/process/process.py)
+        return None
     if not all(part.isdecimal() for part in ids):
         raise BadInput("CUDA_VISIBLE_DEVICES", got=visible, needed="numbers, for DeepSpeed's launcher", fix="--launcher torchrun")
     return ",".join(ids[:nproc])

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def script(work: Callable[[], object]) -> NoReturn:
     """Run a user's own training code in a script, and end Python as `moe train` does: script(lambda: train(run, callbacks=[Best()])).
     Errors that the user can fix are printed once, as one line. All ranks exit together, with the codes in moe/launch/exit_codes.py."""
-    sys.exit(run_as_rank(lambda rank_run: _carried_out(work)))
+    sys.exit(run_as_rank(lambda rank_run: carried_out(work)))
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
@@ -267,10 +267,10 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         flags: dict[str, Any] = {name: getattr(given, name) for name in same}
         train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
 
-    return _carried_out(work)
+    return carried_out(work)
 
 
-def _carried_out(work: Callable[[], object]) -> int:
+def carried_out(work: Callable[[], object]) -> int:
     """Run `work`, which trains; then destroy the process groups and return the exit code. If an error here was caused by another rank's
     error, the other rank's error is raised."""
     from moe.train.loop.trainer import Stopped

@@ -162,7 +162,7 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
 def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
     """Start the ranks by the warm process or the launcher. Return (process that ends after all ranks, ranks that are already known)."""
     world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
-    visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
+    visible = devices(launch.environment, nproc or 1, launcher=launch.launcher) if here else None
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from the GPUs in its arguments
     port = port_from(launch.environment, local=here)

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write {"verb", "commit", "hardware", "rows", "passed", "failed", **more} as JSON, with NaN and infinity as null. rows: one dict a
     result. failed: number of rows with "passed": False; passed: number of the other rows. Raises BadInput if the file cannot be written."""
-    import torch
+    from parallel.process.process import World
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = sum(row.get("passed") is False for row in rows)
-    value: dict[str, Any] = {"verb": verb, "commit": source_commit(), "hardware": hardware(device), "rows": [finite(row) for row in rows]}
-    value |= {"passed": len(rows) - failed, "failed": failed, **more}
+    value: dict[str, Any] = {"verb": verb, "commit": source_commit(), "hardware": hardware(World().device)}
+    value |= {"rows": [finite(row) for row in rows], "passed": len(rows) - failed, "failed": failed, **more}
     write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--json")
 
 

@@ -175,6 +175,7 @@ class Case:
     slices: int = 0  # reference: attention is merged from this number of sequence slices (moe/verify/in_parts.py); 0: torch's attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
+    kernels: str = "cpu"  # of the experts (experts.kernels)
     recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
 
     @property
@@ -188,6 +189,7 @@ class Case:
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
         parts += [f"replicas{self.replicas}" if self.engine.threads else ""]
+        parts += [f"{self.kernels}-kernels" if self.kernels != "cpu" else ""]
         parts += ["padded" if self.padded else "", "overflow" if self.overflow else ""]
         return " ".join(part for part in parts if part)
 

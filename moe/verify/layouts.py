@@ -53,22 +53,23 @@ def compute(
     case: Case,
     *,
     rank: int = 0,
-    kernels: str = "cpu",
+    kernels: str | None = None,
     meshes: dict[Degrees, Mesh] | None = None,
     tape: Tape | None = None,
     delayed_as: Case | None = None,
+    device: torch.device = _CPU,
 ) -> Result:
-    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). meshes:
-    meshes of earlier cases; tape: records the first steps; delayed_as: case with PipeDream or 2BW, whose older weights one process
-    uses for its gradients.
+    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). kernels:
+    instead of the case's; meshes: meshes of earlier cases; tape: records the first steps; delayed_as: case with PipeDream or 2BW, whose
+    older weights one process uses for its gradients.
     """
     run = check_run(case.run(), case.world)
-    run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
+    run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels or case.kernels})})
     degrees, meshes = run.mesh_degrees(), {} if meshes is None else meshes
     if degrees not in meshes:
-        meshes[degrees] = process.connect(degrees, process.World(rank, case.world))
+        meshes[degrees] = process.connect(degrees, process.World(rank, case.world, place=device.type))
     mesh = meshes[degrees]
-    model, layouts = build(run, mesh, device=_CPU)
+    model, layouts = build(run, mesh, device=device)
     if case.slices:
         in_slices(model, case)
     if case.parts > 1:  # after in_slices, because it copies the layers
@@ -83,11 +84,11 @@ def compute(
     if tape is not None:
         listen(model, tape)
     if case.delayed and case.pp > 1:
-        return _streamed(case, run, executor, mesh, tape)
-    return _stepped(case, run, executor, mesh, tape, _OlderWeights(executor.engine.module, delayed_as or case))
+        return _streamed(case, run, executor, mesh, tape, device)
+    return _stepped(case, run, executor, mesh, tape, _OlderWeights(executor.engine.module, delayed_as or case), device)
 
 
-def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: _OlderWeights) -> Result:
+def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: _OlderWeights, device: torch.device) -> Result:
     engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else {}
     lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
@@ -96,14 +97,14 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
     for step in range(STEPS):
         taped, spoilt, used = tape is not None and step < TAPED, case.overflow and step == OVERFLOWS, scale.value
         spoil["now"] = spoilt
-        tokens = shard.of_batch(batch(step, padded=case.padded, length=run.model.read_length, size=case.batch))
+        tokens = shard.of_batch(batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)).to(device)
         with older.at(step):
             numbers = accumulate(
                 executor, tokens, shard=shard, microbatches=case.microbatches, seed=run.train.seed, step=step, loss_scale=used
             )
         losses.append(numbers.loss)
         gradients = owned(engine, mesh, "gradient", used) if first is None or (taped and not spoilt) else {}
-        norm = finish(engine, numbers, world=world, scale=scale, lr=lr, clip_norm=clip_norm, device=_CPU)
+        norm = finish(engine, numbers, world=world, scale=scale, lr=lr, clip_norm=clip_norm, device=device)
         weights = _weights(engine, mesh) if first is None or taped else {}
         first = first or (numbers.balance_loss, norm.total, gradients, weights)
         if tape is not None and taped:
@@ -154,7 +155,7 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
     return {f"layers.{n.layer}.router": row(n) for n in numbers.layers}
 
 
-def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
+def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device) -> Result:
     """Run one step and drain the pipeline, then nine steps without draining. Gradients of step 0 are Adam's exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
     updates: list[Step] = []
@@ -163,7 +164,7 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
     steps: list[tuple[Numbers, GradientNorm]] = []
     first: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     for count in (1, STEPS - 1):
-        batches = [shard.of_batch(batch(len(steps) + n, length=case.length, size=case.batch)) for n in range(count)]
+        batches = [shard.of_batch(batch(len(steps) + n, length=case.length, size=case.batch)).to(device) for n in range(count)]
         how: dict[str, Any] = {"seed": run.train.seed, "step": len(steps), "rate": lambda n: run.optimizer.lr}
         steps += stream(executor, batches, schedule=schedule_of(run, batches=count), shard=shard, world=world, **how)
         first = first or (owned(engine, mesh, "exp_avg", 1 - run.optimizer.beta1), _weights(engine, mesh))
@@ -197,7 +198,7 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
     """This rank's part of all weights and of the routers' selection biases, by name (see `owned`)."""
-    biases = {name: bias_E.clone() for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
+    biases = {name: bias_E.to(_CPU, copy=True) for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
     return owned(engine, mesh, "weight", 1.0) | biases
 
 
@@ -212,7 +213,9 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
         if layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):
                 whole = found.setdefault(p.name, torch.zeros(p.shape))
-                whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = p.tensor.float() / scale
+                whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = (
+                    p.tensor.float().cpu() / scale
+                )
     return found
 
 
@@ -227,14 +230,14 @@ def run_world(
     that for eight; None: LIMIT_S.
     """
     left, loaded = list(chosen), {ENGINES[PLAIN].load}
-    limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
+    limit = limit_of(world, timeout_s)
     while left:
         left[0].engine.load()  # imported before ranks are forked, and only if a case needs it
         loaded.add(left[0].engine.load)
-        ready, done = _few_meshes(takewhile(lambda case: case.engine.load in loaded, left)), 0
+        ready, done = few_meshes(takewhile(lambda case: case.engine.load in loaded, left)), 0
         try:
-            for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=limit):
-                yield left[done], _gather(parts)
+            for parts in each_on_ranks(ran_by, world, ready, taped, inside, timeout_s=limit):
+                yield left[done], gathered(parts)
                 done += 1
         except RuntimeError as error:
             if done == len(ready):
@@ -244,7 +247,12 @@ def run_world(
         left = left[done:]
 
 
-def _few_meshes(cases: Iterable[Case]) -> list[Case]:
+def limit_of(world: int, timeout_s: float | None) -> float:
+    """Return the seconds that a case of `world` ranks may take."""
+    return (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
+
+
+def few_meshes(cases: Iterable[Case]) -> list[Case]:
     """The first cases of `cases`, as many as have meshes x ranks <= MESHES together, but at least one."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
@@ -256,21 +264,24 @@ def _few_meshes(cases: Iterable[Case]) -> list[Case]:
     return found
 
 
-def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
+def ran_by(
+    rank: int, chosen: list[Case], taped: bool, inside: Inside = nullcontext, *, device: torch.device = _CPU
+) -> Iterator[dict[str, Any]]:
+    """Yield this rank's result of each case, and its tape if `taped`, as values that processes can exchange."""
     meshes: dict[Degrees, Mesh] = {}  # shared by all cases, because process groups are never closed
     for case in chosen:
         tape = Tape.of(case) if taped else None
         with inside():
             try:
-                found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape))
+                found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape, device=device))
             except Exception as error:
                 error.add_note("" if tape is None else LAST + tape.last)
                 raise
         yield {"result": found, "tape": None if tape is None else plain(tape)}
 
 
-def _gather(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
-    """Return (result, tape or None) of a case from what `_ranks` yielded on each rank: sums tensors over ranks, and merges tapes."""
+def gathered(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
+    """Return (result, tape or None) of a case from what `ran_by` yielded on each rank: sums tensors over ranks, and merges tapes."""
     first = parts[0]["result"]
     for part in parts[1:]:
         for what in ("gradients", "weights"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,32 +27,41 @@ from moe.verify.hybrid import WORLD, as_json, covering, described
 from moe.verify.kinds import KINDS, cases, recipe_cases
 from moe.verify.layouts import Ran, run_world
 from moe.verify.small import known
+from moe.verify.started import run_started
 from moe.verify.table import Table
 from moe.verify.where import Standard, last_module
+from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.errors import BadInput, counted, cut
+from parallel.fixes import Set
+from parallel.process.process import gpus
 
 Say = Callable[[str], None]
+Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
+ALONE = {"cuda": ("triton", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of rows of one process
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
 
 
 def main(
     *,
-    nproc: int = 2,
+    nproc: int | None = None,
     json: str | None = None,
     only: str | None = None,
     kinds: str = ",".join(KINDS),
     timeout_s: float | None = None,
     go_on: bool = False,
     recipe: str | None = None,
+    device: str | None = None,
     say: Say = say_now,
 ) -> int:
-    """Run `moe verify`: print a table with a row for each layout of up to `nproc` processes. Returns 1 if a layout fails.
+    """Run `moe verify`: print a table with a row for each layout of up to `nproc` processes (None: 2). Returns 1 if a layout fails.
 
     kinds: comma-separated names of moe/verify/kinds.py. only: text that a row's layout, kind or precision contains. json: file of the
     table. timeout_s: limit for a layout of up to four ranks (None: 120), for eight ranks doubled. go_on: keep rows of the file that
-    passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. say: prints a line.
+    passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. device: "cuda" or "cpu": ranks are
+    started as `moe train` starts them, on this device; None: forked, on the CPU. say: prints a line.
     """
+    nproc = _nproc_on(device, nproc)
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     started = time.perf_counter()
     if recipe is None:
@@ -59,21 +69,23 @@ def main(
     else:
         kinds = ""
         found, notes = recipe_cases(recipe, nproc)
+    found = found if device is None else _with_kernels(found, device)
     chosen = [c for c in found if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
     if not chosen:
         layouts = ", ".join(dict.fromkeys(case.layout for case in found))
         raise BadInput("--only", got=only, needed=f"a part of a row's text: {cut(layouts)}", fix=f'--only "{found[0].layout}"')
     table = Table(chosen, json, go_on=go_on)
-    worlds = sorted({c.world for c in chosen})
+    worlds, run = sorted({c.world for c in chosen}), run_world if device is None else run_started
     expected: dict[Case, Expected] = {}
     twins = dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))  # in the order of the rows
+    ENGINES[PLAIN].load()  # imported before ranks are forked
     made = computed_in_background(list(twins))
     failed: list[tuple[Case, dict[str, Any]]] = []
     if go_on:
         say(table.begins(source_commit()))
     say(_line("layout", "kind", "world", "precision", *NUMBERS, "of bound", ""))
     for world in worlds:
-        for case, ran in run_world(table.left(world), world, timeout_s=timeout_s):
+        for case, ran in run(table.left(world), world, timeout_s=timeout_s):
             twin = twin_of(case)
             if twin not in expected:
                 expected[twin] = next(made)
@@ -84,7 +96,7 @@ def main(
             failed += [] if row["passed"] else [(case, row)]
             cells = [f"{row[n]:.1e}" for n in NUMBERS] + ["" if row["of_bound"] is None else f"{row['of_bound']:.2f}"]
             say(_line(row["layout"], row["kind"], world, row["precision"], *cells, "pass" if row["passed"] else "FAIL"))
-    _say_where(failed, expected, say)
+    _say_where(failed, expected, run, say)
     for line in (*notes, *_sums(table.rows, expected, nproc, time.perf_counter() - started)):
         say(line)
     pairs = covering() if "hybrid" in kinds.split(",") and nproc >= WORLD else None
@@ -92,6 +104,25 @@ def main(
         say(line)
     table.write(**({} if pairs is None else as_json(pairs)))
     return exit_codes.of(bool(table.rows) and not failed)
+
+
+def _nproc_on(device: str | None, nproc: int | None) -> int:
+    """Return the largest number of processes. Raises BadInput for an unknown device, and for more processes than GPUs."""
+    if device not in (None, *ALONE):
+        raise BadInput("--device", got=device, needed=f"one of {', '.join(ALONE)}", fix="--device cuda")
+    if device != "cuda":
+        return 2 if nproc is None else nproc
+    if not (found := gpus()):
+        raise BadInput("--device", got="cuda, but torch sees no GPU", needed="a GPU", fix="see: moe doctor" | Set("it", "cpu"))
+    if nproc is not None and nproc > found:
+        raise BadInput("--nproc", got=nproc, needed=f"at most the {counted(found, 'GPU')} of this machine", fix=f"--nproc {found}")
+    return min(2, found) if nproc is None else nproc
+
+
+def _with_kernels(found: list[Case], device: str) -> list[Case]:
+    """Return the cases for ranks on `device`: of one process with each kind of kernels, the others with those that the trainer takes."""
+    several = "auto" if device == "cuda" else Case.kernels
+    return [replace(case, kernels=k) for case in found for k in (ALONE[device] if case.world == 1 else [several])]
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
@@ -115,7 +146,7 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
     return row if share is None or share <= 1 else row | {"farthest": farthest}
 
 
-def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], say: Say) -> None:
+def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], run: Run, say: Say) -> None:
     """For each (case, table row) that failed, print its ranks' errors, or run it again on a tape and print where it first deviates."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
@@ -124,13 +155,13 @@ def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, E
         if "error" in row:
             say(row["error"])
             if not any(words in row["error"] for words in ("gave no result", "still running")):  # no rank was ended or hung
-                ((_, ran),) = run_world([case], case.world, taped=True)
+                ((_, ran),) = run([case], case.world, taped=True)
                 row["where"] = where = _where(case, ran, None, row)
         elif no_twin:
             say(f"{case.layout} {case.kind}: the plain twin does not implement this recipe, so the place of the fault is unknown")
         else:
             standard = standards.setdefault(twin, Standard(expected[twin]))
-            ((_, ran),) = run_world([case], case.world, taped=True)
+            ((_, ran),) = run([case], case.world, taped=True)
             row["where"] = where = _where(case, ran, standard, row)
         if "error" in row or not no_twin:
             say(f"first deviation in {case.layout} {case.kind} {case.precision}: {where}")

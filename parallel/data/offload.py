@@ -74,9 +74,10 @@ class Offload:
                 shutil.rmtree(left, ignore_errors=True)
         return SwapFolder(Path(self.path or "."), f"{prefix}{os.getpid()}-")
 
-    def sections(self, folder: str | None, *, largest: int) -> dict[str, Any]:
-        """Return keys of DeepSpeed's `zero_optimization`. `folder`: swap folder on the disk. `largest`: elements of the largest shard."""
-        pin = torch.cuda.is_available()  # page-locked memory speeds up copies to and from a GPU
+    def sections(self, folder: str | None, *, largest: int, device: torch.device) -> dict[str, Any]:
+        """Return keys of DeepSpeed's `zero_optimization`. `folder`: swap folder on the disk. `largest`: elements of the largest shard.
+        `device`: of the model."""
+        pin = device.type == "cuda"  # page-locked memory speeds up copies to and from a GPU
         found: dict[str, Any] = {}
         if self.optimizer != "none":
             found["offload_optimizer"] = {"device": self.optimizer, "pin_memory": pin}

@@ -78,7 +78,8 @@ class Zero(DeepSpeed):
     def __init__(
         self, model: nn.Module, stage: int, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None
     ) -> None:
-        deepspeed = start_deepspeed()
+        device = next(model.parameters()).device
+        deepspeed = start_deepspeed(device)
         self.rule = optimizer
         self.module, self.layouts, self.mesh = model, layouts, mesh
         self.parameters = dict(model.named_parameters())
@@ -86,7 +87,7 @@ class Zero(DeepSpeed):
         groups, self.groups = [group.settings for group in made], made
         self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
-        mpu, more = set_groups(mesh, layouts.values()), offload.sections(None, largest=0)
+        mpu, more = set_groups(mesh, layouts.values()), offload.sections(None, largest=0, device=device)
         if mesh.axis("pp").size > 1:
             more["overlap_comm"] = False  # `reduce` sums after the last micro-batch of all stages
         self.engine, _, _, _ = deepspeed.initialize(
@@ -94,7 +95,7 @@ class Zero(DeepSpeed):
             optimizer=optimizer.build(groups),
             dist_init_required=False,
             mpu=mpu,
-            config=settings(stage, more) | {"gradient_allreduce_op": "sum"},
+            config=settings(stage, more, device=device) | {"gradient_allreduce_op": "sum"},
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
@@ -228,10 +229,11 @@ def in_partition(number: int, master: Tensor, optimizer: torch.optim.Optimizer) 
         yield Held(f"partition {number}", kind, tensor)
 
 
-def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: no clipping, no loss scale, any optimizer. `more`: further keys of `zero_optimization`."""
+def settings(stage: int, more: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for a model on `device`: no clipping, no loss scale, any optimizer. `more`: further keys of
+    `zero_optimization`."""
     sharded = {"stage": stage, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
-    sharded["overlap_comm"] = torch.cuda.is_available()  # needs CUDA streams; without them it only costs a second buffer
+    sharded["overlap_comm"] = device.type == "cuda"  # needs CUDA streams; without them it only costs a second buffer
     sharded["use_multi_rank_bucket_allreduce"] = False  # sums each gradient on its owner only: half the bytes of an all-reduce
     return {
         "train_micro_batch_size_per_gpu": 1,

@@ -40,13 +40,13 @@ class ShardedInit:
     `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written."""
 
     def __init__(self, layouts: Layouts, mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload) -> None:
-        self.deepspeed = start_deepspeed()
+        self.deepspeed = start_deepspeed(device)
         self.layouts, self.device, self.fill = layouts, device, fill
         self.mpu = set_groups(mesh, layouts.values())
         self.folder, self.mesh = offload.folder(), mesh
         largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / data_axis(layout, mesh).size) for layout in layouts.values())
-        sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest)
-        self.settings = settings(3, _LIMITS | sections)
+        sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest, device=device)
+        self.settings = settings(3, _LIMITS | sections, device=device)
 
     def __call__(self, model: nn.Module) -> None:
         cut = self._cutter()

@@ -32,6 +32,7 @@ from parallel.watch import watchdog
 from parallel.watch.meet import NotMet, meet
 
 _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 addresses are in /proc/net/if_inet6
+_OF_NCCL = "NCCL_SOCKET_IFNAME"
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default
 
 _NAMES = {
@@ -44,7 +45,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class World:
-    """One process of `size`, `local_size` of which are on this machine. `place`: "cpu" or "cuda"; None: cuda if torch sees a GPU."""
+    """One process of `size`, `local_size` of which are on this machine. `place`: "cpu" or "cuda"; None: cuda if there is a GPU (`gpus`)."""
 
     rank: int = 0
     size: int = 1
@@ -54,8 +55,20 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        place = self.place or ("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(place, self.local_rank) if place == "cuda" else torch.device(place)
+        place = self.place or ("cuda" if gpus() else "cpu")
+        return torch.device(place, gpu_of(self.local_rank, gpus())) if place == "cuda" else torch.device(place)
+
+
+def gpus() -> int:
+    """Return the number of GPUs that this process may use; 0 if DS_ACCELERATOR is cpu. Only this function asks torch."""
+    hidden = os.environ.get("DS_ACCELERATOR") == "cpu"
+    return torch.cuda.device_count() if not hidden and torch.cuda.is_available() else 0
+
+
+def gpu_of(local_rank: int, visible: int) -> int:
+    """Return the index of a rank's GPU among its `visible` GPUs. A launcher shows all ranks the same GPUs, or each rank its own.
+    If ranks share a GPU after all, they find out when they meet (parallel/watch/meet.py)."""
+    return local_rank % max(1, visible)
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
@@ -86,7 +99,8 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none.
 
     `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
-    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect."""
+    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect, and BadInput if
+    ranks share a GPU."""
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
@@ -98,14 +112,18 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
         what, needed = f"MASTER_PORT on rank {world.rank}", "a port from 1 to 65535, the same on all ranks"
         raise BadInput(what, got=port or "nothing", needed=needed, fix="set it to 29500")
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
+    backend, device = "gloo", "cpu"
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    backend = "nccl" if world.device.type == "cuda" else "gloo"
+        backend, device = "nccl", str(torch.cuda.get_device_properties(world.device).uuid)
     limit_s = timeout_s or LIMITS_S[backend]
-    problem = wrong_interface(os.environ) if backend == "gloo" else ""
-    store = meet(world.rank, world.size, environment=os.environ, timeout_s=watchdog.FIRST * limit_s, problem=problem)
-    if backend == "gloo" and (found := interface_to(os.environ["MASTER_ADDR"])):
+    problem, wait_s = wrong_interface(os.environ, backend), watchdog.FIRST * limit_s
+    store = meet(world.rank, world.size, environment=os.environ, timeout_s=wait_s, problem=problem, device=device)
+    found = interface_to(os.environ["MASTER_ADDR"])
+    if found and backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+    elif found and found != "lo":  # NCCL leaves lo out by itself, and must: on rank 0's machine a name may have a loopback address
+        os.environ.setdefault(_OF_NCCL, f"={found}")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     record = Record(world.rank)
     record.enter("joining the process group", patience=watchdog.FIRST)
@@ -130,16 +148,20 @@ def _not_connected(error: RuntimeError, world: World) -> Exception:
     return watchdog.ended_by(own) or NotMet(str(own))
 
 
-def wrong_interface(environment: Mapping[str, str]) -> str:
-    """Return an error in one line if GLOO_SOCKET_IFNAME names an interface that this machine does not have, else ""."""
-    asked, here = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
-    absent = [name for name in asked.split(",") if name and name not in here]
-    if not absent:
+def wrong_interface(environment: Mapping[str, str], backend: str = "gloo") -> str:
+    """Return an error in one line if the backend's variable names an interface that this machine does not have, else "". GLOO_SOCKET_IFNAME
+    has names, all of which gloo needs. NCCL_SOCKET_IFNAME has prefixes, names after "=", or after "^" what to avoid; NCCL needs one."""
+    variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else _OF_NCCL
+    asked, here = environment.get(variable, ""), [name for _, name in socket.if_nameindex()]
+    named = [name for name in asked.lstrip("=").split(",") if name]
+    prefixes = backend == "nccl" and not asked.startswith("=")
+    found = [name for name in named if any(one.startswith(name) if prefixes else one == name for one in here)]
+    if not named or asked.startswith("^") or (found if backend == "nccl" else found == named):
         return ""
-    found = interface_to(environment["MASTER_ADDR"])
-    by_it = f", which is {found} here" if found else ""
+    reaching = interface_to(environment["MASTER_ADDR"])
+    by_it = f", which is {reaching} here" if reaching else ""
     return (
-        f"GLOO_SOCKET_IFNAME: got {asked}, needed interfaces of this machine ({', '.join(here)}); "
+        f"{variable}: got {asked}, needed interfaces of this machine ({', '.join(here)}); "
         f"fix: unset it, then the interface that reaches MASTER_ADDR is used{by_it}"
     )
 

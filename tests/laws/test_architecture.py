@@ -280,6 +280,13 @@ def test_the_environment_is_read_where_it_is_listed() -> None:
     check(wrong, "pass the value in, or add the file to READS_THE_ENVIRONMENT with its reason")
 
 
+def test_one_file_asks_torch_for_gpus() -> None:
+    """Other files get a device from the world, an argument or a tensor, so a run that is told to use the CPU uses no GPU."""
+    asks = re.compile(r"\bcuda\.(is_available|device_count)\b")
+    found = [path for path in python_files(*PACKAGES) if asks.search(path.read_text())]
+    assert [path.relative_to(ROOT).as_posix() for path in found] == ["parallel/process/process.py"]
+
+
 def test_no_path_of_one_machine() -> None:
     homes = re.compile(r"(?<![\w.])/(home|Users)/[\w.-]+|(?<![\w.])/root/[\w.-]+|\b[A-Z]:\\\\?Users\b")
     here = [str(folder) for folder in (ROOT, Path.home()) if len(folder.parts) > 2]

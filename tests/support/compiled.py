@@ -9,6 +9,7 @@ machine code, as a launch would do. Nothing is computed, so results are undefine
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -68,27 +69,30 @@ def compile_instead(kernel: Any, capability: int) -> Any:
 
 
 def report(name: str, compiled: Any, num_warps: int) -> None:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
-    ptx = compiled.asm["ptx"]
-    print(
-        json.dumps(
-            {
-                "kernel": name,
-                "warps": num_warps,
-                "shared": compiled.metadata.shared,
-                "registers": found["REG"],
-                "spilled": found["STACK"] + found["LOCAL"],
-                "tensor_cores": bool(re.search(r"wgmma|mma\.sync", ptx)),
-                "tf32": "tf32" in ptx,
-            }
-        ),
-        flush=True,
-    )
+    ptx, target = compiled.asm["ptx"], compiled.metadata.target.arch
+    said = assembled(ptx, target)
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    found: dict[str, Any] = {"kernel": name, "warps": num_warps, "stages": compiled.metadata.num_stages}
+    found |= {
+        "shared": compiled.metadata.shared,
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
+        "spilled": sum(spills),
+    }
+    found["warnings"] = sorted(set(re.findall(r"\bC7\d{3}\b", said)))
+    found |= {"tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05\.mma", ptx)), "tf32": "tf32" in ptx}
+    print(json.dumps(found), flush=True)
+
+
+def assembled(ptx: str, capability: int) -> str:
+    """Return what ptxas says of a kernel: registers, bytes spilled, and warnings such as C7510 for serialised tensor core products."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        name = re.search(r"^\.target (\w+)", ptx, flags=re.M)
+        assert name is not None
+        command = [tool, "-v", f"--gpu-name={name[1]}", file, "-o", os.devnull]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def route(*, tokens: int, num_experts: int, k: int) -> None:
@@ -126,6 +130,7 @@ def main(capability: int) -> None:
     for module in (network, rows, routing):
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
+    device._l2_bytes = lambda _: 50 * 2**20  # type: ignore[assignment]
     route(tokens=120, num_experts=60, k=3)
     compute(
         torch.bfloat16, fused=True, tokens=1024, num_experts=4, k=3, width=256, hidden=512, ffn="swiglu"

@@ -52,7 +52,6 @@ def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    patch.setattr(torch.cuda, "is_available", lambda: False)  # ranks are gloo forks on every machine
     patch.setattr(ending, "matmul_flops", lambda run, device: 1e9)
     patch.setattr(trainer, "check_precision", lambda run, world: None)  # fp16 is tested on processors that emulate it, too
     patch.setattr(ending, "sample", lambda *_, **__: "text")

@@ -37,13 +37,14 @@ def main(words: list[str] | None = None) -> int:
 
 
 def measure(minutes: float, file: Path) -> int:
-    import torch
+    from parallel.process.process import World
 
-    if not torch.cuda.is_available():
+    device = World().device
+    if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is loaded
     from moe.bench.gpu.part import Machine
 
-    machine = Machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    machine = Machine(device)
     done: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if done and done.get("device") != machine.name:
         print(

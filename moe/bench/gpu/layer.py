@@ -38,7 +38,7 @@ SHAPES = {
 }
 H100_TF_PER_S = 800.0  # of a large bf16 product
 FILL = 8
-KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradients": "weights"}  # function in network.py -> name on the page
+KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}  # function in network.py -> name on the page
 TIMES = {True: 10, False: 1}  # passes
 
 

@@ -28,6 +28,7 @@ from moe.bench.timing import chosen_peers, conclude, in_turn, peak_bytes, ratio
 from moe.kernels import choose
 from parallel.errors import BadInput
 from parallel.process.libc import keep_freed_memory
+from parallel.process.process import World
 
 SHAPES = {
     "cpu": (
@@ -76,7 +77,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     """`moe bench dispatch`. Returns 1 if a peer's output differs from ours (see `_same`). Speed is only reported."""
     chosen = chosen_peers(peers, list(dict.fromkeys(name for family in PEERS.values() for name in family)))
     keep_freed_memory()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = World().device
     dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
     balanced = [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes]
     cases = [case for one in balanced for case in (one, replace(one, routing="skewed")) if only is None or only in _label(case)]

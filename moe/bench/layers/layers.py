@@ -198,7 +198,7 @@ def grouped_mm(case: LayerCase) -> Pass:
 
 def deepspeed(case: LayerCase) -> Pass:
     """DeepSpeed's MoE layer: with capacity factor 1 if routing is balanced, else dropless (padded to the expert with most rows)."""
-    moe = _deepspeed("moe.layer")
+    moe = _deepspeed("moe.layer", case.device)
     s, balanced = case.shape, case.routing == "balanced"
     expert = nn.Sequential(nn.Linear(s.width, s.hidden, bias=False), nn.ReLU(), nn.Linear(s.hidden, s.width, bias=False))
     options: dict[str, Any] = {"drop_tokens": balanced, "use_rts": False, "top2_2nd_expert_sampling": False}
@@ -213,11 +213,11 @@ def deepspeed(case: LayerCase) -> Pass:
     return Pass(list(layer.parameters()), lambda x: layer(x)[0], case.inputs().unsqueeze(0), case.gradient())
 
 
-def _deepspeed(name: str) -> ModuleType:
-    """Start DeepSpeed in this process and import its module `name`."""
+def _deepspeed(name: str, device: torch.device) -> ModuleType:
+    """Start DeepSpeed in this process, for a model on `device`, and import its module `name`."""
     from parallel.data.deepspeed import start_deepspeed
 
-    start_deepspeed()
+    start_deepspeed(device)
     return import_module(f"deepspeed.{name}")
 
 
@@ -259,7 +259,8 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 def deepspeed_autoep(case: LayerCase) -> Pass:
     """The layer by which DeepSpeed's AutoEP replaces transformers' Mixtral block, built without AutoEP's engine."""
     # the engine of DeepSpeed 0.19.8 fails with transformers 5.23
-    auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
+    names = ("auto_ep", "auto_ep_config", "auto_ep_layer")
+    auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}", case.device) for name in names)
     from transformers import MixtralConfig, MixtralForCausalLM
 
     s = case.shape

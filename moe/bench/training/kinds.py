@@ -122,7 +122,7 @@ def _deepspeed(started: Training, rank: int) -> Step:
     config.pop("gradient_allreduce_op", None)  # without this key, DeepSpeed averages gradients
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": started.run.optimizer.clip_norm or 0.0}
     optimizer = adamw_of(started.run, model.named_parameters())
-    engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
+    engine, *_ = start_deepspeed(CPU).initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
     return deepspeed_step(engine, lambda number: _loss(engine, rank, number))
 
 

@@ -114,7 +114,9 @@ def load_engines(kinds: list[ShardedKind]) -> None:
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Training:
     """Start training on this rank with a recipe (section -> key -> value), for a peer in DeepSpeed's own engine. Collective."""
     peer = partial(DeepSpeedAlone, stage=kind.stage) if kind.is_peer else None
-    return Training.start(values, World(rank, ranks), peer=cast(Peer | None, peer))  # it has the methods that a training step calls
+    return Training.start(
+        values, World(rank, ranks, place="cpu"), peer=cast(Peer | None, peer)
+    )  # it has the methods that a training step calls
 
 
 def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -140,7 +142,8 @@ class DeepSpeedAlone:
         settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}
         settings |= {"bf16": {"enabled": True}, "zero_optimization": zero}
         optimizer = adamw_of(run, model.named_parameters())
-        self.engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
+        package = start_deepspeed(torch.device("cpu"))
+        self.engine, *_ = package.initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
 
     def forward(self, *args: Any, last: bool) -> Any:
         return self.engine(*args)

@@ -128,7 +128,7 @@ def _deepspeed(rank: int, precision: str) -> Step:
     """Return a training step with DeepSpeed's MoE layers in DeepSpeed's engine, without ZeRO; in bf16 it has fp32 master weights."""
     from parallel.data.deepspeed import start_deepspeed
 
-    package = start_deepspeed()
+    package = start_deepspeed(torch.device("cpu"))
     from deepspeed.moe.layer import MoE
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 

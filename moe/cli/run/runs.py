@@ -15,7 +15,7 @@ from parallel.errors import BadInput
 
 
 def verify(flags: Verify, _: dict[str, str]) -> int:
-    if flags.nproc < 1:
+    if flags.nproc is not None and flags.nproc < 1:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.timeout_s is not None and not 0 < flags.timeout_s < float("inf"):
         raise BadInput("--timeout_s", got=flags.timeout_s, needed="seconds, more than 0", fix="--timeout_s 600")
@@ -23,6 +23,8 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         needed = "no --kinds: the recipe decides which methods run"
         raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed=needed, fix="remove --kinds")
     given = dataclasses.asdict(flags)
+    if flags.device != "cuda":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # on a machine with a GPU too, in this process and all that it starts
     if given.pop("debug_collectives"):
         from parallel.mesh.debug_collectives import DEBUG
 

@@ -78,6 +78,19 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
     return Tile(m, n, k, warps, stages=max(1, min(4, (_shared_bytes(device) - _SPARE_BYTES) // each)))
 
 
+def cached_rows(t: Tile, rows: int, like: Tensor) -> int:
+    """Return how many row tiles of a weight gradient, summed over `rows` rows in the dtype of `like`, fit in half of the L2 cache with all
+    that they read of the left operand; at least `t.group`. The right operand's columns then pass them once."""
+    if INTERPRETED:
+        return t.group
+    return max(t.group, _l2_bytes(like.device) // 2 // (t.m * max(rows, 1) * like.dtype.itemsize))
+
+
+@cache
+def _l2_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
 @cache
 def _shared_bytes(device: torch.device) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])

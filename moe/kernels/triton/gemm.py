@@ -245,35 +245,41 @@ def _back_half(
     return part_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group"])
 def weights(
-    left, right, right_too, out, out_too, left_choice, right_choice, ends, choices, height, width,
+    left, right, out, left_choice, right_choice, ends, choices, height, width, group,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute out[e] = left^T right over expert e's rows, zero if it has none, and out_too[e] = left^T right_too if that is given.
-    `left_choice`, `right_choice`: the flat choice of each row, if the operand has tokens. `ends` [E]: end of each expert's rows.
+    """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: the flat choice of each row,
+    if the operand has tokens. `ends` [E]: end of each expert's rows. `group`: see `in_group`.
     """
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = program // (rows * columns)
-    m_M = program // columns % rows * BLOCK_M + tl.arange(0, BLOCK_M)
-    n_N = program % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, column = in_group(program % (rows * columns), rows, columns, group)
+    m_M = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    too_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(begin, end, BLOCK_K):
-        row_K = first + tl.arange(0, BLOCK_K)
-        left_MK = tl.trans(_expert_rows(left, _source(left_choice, row_K, end, choices), row_K < end, m_M, height, EVEN))
-        right_K = _source(right_choice, row_K, end, choices)
+    row_K = begin + tl.arange(0, BLOCK_K)
+    left_K, right_K = _source(left_choice, row_K, end, choices), _source(right_choice, row_K, end, choices)
+    for _ in range(begin, end, BLOCK_K):
+        left_MK = tl.trans(_expert_rows(left, left_K, row_K < end, m_M, height, EVEN))
         sum_MN = _dot(left_MK, _expert_rows(right, right_K, row_K < end, n_N, width, EVEN), sum_MN)
-        if right_too is not None:
-            too_MN = _dot(left_MK, _expert_rows(right_too, right_K, row_K < end, n_N, width, EVEN), too_MN)
+        row_K += BLOCK_K  # the next block's choices are loaded one block ahead, so that its rows need not wait for them
+        left_K, right_K = _source(left_choice, row_K, end, choices), _source(right_choice, row_K, end, choices)
     at_MN = expert.to(tl.int64) * height * width + m_M.to(tl.int64)[:, None] * width + n_N[None, :]
-    mask_MN = (m_M < height)[:, None] & (n_N < width)[None, :]
-    put(out + at_MN, sum_MN, mask_MN)
-    if right_too is not None:
-        put(out_too + at_MN, too_MN, mask_MN)
+    put(out + at_MN, sum_MN, (m_M < height)[:, None] & (n_N < width)[None, :])
+
+
+@triton.jit
+def in_group(tile, rows, columns, group):
+    """Return the row and the column of a matrix's tile. `group` rows of tiles pass all columns together; what they read stays in the L2."""
+    number = tile // (group * columns)
+    size = tl.minimum(rows - number * group, group)
+    inside = tile % (group * columns)
+    return number * group + inside % size, inside // size
 
 
 @triton.jit

@@ -10,6 +10,7 @@ Products gather rows as they load them, so there is no permuted copy. Gradients 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from moe.kernels.activation import Activation
 from moe.kernels.network import Matrices, Network
 from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
-from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
+from moe.kernels.triton.device import Tile, cached_rows, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
@@ -138,24 +139,21 @@ def back(
     return grad_h, grad_g, a_gated, grad_gate.view_as(gate_TK)
 
 
-def weight_gradients(
-    left: Tensor, right: Tensor, right_too: Tensor | None, like: Tensor, rows: Rows, *, gathered: str
-) -> tuple[Tensor, Tensor | None]:
-    """Return left^T right and left^T right_too of each expert, in the shape and dtype of the weight `like`.
+def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, gathered: str) -> Tensor:
+    """Return left^T right of each expert, in the shape and dtype of the weight `like`.
     `gathered`: the operand that has tokens: left, right or neither.
     """
     height, width = like.shape[1:]
-    t = tile(most_rows(left.dtype), left.dtype, left.device, products=1 if right_too is None else 2, epilogue=False)
-    out, out_too = like.new_empty(like.shape), None if right_too is None else like.new_empty(like.shape)
+    t = tile(most_rows(left.dtype), left.dtype, left.device, products=1, epilogue=False)
+    out = like.new_empty(like.shape)
     with on(left):
         gemm.weights[(len(like) * triton.cdiv(height, t.m) * triton.cdiv(width, t.n),)](
-            *(left, right, right_too, out, out_too),
-            *(rows.choice_R if gathered == side else None for side in ("left", "right")),
-            *(rows.ends_E, rows.choices, height, width),
+            *(left, right, out, *(rows.choice_R if gathered == side else None for side in ("left", "right"))),
+            *(rows.ends_E, rows.choices, height, width, cached_rows(t, rows.number // len(like), left)),
             EVEN=height % t.m == 0 and width % t.n == 0,
             **t.launch,
         )
-    return out, out_too
+    return out
 
 
 def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
@@ -163,8 +161,8 @@ def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, r
     if like is None:
         return None, None
     ones = grad_h.new_ones(rows.number, 1)
-    of_h, of_g = weight_gradients(ones, grad_h, grad_g, like.unsqueeze(1), rows, gathered="neither")
-    return of_h.squeeze(1), None if of_g is None else of_g.squeeze(1)
+    of_h, of_g = (None if g is None else weight_gradient(ones, g, like.unsqueeze(1), rows, gathered="neither") for g in (grad_h, grad_g))
+    return None if of_h is None else of_h.squeeze(1), None if of_g is None else of_g.squeeze(1)
 
 
 class _Network(torch.autograd.Function):
@@ -194,10 +192,10 @@ class _Network(torch.autograd.Function):
         if pending is not None:
             pending.add(deferrable, partial(_deferred_gradients, weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows))
         elif ctx.needs_input_grad[7]:
-            grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
+            grad_w2 = weight_gradient(a_gated, grad_out, w2, rows, gathered="right")
         del a_gated
         if pending is None and (ctx.needs_input_grad[6] or ctx.needs_input_grad[8]):
-            grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
+            grad_w1, grad_w3 = _first_gradients(x_TD, (grad_h, grad_g), w1, rows)
         if ctx.needs_input_grad[0]:
             w_too = None if w3 is None else _cast(w3, x_TD)
             grad_x = product(grad_h, _cast(w1, x_TD), rows, turned=True, a_too=grad_g, w_too=w_too)
@@ -209,9 +207,14 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_TD: Tensor, a_gated: Tensor, grad_out: Tensor, grad_h: Tensor, grad_g: Tensor | None, rows: Rows
 ) -> tuple[Tensor | None, ...]:
-    grad_w2, _ = weight_gradients(a_gated, grad_out, None, weights[1], rows, gathered="right")
-    grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, weights[0], rows, gathered="left")
+    grad_w2 = weight_gradient(a_gated, grad_out, weights[1], rows, gathered="right")
+    grad_w1, grad_w3 = _first_gradients(x_TD, (grad_h, grad_g), weights[0], rows)
     return (grad_w1, grad_w2) if weights[2] is None else (grad_w1, grad_w2, grad_w3)
+
+
+def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
+    """Return the gradients of w1 and w3, which is None without a gate, from dH and dG."""
+    return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:

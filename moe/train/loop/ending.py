@@ -56,7 +56,7 @@ def finish(job: Job) -> dict[str, Any]:
         "train_seconds": seconds,
         "dropped_share": dropped,
         "dropped_share_last": dropped_last,
-        "peak_memory_bytes": peak_memory_bytes(job.mesh),
+        "peak_memory_bytes": peak_memory_bytes(job.mesh, job.world.device),
         "state_bytes": None if figures.measured is None else figures.measured.largest_states(job.mesh),
         "predicted": None if figures.measured is None else figures.measured.against(figures.predicted, job.mesh),
         "parameters_total": costs.total,

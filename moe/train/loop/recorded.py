@@ -60,7 +60,7 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,
-        "memory_bytes": peak_memory_bytes(job.mesh),
+        "memory_bytes": peak_memory_bytes(job.mesh, job.world.device),
         "loss_scale": scale,
         "skipped": not norm.finite,
         "skipped_total": c.skipped,

@@ -105,7 +105,8 @@ def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, prof
     figures = job.figures
     figures.predicted, figures.measured = predicted, Measured(arguments.world)
     if profile and first_of_its_stage(job.mesh):
-        figures.recording = Recording(arguments.out / "profile", f"rank-{arguments.world.rank}", note=job.progress.note)
+        name, device = f"rank-{arguments.world.rank}", arguments.world.device
+        figures.recording = Recording(arguments.out / "profile", name, note=job.progress.note, device=device)
     with asked_to_stop() as asked:
         try:
             with planned_clocks(run, job.training.executor, job.mesh, arguments.world, note=job.progress.note):

@@ -42,11 +42,11 @@ class Spent(NamedTuple):
 
 class Recording:
     """Profiler of a few steps, which the loop runs with `of`. It writes its files after RECORDED steps, then is idle. name: stem of the
-    files, such as rank-0. note: prints a line for the user."""
+    files, such as rank-0. note: prints a line for the user. device: of the run; kernels are recorded if it is a GPU."""
 
-    def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, name: str, *, note: Callable[[str], None], device: torch.device) -> None:
         self.folder, self.name, self.note = folder, name, note
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
         self._profiler: profile | None = profile(activities=activities)
         self._done, self._recorded = 0, list[int]()  # steps made; steps in each recorded call of work
 

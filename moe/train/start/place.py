@@ -99,23 +99,22 @@ def _renamed(folder: Path, after: int | None) -> Path | None:
     return aside
 
 
-def own_peak_bytes() -> float:
-    """Return the peak bytes of this process so far: allocated on the GPU, or resident if there is none."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
+def own_peak_bytes(device: torch.device) -> float:
+    """Return the peak bytes of this process so far: allocated on the GPU `device`, or resident if it is a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def maxima(values: Sequence[float], mesh: Mesh) -> list[float]:
-    """Return the maximum over ranks of each value. Collective."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def maxima(values: Sequence[float], mesh: Mesh, device: torch.device) -> list[float]:
+    """Return the maximum over ranks of each value, sent as a tensor on `device`. Collective."""
     return max_over(torch.tensor(values, dtype=torch.float64, device=device), mesh.axis("world")).tolist()
 
 
-def peak_memory_bytes(mesh: Mesh) -> float:
+def peak_memory_bytes(mesh: Mesh, device: torch.device) -> float:
     """Return the maximum of the ranks' peak bytes. Collective."""
-    return maxima([own_peak_bytes()], mesh)[0]
+    return maxima([own_peak_bytes(device)], mesh, device)[0]
 
 
 @contextmanager

@@ -99,8 +99,9 @@ class Measured:
     all its states; later, saves and evaluations would count too. Create it when the model and its engine exist."""
 
     def __init__(self, world: World) -> None:
+        self.device = world.device
         # bytes of a CPU process other than tensors; 0 on a GPU, where torch counts tensors alone
-        self.beside = 0.0 if world.device.type == "cuda" else resident_bytes() - _tensor_bytes()
+        self.beside = 0.0 if self.device.type == "cuda" else resident_bytes() - _tensor_bytes()
         self.peak_bytes = 0.0
         self.state_bytes = dict.fromkeys(PARTS, 0)  # kind of state -> most bytes after a step
         self.seconds: list[float] = []  # seconds of each step
@@ -118,7 +119,7 @@ class Measured:
     def after_step(self, seconds: float, engine: Engine) -> None:
         """Record the seconds of a step. Count the peak of memory, and the bytes of parameters and optimizer states."""
         if self._counts_memory:
-            self.peak_bytes = own_peak_bytes()
+            self.peak_bytes = own_peak_bytes(self.device)
             held = list(engine.tensors())
             read = storages([*engine.module.parameters(), *(each.tensor for each in held if each.kind == "working weight")])
             if not read:  # the model has no weights between passes (they are gathered), so the engine's shards count
@@ -132,12 +133,13 @@ class Measured:
 
     def largest_states(self, mesh: Mesh) -> dict[str, int] | None:
         """Return {kind of model state: most bytes on any rank}; None if no step was made. Collective."""
-        most = maxima(list(self.state_bytes.values()), mesh)
+        most = maxima(list(self.state_bytes.values()), mesh, self.device)
         return {part: int(size) for part, size in zip(PARTS, most, strict=True)} if any(most) else None
 
     def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
         """Return prediction and measurements (maxima over ranks) for the summary; None if either is missing. Collective."""
-        memory_bytes, beside_bytes, step_seconds = maxima([self.peak_bytes, self.beside, median(self.seconds or [0.0])], mesh)
+        measured = [self.peak_bytes, self.beside, median(self.seconds or [0.0])]
+        memory_bytes, beside_bytes, step_seconds = maxima(measured, mesh, self.device)
         if found is None or not self.seconds:
             return None
         return prediction.compared(found, memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe.checks.begins import no_base
@@ -30,6 +29,7 @@ from moe.train.start.state import EXTRA, check_values, global_layouts, load_extr
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box
 from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.process import World
 from parallel.store import checkpoint
 from parallel.store.stored import Reader, check_same_parameters
 
@@ -57,8 +57,7 @@ def restore(path: Path) -> Transformer:
     """Return the model of a checkpoint, with adapters merged into it, in evaluation mode. Raises BadInput."""
     mesh, reader = Mesh.of(Degrees()), whole(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, layouts = build(run, mesh, device=device, table=reader.state.get(hash_table.STATE))
+    model, layouts = build(run, mesh, device=World().device, table=reader.state.get(hash_table.STATE))
     check_same_parameters(reader, global_layouts(layouts))
     for name, parameter in model.named_parameters():
         stored = reader.load(global_name(name), "weight", layouts[name], mesh)

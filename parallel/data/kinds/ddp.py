@@ -25,9 +25,10 @@ def start_dp(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
     from parallel.data.ddp import DDP
     from parallel.data.dp import Replicas
+    from parallel.process.process import gpus
 
     first = next(model.parameters()).device
-    apart = first.type == "cuda" and torch.cuda.device_count() >= setup.replicas
+    apart = first.type == "cuda" and gpus() >= setup.replicas
     devices = [torch.device("cuda", i) if apart else first for i in range(setup.replicas)]
     replicas = Replicas(model, devices=devices, scatter=setup.scatter, gather=setup.gather)
     return DDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, forward=replicas)

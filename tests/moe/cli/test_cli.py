@@ -284,7 +284,16 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     assert cli.main(["generate", "runs/a", "--tokens", "5"]) == 0
     assert cli.main(["report", "runs/a"]) == 0
     kinds = "data,expert,tensor,sequence,pipeline,hybrid"
-    asked = {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": kinds, "timeout_s": None, "go_on": False, "recipe": None}
+    asked = {
+        "nproc": None,
+        "json": "f.json",
+        "only": "ep 2",
+        "kinds": kinds,
+        "timeout_s": None,
+        "go_on": False,
+        "recipe": None,
+        "device": None,
+    }
     assert cli.main(["verify", "--only", "ep 2", "--json", "f.json"]) == 0
     assert cli.main(["bench", "how-fast", "--steps", "4"]) == 0
     assert called == [

@@ -33,6 +33,7 @@ from moe.kernels.triton import network  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 # T tokens, K choices, R rows, E experts, D model, F hidden; T, D and F are more than one tile, and no multiple of one
 T, E, D, F = 37, 5, 36, 44
 FFNS = ["relu", "gelu", "geglu", "swiglu"]

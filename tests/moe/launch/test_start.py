@@ -611,8 +611,9 @@ def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() ->
 def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """`BEFORE_TORCH` is set in ranks of `moe train`, in ranks of another launcher, and in a command that computes in its own process."""
     ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "GOMP_SPINCOUNT": "10000"}
-    users = {"LRU_CACHE_CAPACITY": "7", "GOMP_SPINCOUNT": "5"}
-    policy = {"OMP_WAIT_POLICY": "active"}  # GOMP_SPINCOUNT would override it, and must not be set
+    ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    users = {"LRU_CACHE_CAPACITY": "7", "GOMP_SPINCOUNT": "5", "PYTORCH_ALLOC_CONF": "backend:native"}
+    policy = {"OMP_WAIT_POLICY": "active", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}  # ours would override them
 
     def rank(given: dict[str, str]) -> Mapping[str, str]:
         return environment.child_environment(given, nproc=2)
@@ -633,7 +634,7 @@ def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(
         assert ours.items() <= made({}).items()
         assert (ours | users).items() <= made(users).items()
         env = made(policy)
-        assert policy.items() <= env.items() and "GOMP_SPINCOUNT" not in env
+        assert policy.items() <= env.items() and not {"GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF"} & env.keys()
 
 
 @pytest.mark.parametrize("hard", [20, 500])
@@ -659,8 +660,22 @@ def test_deepspeed_gets_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatc
     assert environment.devices({}, 2) is None
     with pytest.raises(BadInput, match="at most the 1 GPU of"):
         environment.devices({"CUDA_VISIBLE_DEVICES": "2"}, 2)
-    with pytest.raises(BadInput, match="--launcher torchrun"):
-        environment.devices({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, 2)
+    for names in ("GPU-1,GPU-2", "MIG-1,MIG-2"):
+        named = {"CUDA_VISIBLE_DEVICES": names}
+        with pytest.raises(BadInput, match="--launcher torchrun"):
+            environment.devices(named, 1)
+        assert environment.devices(named, 1, launcher="torchrun") is None
+    with pytest.raises(BadInput, match="at most the 1 GPU of CUDA_VISIBLE_DEVICES=MIG-1,MIG-2; fix: --nproc 1"):
+        environment.devices(named, 2, launcher="torchrun")
+
+
+def test_without_a_visible_gpu_all_processes_of_a_launch_use_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES again, so ranks would find GPUs that the user has hidden, but for DS_ACCELERATOR."""
+    monkeypatch.setattr(environment, "version_of", lambda _: "2.13.0")
+    monkeypatch.setattr("pathlib.Path.exists", lambda _: True)
+    assert environment.has_gpu({}) and not environment.has_gpu({"DS_ACCELERATOR": "cpu"})
+    for hidden in ("", "-1"):
+        assert environment.child_environment({"CUDA_VISIBLE_DEVICES": hidden}, 2)["DS_ACCELERATOR"] == "cpu"
 
 
 def test_hostfile_counts_the_world(tmp_path: Path) -> None:

@@ -603,7 +603,7 @@ def test_a_fault_is_caught(
     if placed := fault in PLACED or case.kind == "fsdp":
         assert standard.tape.steps and standard.allowed
     elif fault is not one_rank_fails:
-        monkeypatch.setattr(verify, "_say_where", lambda failed, expected, say: None)
+        monkeypatch.setattr(verify, "_say_where", lambda *_: None)
     monkeypatch.setattr(verify, "Expected", SimpleNamespace(of=lambda twin: as_it_should_be(twin).expected))
     monkeypatch.setattr(verify, "Standard", lambda expected: as_it_should_be(expected.twin))
     fault(monkeypatch)

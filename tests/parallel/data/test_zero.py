@@ -26,7 +26,7 @@ from moe.recipe.sections import Run
 from moe.verify.cases import Case
 from moe.verify.plain.batches import batch
 from parallel.data import zero3
-from parallel.data.deepspeed import compile_async_io, each_op_as_one_file, load_deepspeed
+from parallel.data.deepspeed import compile_async_io, each_op_as_one_file, load_deepspeed, start_deepspeed
 from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
 from parallel.data.zero import DeepSpeed, Zero, settings
@@ -46,6 +46,15 @@ SPARSE = Case("deepseek", "zero3", 2, 1, 1, "fp32")
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
     load_deepspeed()  # imported before the forks, because it takes seconds
+
+
+def test_deepspeed_is_loaded_without_torchs_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("muon_optimizer", "original_muon"):
+        monkeypatch.delitem(sys.modules, f"deepspeed.runtime.zero.muon.{name}")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("a function was compiled"))
+    loaded = load_deepspeed()
+    assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
+    assert loaded.runtime.compiler.compile() is torch.compile  # what was replaced during the import is back
 
 
 # --- dtype of gradient sums -------------------------------------------------------------------------------------------
@@ -140,8 +149,8 @@ def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
 def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
     """`overlap_comm`, which is on only with CUDA streams, is forced on a CPU: losses, norms and states stay bitwise equal."""
 
-    def with_overlap(*args: Any) -> dict[str, Any]:
-        found = settings(*args)
+    def with_overlap(*args: Any, device: torch.device) -> dict[str, Any]:
+        found = settings(*args, device=device)
         found["zero_optimization"]["overlap_comm"] = True
         return found
 
@@ -318,3 +327,14 @@ def test_a_disk_changes_no_bit_and_is_left_empty(async_io: None, home: Path, tmp
     for name in ("plain", "disk"):
         trained.train(recipe("none", 8), tmp_path / name, ranks=2)
     assert trained.losses(tmp_path / "disk") == trained.losses(tmp_path / "plain") and len(trained.losses(tmp_path / "disk")) == 8
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+def test_one_process_gets_a_group_for_the_tensors_of_its_device(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed sums gradients also in a single process; gloo has no reduce_scatter for CUDA tensors. Without a GPU: only asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(load_deepspeed(), "init_distributed", lambda **_: None)
+    start_deepspeed(torch.device(device))
+    assert asked == [backend]
+    assert settings(2, {}, device=torch.device(device))["zero_optimization"]["overlap_comm"] is (device == "cuda")

@@ -7,6 +7,7 @@ import threading
 import time
 from glob import glob
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import torch
 from moe.launch.environment import free_port
 from parallel.errors import BadInput
 from parallel.numerics.precision import multiplies
-from parallel.process.process import World, _not_connected, interface_to, read_environment, share_cores, start
-from parallel.watch.meet import NotMet, meet
+from parallel.process import process
+from parallel.process.process import World, _not_connected, gpu_of, interface_to, read_environment, share_cores, start, wrong_interface
+from parallel.watch.meet import NotMet, meet, unfit
 from tests.campaigns.two_machines import two_machines, why_not
 
 LAUNCHERS = {
@@ -91,6 +93,91 @@ def test_rank_0_stays_until_the_others_have_read_its_problem() -> None:
     come(1, "")
     first.join()
     assert len(set(said)) == 1 and said[0].endswith(": got eth7")
+
+
+GPUS = {  # what each of the ranks of one machine sees -> the GPU of each, or the error
+    "one for all ranks": ((["a", "b"], ["a", "b"]), ["a", "b"]),
+    "more than ranks": ((["a", "b", "c"],) * 2, ["a", "b"]),
+    "one for each task (SLURM)": ((["a"], ["b"]), ["a", "b"]),
+    "two for each task": ((["a", "b"], ["c", "d"], ["e", "f"]), ["a", "d", "e"]),
+    "fewer than ranks": ((["a", "b"],) * 3, "ranks 0 and 2 on the same one (a of host), needed one for each rank; fix: --nproc 2 "),
+    "one, and two ranks": ((["a"],) * 2, "ranks 0 and 1 on the same one (a of host), needed one for each rank; fix: --nproc 1 "),
+    "none": (([],) * 2, ["cpu", "cpu"]),
+    "none on one rank": ((["a"], []), "none on rank 1 (host), needed one for each rank, or none for all; fix: moe doctor there"),
+}
+
+
+@pytest.mark.parametrize("case", GPUS)
+def test_each_rank_takes_a_gpu_of_its_own_or_all_are_refused(case: str) -> None:
+    seen, expected = GPUS[case]
+    taken = [ids[gpu_of(rank, len(ids))] if ids else "cpu" for rank, ids in enumerate(seen)]
+    refused = unfit([f"host {found}" for found in taken])
+    assert str(BadInput(**refused)).startswith(f"GPUs: got {expected}") if refused else taken == expected
+
+
+@pytest.mark.parametrize(("hidden", "device"), [(False, "cuda:1"), (True, "cpu")])
+def test_the_world_takes_the_gpus_that_torch_sees_unless_the_cpu_is_asked_for(
+    hidden: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This suite hides GPUs by the same variable (tests/conftest.py)."""
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if not hidden:
+        monkeypatch.delenv("DS_ACCELERATOR")
+    assert World(3, 4, 3, 4).device == torch.device(device) and World(3, 4, 3, 4, place="cpu").device == torch.device("cpu")
+
+
+def test_two_ranks_of_one_gpu_end_with_the_same_line() -> None:
+    """As in `make train NPROC=2` on a machine with one GPU. Rank 0, which holds the store, waits until rank 1 has read all devices."""
+    said: list[str] = []
+    port = str(free_port())
+
+    def come(rank: int) -> None:
+        with pytest.raises(BadInput) as refused:
+            meet(rank, 2, environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, timeout_s=20, device="GPU-1")
+        said.append(str(refused.value))
+
+    first = threading.Thread(target=come, args=(0,))
+    first.start()
+    come(1)
+    first.join()
+    assert len(said) == 2 and len(set(said)) == 1 and "ranks 0 and 1 on the same one (GPU-1 of " in said[0]
+
+
+@pytest.mark.parametrize(("found", "named"), [("eth0", "=eth0"), ("lo", None), (None, None)])
+def test_a_rank_takes_its_gpu_and_nccl_the_interface_to_the_master(
+    found: str | None, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: torch's answers are made up, and the start ends before the process group."""
+    taken: list[object] = []
+
+    def stop(*_: object, **__: object) -> None:
+        raise NotMet("far enough")
+
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid of {device}"))
+    monkeypatch.setattr(process, "meet", lambda *_, device, **__: taken.append(device))
+    monkeypatch.setattr(process, "gpus", lambda: 1)
+    monkeypatch.setattr(process, "interface_to", lambda _: found)
+    monkeypatch.setattr(process.watchdog, "Watchdog", stop)
+    with pytest.raises(NotMet, match="far enough"):
+        start(World(1, 2, 1, 2))
+    assert taken == [torch.device("cuda", 0), "uuid of cuda:0"] and os.environ.get("NCCL_SOCKET_IFNAME") == named
+
+
+NAMED = {("gloo", "lo"): True, ("gloo", "lo,eth7"): False, ("nccl", "l"): True, ("nccl", "eth7,=lo"): False, ("nccl", "=lo"): True}
+NAMED |= {("nccl", "^eth7"): True, ("nccl", "=l"): False, ("nccl", "eth7,lo"): True, ("nccl", ""): True}
+
+
+@pytest.mark.parametrize(("backend", "asked"), NAMED)
+def test_an_interface_that_is_not_there_is_refused(backend: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    said = wrong_interface({f"{backend.upper()}_SOCKET_IFNAME": asked, "MASTER_ADDR": "127.0.0.1"}, backend)
+    assert (
+        said.startswith(f"{backend.upper()}_SOCKET_IFNAME: got {asked}, needed interfaces of this machine (lo, eth0)")
+        != NAMED[backend, asked]
+    )
 
 
 def test_what_nccl_says_is_kept_and_no_message_is_one_too() -> None:

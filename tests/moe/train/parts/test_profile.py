@@ -95,7 +95,7 @@ def test_a_run_writes_a_trace_and_a_table_of_its_regions(home: Path, tmp_path: P
 
 def test_a_run_too_short_for_it_says_so(tmp_path: Path) -> None:
     said: list[str] = []
-    recording = Recording(tmp_path / "profile", "rank-0", note=said.append)
+    recording = Recording(tmp_path / "profile", "rank-0", note=said.append, device=torch.device("cpu"))
     assert recording.of(lambda: ["made"]) == ["made"]
     recording.close()
     assert said == ["--profile has no effect: it records from step 3 of a process on, and this one made 1"]
@@ -105,7 +105,7 @@ def test_a_run_too_short_for_it_says_so(tmp_path: Path) -> None:
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("a file in the place of the folder")
     said: list[str] = []
-    recording = Recording(tmp_path / "profile", "rank-0", note=said.append)
+    recording = Recording(tmp_path / "profile", "rank-0", note=said.append, device=torch.device("cpu"))
     assert [recording.of(lambda: ["made"]) for _ in range(7)] == [["made"]] * 7
     assert len(said) == 1 and said[0].startswith(f"no profile in {tmp_path / 'profile'} (FileExistsError")
 

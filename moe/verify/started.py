@@ -1,0 +1,133 @@
+"""Runs cases of `moe verify --device` on ranks that are started as `moe train` starts them, instead of forked: a fork cannot use a GPU.
+
+    moe verify -> a fork: moe/launch/start.py -> torchrun -> ranks: this file as a program      one process: without torchrun
+    FOLDER/cases.json                       what the ranks run, in this order
+    FOLDER/<case>.<rank>.result             what a rank yields for a case     read as soon as all ranks have written it
+    FOLDER/<rank>.error, FOLDER/log         a failed rank's traceback; all output
+
+Each rank imports torch once and runs the whole list: on its GPU under NCCL, or with gloo on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.launch.arguments import Arguments, parse
+from moe.launch.launch import RankRun, carried_out, run_as_rank
+from moe.launch.start import start
+from moe.verify import layouts
+from moe.verify.cases import Case
+from moe.verify.layouts import Ran, few_meshes, gathered, limit_of
+from parallel.process import process
+from parallel.process.libc import die_with
+
+START_S = 300.0  # seconds in which processes start, in addition to the limit of the first case
+_LEAVE_S, _POLL_S = 10.0, 0.05
+
+
+def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_s: float | None = None) -> Iterator[tuple[Case, Ran]]:
+    """Run cases of `world` ranks. Yields and arguments as `run_world` (moe/verify/layouts.py)."""
+    left = list(chosen)
+    while left:
+        ready, done = few_meshes(left), 0
+        for ran in _started(ready, world, taped, limit_of(world, timeout_s)):
+            yield left[done], ran
+            done += 1
+        left = left[done:]
+
+
+def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iterator[Ran]:
+    """Yield the result of each case; if ranks fail, last the text of their errors. The processes end when the caller stops reading."""
+    with tempfile.TemporaryDirectory(prefix="verify-") as name:
+        folder = Path(name)
+        (folder / "cases.json").write_text(json.dumps({"cases": [asdict(case) for case in cases], "taped": taped, "limit_s": limit_s}))
+        parent = get_context("fork").Process(target=_launch, args=(folder, world, os.getpid()), daemon=True)
+        parent.start()
+        try:
+            for number in range(len(cases)):
+                parts = _results(folder, number, world)
+                until = time.monotonic() + limit_s + (0 if number else START_S)
+                while not all(part.exists() for part in parts):
+                    ended = not parent.is_alive()  # asked first: results are complete when it has ended
+                    if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
+                        yield _errors(folder, f"{world} ranks, {limit_s:g} s allowed" if not ended else f"{world} ranks ended")
+                        return
+                    time.sleep(_POLL_S)
+                yield gathered([torch.load(part, map_location="cpu", weights_only=True) for part in parts])
+                for part in parts:
+                    part.unlink()
+            parent.join(_LEAVE_S)
+        finally:
+            parent.kill()  # its ranks die with it (moe/launch/processes.py)
+            parent.join()
+
+
+def _errors(folder: Path, head: str) -> str:
+    failed = [f"rank {path.stem} failed:\n{path.read_text()}" for path in sorted(folder.glob("*.error"))]
+    return "\n".join([head, *(failed or [(folder / "log").read_text()])])
+
+
+def _results(folder: Path, number: int, world: int) -> list[Path]:
+    return [folder / f"{number}.{rank}.result" for rank in range(world)]
+
+
+def _launch(folder: Path, world: int, parent: int) -> None:
+    """Start the ranks by the functions of `moe train`, from a fork of this process, which uses no GPU. One rank needs no launcher."""
+    die_with(parent)
+    log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    given, module = Arguments("verify", out=folder), "moe.verify.started"
+    if world == 1:
+        os.execv(sys.executable, [sys.executable, "-m", module, *given.words()])
+    start(given, nproc=world, launcher="torchrun", module=module, grace_s=0)
+
+
+# --- in the ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _rank(words: list[str], rank_run: RankRun) -> int:
+    folder = parse(words).out
+    assert folder is not None
+    rank_run.place.append(folder)
+    return carried_out(partial(_run_cases, folder))
+
+
+def _run_cases(folder: Path) -> None:
+    world, asked = process.read_environment(), json.loads((folder / "cases.json").read_text())
+    given: list[dict[str, Any]] = asked["cases"]
+    cases = [Case(**case | {"stages": case["stages"] and tuple(case["stages"])}) for case in given]
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    process.share_cores(world)
+    process.start(world, timeout_s=asked["limit_s"])
+    for kind in {case.engine.name: case.engine for case in cases}.values():
+        kind.load()
+    try:
+        for number, found in enumerate(layouts.ran_by(world.rank, cases, asked["taped"], device=world.device)):
+            _write(found, _results(folder, number, world.size)[world.rank])
+            process.barrier()
+    except BaseException:
+        (folder / f"{world.rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def _write(found: dict[str, Any], path: Path) -> None:
+    torch.save(found, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)  # so that a result is never seen incomplete
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_rank(partial(_rank, sys.argv[1:])))
