@@ -41,8 +41,8 @@ class Range:
     def said(self, seconds: float) -> str:
         """Return the range of a predicted time as text."""
         return (
-            f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {10 * self.held_out:.0f} of 10 unseen published runs "
-            f"{self.runs} fell in such a range"
+            f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {10 * self.held_out:.0f} of 10 published runs "
+            f"{self.runs} fell in the range of other tables"
         )
 
 
