@@ -117,7 +117,8 @@ def _lines_as_is(made: Planned) -> list[str]:
     share = "" if speed.mfu is None else f" ({speed.mfu:.1%} of the peak)"
     text = [
         f"the recipe's own plan: {described(ranked.plan)}",
-        f"{ranked.seconds:.4g} s a step{_range(made, ranked)}, {speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.4g} TFLOP/s a device{share}; "
+        f"{ranked.seconds:.4g} s a step{_range(made, ranked)}, "
+        f"{speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.4g} TFLOP/s a device{share}; "
         f"{gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
     ]
     text += [f"not recommended: {ranked.advice}"] if ranked.advice else []
