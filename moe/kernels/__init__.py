@@ -22,7 +22,8 @@ from types import ModuleType
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
-_NAMES = ("auto", "reference", "cpu")
+_NAMES = ("auto", "reference", "cpu", "grouped_mm")
+UNFUSED = ("grouped_mm",)  # kernels that keep each tensor between two operations of a network for the backward pass
 
 
 def choose(name: str = "auto") -> ModuleType:

@@ -167,7 +167,8 @@ class Context:
         return found
 
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
-        """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns first, first + 1, ..."""
+        """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns `first` to
+        `first` + width - 1 of each token's numbers."""
         return uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
 
     def dropout_scale(self, name: str, width: int, p: float, *, first: int = 0) -> Tensor:

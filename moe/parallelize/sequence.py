@@ -49,7 +49,7 @@ def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
-    """Set the exchanges of sequence parallelism in the layers held here, and the exchange of documents for tensor.kind 3d."""
+    """Set the exchanges of sequence parallelism in the layers held here, and of document ids for tensor.kind 3d."""
     if run.tensor.kind == "3d" and run.degrees.tp > 1:  # 3d: ranks have other sequences in attention than between layers
         turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
         model.inner_sequences = turn

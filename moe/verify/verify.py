@@ -30,6 +30,7 @@ from moe.verify.small import known
 from moe.verify.started import run_started
 from moe.verify.table import Table
 from moe.verify.where import Standard
+from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.errors import BadInput, counted, cut
 from parallel.fixes import Set
 from parallel.process.process import gpus
@@ -77,6 +78,7 @@ def main(
     worlds, run = sorted({c.world for c in chosen}), run_world if device is None else run_started
     expected: dict[Case, Expected] = {}
     twins = dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))  # in the order of the rows
+    ENGINES[PLAIN].load()  # imported before ranks are forked
     made = computed_in_background(list(twins))
     failed: list[tuple[Case, dict[str, Any]]] = []
     if go_on:

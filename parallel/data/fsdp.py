@@ -250,7 +250,8 @@ class FSDP(Stepped):
                 module.reshard()
 
     def start(self, name: str) -> list[int]:
-        """Return the index, one number for each dim, at which this rank's FSDP shard starts in the parameter's shard by its layout."""
+        """Return the index, one number for each dim, at which this rank's FSDP shard starts in its tensor- or expert-parallel
+        part of the parameter."""
         start = [0] * self.parameters[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)

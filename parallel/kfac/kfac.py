@@ -184,7 +184,8 @@ class Kfac:
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
-        """End the measurement. Return (kind, factor, name of the linear) -> median seconds of these units since `defer`."""
+        """End the measurement. Return the median seconds of each unit of work, measured since `defer`:
+        (kind of work, factor A or G, name of the linear) -> seconds."""
         assert self._seconds is not None
         found, self._seconds = {key: median(times) for key, times in self._seconds.items()}, None
         return found

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.rehearse.ledger import Ledger
 
-MADE_ELEMENTS = 512  # float tensors from zeros() or empty() have known values up to this size: counters and biases, but not weights
-KNOWN_ELEMENTS = 2**24  # tensors computed from known values have known values up to this size
+MADE_ELEMENTS = 512  # float tensors made by zeros() or empty() up to this size also have real values: counters, biases, not weights
+KNOWN_ELEMENTS = 2**24  # tensors computed from real values have real values up to this size
 
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)

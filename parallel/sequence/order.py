@@ -67,7 +67,7 @@ class Order:
         return self.size * self.inner == 1
 
     def ranges(self, rank: int) -> tuple[range, ...]:
-        """Return the positions of the tokens of a rank (0 to size * inner - 1), as ranges in the order in which the rank stores them."""
+        """Return the positions of a rank's tokens, as ranges in the order in which the rank stores them. rank: 0 to size * inner - 1."""
         outer, part = divmod(rank, self.inner)
         each = self.length // self.size // self.inner
         return cut(self._outer(outer), slice(part * each, (part + 1) * each))

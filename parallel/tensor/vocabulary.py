@@ -110,7 +110,8 @@ class VocabularyCube(_Vocabulary):
 @dataclass(frozen=True)
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
-    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` moves whole logits to the ranks with their sequences."""
+    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` sends whole logits to the ranks that hold their
+    sequences."""
 
     axis: Axis
     size: int

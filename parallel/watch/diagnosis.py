@@ -43,7 +43,7 @@ def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, sha
     if found is not None:
         return found
     failed = {r: a["failed"] for r, a in answers.items() if a["failed"]}
-    if failed and all(word.startswith(ABORTED) for word in failed.values()):  # a library aborts if another rank sends wrong data
+    if failed and all(word.startswith(ABORTED) for word in failed.values()):  # gloo and NCCL also abort if another rank sends wrong data
         found = _behind(answers, {r for r, a in answers.items() if a["waits"] != "no"})
         if found is not None and found.kind == "circle":
             return found

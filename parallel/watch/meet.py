@@ -9,6 +9,7 @@ So rank 0 gives each start a new name. Each other rank asks for the name with a 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 import uuid
@@ -22,6 +23,7 @@ from parallel.errors import BadInput, Ended
 
 _LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1
+_DEVICES = "devices"  # rank 0's answer when all ranks have come: what is wrong with their devices
 _NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, as its machine may be starting at the same time
 _HEARD_S = 60.0  # longest time that rank 0, which holds the store, waits for the other ranks to read why the run cannot start
 _GONE = (dist.DistNetworkError, dist.DistStoreError)
@@ -52,7 +54,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         said = str(error).splitlines()[0].partition(" Exception raised")[0]
         raise NotMet(f"{here} {verb} at {host}:{port} within {timeout_s:g} s{_LIMIT}: {said}") from None
     until, answer = time.monotonic() + timeout_s, _nothing
-    refused: BadInput | None = None
+    refused: dict[str, str] = {}
     try:
         if agent:
             name = uuid.uuid4().hex if rank == 0 else _ask(store, rank, until=until)
@@ -65,36 +67,42 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         else:
             store.set(f"device/{rank}", f"{node} {device}")
             store.set(f"here/{rank}", node)
-            said = _wait(store, size, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
-            refused = None if said else unfit([found.decode() for found in store.multi_get([f"device/{n}" for n in range(size)])])
+            keys = (
+                [f"here/{n}" for n in range(size)] if rank == 0 else [_DEVICES]
+            )  # only rank 0 looks at all ranks: a linear number of reads
+            said = _wait(store, size, keys, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
+            if rank == 0 and not said:
+                store.set(_DEVICES, json.dumps(unfit([found.decode() for found in store.multi_get([f"device/{n}" for n in range(size)])])))
+            refused = {} if said else json.loads(store.get(_DEVICES))
     except _GONE:
         raise NotMet(f"{here} met the other ranks at {host}:{port}, but their store is gone, because rank 0 has left") from None
-    if said or refused is not None:
+    if said or refused:
         with contextlib.suppress(*_GONE):
             store.set(_PROBLEM, said)
             store.set(f"heard/{rank}", "")
             if rank == 0 and not agent:  # the store, from which the other ranks read the reason, is in this process
                 _stay(store, size, until=until)
-        raise refused or NotMet(said)
+        raise BadInput(**refused) if refused else NotMet(said)
     return store
 
 
-def unfit(devices: Sequence[str]) -> BadInput | None:
-    """Return an error if two ranks share a GPU, which NCCL cannot do, or if only some ranks have one. devices: "HOST GPU" or "HOST cpu" of
-    each rank."""
+def unfit(devices: Sequence[str]) -> dict[str, str]:
+    """Return the arguments of a BadInput if two ranks share a GPU, which NCCL cannot do, or if only some ranks have one; else {}.
+    devices: "HOST GPU" or "HOST cpu" of each rank."""
     hosts, ids = zip(*(device.split(" ", 1) for device in devices), strict=True)
     on_cpu = [rank for rank, found in enumerate(ids) if found == "cpu"]
     if len(on_cpu) == len(ids):
-        return None
+        return {}
     if on_cpu:
         got, fix = f"none on rank {on_cpu[0]} ({hosts[on_cpu[0]]})", "moe doctor there; DS_ACCELERATOR=cpu on all ranks trains on CPUs"
-        return BadInput("GPUs", got=got, needed="one for each rank, or none for all", fix=fix)
-    again = next((rank for rank, found in enumerate(ids) if found in ids[:rank]), None)
-    if again is None:
-        return None
-    here = len({found for host, found in zip(hosts, ids, strict=True) if host == hosts[again]})
-    got = f"ranks {ids.index(ids[again])} and {again} on the same one ({ids[again]} of {hosts[again]})"
-    return BadInput("GPUs", got=got, needed="one for each rank", fix=f"--nproc {here} (SLURM: also --gpus-per-task=1)")
+        return {"what": "GPUs", "got": got, "needed": "one for each rank, or none for all", "fix": fix}
+    first: dict[str, int] = {}
+    for rank, found in enumerate(ids):
+        if first.setdefault(found, rank) != rank:
+            here = len({one for host, one in zip(hosts, ids, strict=True) if host == hosts[rank]})
+            got = f"ranks {first[found]} and {rank} on the same one ({found} of {hosts[rank]})"
+            return {"what": "GPUs", "got": got, "needed": "one for each rank", "fix": f"--nproc {here} (SLURM: also --gpus-per-task=1)"}
+    return {}
 
 
 def _check_name(host: str, node: str, *, wait_s: float) -> None:
@@ -146,10 +154,9 @@ def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
 def _nothing() -> None: ...
 
 
-def _wait(store: Any, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
-    """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead."""
-    everyone = [f"here/{rank}" for rank in range(size)]
-    while not store.check(everyone):  # store.wait with a time limit would fill the output with torch's warnings
+def _wait(store: Any, size: int, keys: list[str], *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
+    """Wait until the store has all `keys`, and return "". If a rank cannot start, or at the time limit, return the reason instead."""
+    while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):
             return str(store.get(_PROBLEM).decode())
         if time.monotonic() > until:

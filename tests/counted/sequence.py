@@ -55,7 +55,8 @@ def measured(nproc: int, what: str) -> list[dict[str, Any]]:
 
 
 def on_paper(what: str) -> list[dict[str, Any]]:
-    """Return and print the closed forms of each method on ON_PAPER ranks, for 32 query heads, 8 key-value heads, 32,768 tokens and bf16."""
+    """Return and print the bytes by formula that each method sends or keeps (`what`), on ON_PAPER ranks: 32 query heads, 8 key-value heads,
+    32,768 tokens, bf16."""
     of, rows = Attention(1, 32768, 32, 8, 128, itemsize=2), []
     print(f"\n{'32,768 tokens, 32 heads, 8 of keys, bf16':<42}{'MiB a rank ' + what:>22} with 4, 8, 16, 64 ranks")
     for kind, method in SEQUENCES.items():

@@ -34,6 +34,7 @@ from tests.counted.alive import Alive
 
 TINY: dict[str, Any] = {"d_model": 128, "num_heads": 2, "d_ff": 512, "ffn": "relu", "norm": "layernorm", "tied_embeddings": False}
 GROUPS, IDLE_RANKS, IDLE_S = (15, 30, 120), 8, 2.0
+SHAPES = 500  # number of shapes of `products`; oneDNN keeps 1 MB of code for each
 SEQUENCES, VOCABULARY = 8, 32_000  # number of sequences of 256 tokens; vocabulary of `losses`
 Work = dict[str, Callable[[], object]]
 
@@ -67,7 +68,7 @@ def _milliseconds(work: Callable[[], Work], rounds: int) -> dict[str, float]:
 def products() -> dict[str, float]:
     """Milliseconds of a bf16 matrix product of 300 to 800 rows: of each shape the first time, and the second time."""
     a, w = torch.randn(4096, 128).bfloat16(), torch.randn(128, 512).bfloat16()
-    rows = random.Random(0).sample(range(300, 800), 500)
+    rows = random.Random(0).sample(range(300, 800), SHAPES)
     found = {}
     for label in ("new shape", "known shape"):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Errors and rankings of predicted times equal results by hand for invented numbers; rows of published tables are predicted within 10 %."""
+"""Errors and rankings of invented predictions equal values computed by hand; rows of published tables are predicted within 10 %."""
 
 from __future__ import annotations
 

@@ -1,21 +1,19 @@
 """Compiles the Triton kernels for a GPU that need not be present. Runs in its own process, because the test process interprets them.
 
-    python -m tests.support.compiled 90        one line of JSON for each kernel: its resources of a multiprocessor, its instructions
+    python -m tests.support.compiled 90 [CASE ...]        one line of JSON for each kernel: what ptxas says of it, its instructions
 
-The interface runs forward and backward on CPU tensors. Instead of launching a kernel, the kernel is compiled for these arguments, down to
-machine code, as a launch would do. Nothing is computed, so results are undefined.
+The interface runs forward and backward on tensors without values. Instead of launching a kernel, the kernel is compiled for these
+arguments, down to machine code, as a launch would do. TRITON_CACHE_DIR must be empty, since ptxas says nothing of a kernel in the cache.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -25,11 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import moe.kernels.triton as kernels
-from moe.kernels import cpu
+from moe.kernels.rows import Plan
 from moe.kernels.triton import device, network, routing, rows
+from moe.recipe.sections import Swiglu
 from tests.support.networks import network_of
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # limit for one program, from the table of compute capabilities in CUDA's programming guide
+# limits for one program, from the table of compute capabilities in CUDA's programming guide
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -40,9 +40,46 @@ TYPES = {
 }
 
 
+@dataclass(frozen=True)
+class Case:
+    """A layer to compile. `routed`: the fused layer; otherwise its separate kernels, with dropout. `dtype`: of rows; `weights`: of the
+    weights and their gradients."""
+
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+    k: int
+    ffn: str = "swiglu"
+    routed: bool = True
+    biases: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    weights: torch.dtype = torch.float32
+
+
+SMALL = {
+    "tiles of 128 rows without a remainder": Case(1024, 256, 512, experts=4, k=3, weights=torch.bfloat16),
+    "tiles of 64 rows with remainders, D and F no multiple of 16": Case(60, 72, 200, experts=6, k=2, routed=False),
+    "fp32": Case(60, 80, 208, experts=6, k=2, ffn="gelu", routed=False, dtype=torch.float32),
+}
+PUBLISHED = {
+    f"{name}, {'fp32' if dtype == torch.float32 else 'bf16'} weights": Case(*sizes, weights=dtype, **more)
+    for dtype in (torch.float32, torch.bfloat16)
+    for name, sizes, more in (
+        ("mixtral", (8192, 4096, 14336, 8, 2), {}),
+        ("glam", (32768, 8192, 32768, 64, 2, "geglu"), {}),
+        ("qwen3-30b-a3b", (4096, 2048, 768, 128, 8), {}),
+        ("deepseek-v3", (16384, 7168, 2048, 64, 8), {}),
+        ("gpt-oss", (16384, 2880, 2880, 32, 4), {"biases": True}),
+        ("no multiple of 16", (4000, 200, 328, 16, 2, "geglu"), {}),
+    )
+}
+
+
 def compile_instead(kernel: Any, capability: int) -> Any:
     """Return a function that replaces a kernel's launch and only compiles. As in a launch, pointers count as aligned, integers divisible by
     16 are marked, and 1 and None are constants."""
+    seen: set[str] = set()
 
     def launch(*args: Any, grid: Any, warmup: bool, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
@@ -62,37 +99,35 @@ def compile_instead(kernel: Any, capability: int) -> Any:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         options = {"num_warps": num_warps, "num_stages": num_stages}
         source = ASTSource(kernel, signature, constant, attributes)
+        if (key := source.hash() + str(options)) in seen:
+            return
+        seen.add(key)
+        with redirect_stdout(StringIO()) as said:
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         dtype = next(value.dtype for value in given.values() if isinstance(value, Tensor))
-        report(f"{kernel.__name__} {dtype}", triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), num_warps)
+        tile = "x".join(str(given[f"BLOCK_{side}"]) for side in "MNK") if "BLOCK_M" in given else ""
+        out = given["out"].dtype if kernel.__name__ == "weights" else dtype
+        found = {"kernel": kernel.__name__, "dtype": str(dtype), "out": str(out), "tile": tile, "even": given.get("EVEN"), **options}
+        print(json.dumps(found | report(compiled, said.getvalue())), flush=True)
 
     return launch
 
 
-def report(name: str, compiled: Any, num_warps: int) -> None:
-    ptx, target = compiled.asm["ptx"], compiled.metadata.target.arch
-    said = assembled(ptx, target)
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
-    found: dict[str, Any] = {"kernel": name, "warps": num_warps, "stages": compiled.metadata.num_stages}
-    found |= {
+def report(compiled: Any, said: str) -> dict[str, Any]:
+    """Return what ptxas said of a kernel, and facts read in its code. `buffers`: the fewest copies of a tile under way to shared memory."""
+    ptx = compiled.asm["ptx"]
+    buffers = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x[a-z]", compiled.asm["ttgir"])
+    return {
         "shared": compiled.metadata.shared,
         "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
-        "spilled": sum(spills),
+        "spilled": max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said))),
+        "warnings": sorted(set(re.findall(r"\bC7\d{3}\b", said))),
+        "buffers": min(map(int, buffers), default=1),
+        "asynchronous": bool(re.search(r"cp\.async|cp\.async\.bulk", ptx)),
+        "narrow_loads": bool(re.search(r"ld\.global\S*\.b16", ptx)),
+        "tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05\.mma", ptx)),
+        "tf32": "tf32" in ptx,
     }
-    found["warnings"] = sorted(set(re.findall(r"\bC7\d{3}\b", said)))
-    found |= {"tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05\.mma", ptx)), "tf32": "tf32" in ptx}
-    print(json.dumps(found), flush=True)
-
-
-def assembled(ptx: str, capability: int) -> str:
-    """Return what ptxas says of a kernel: registers, bytes spilled, and warnings such as C7510 for serialised tensor core products."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if capability >= 100 else "ptxas")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.ptx")
-        file.write_text(ptx)
-        name = re.search(r"^\.target (\w+)", ptx, flags=re.M)
-        assert name is not None
-        command = [tool, "-v", f"--gpu-name={name[1]}", file, "-o", os.devnull]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def route(*, tokens: int, num_experts: int, k: int) -> None:
@@ -104,25 +139,33 @@ def route(*, tokens: int, num_experts: int, k: int) -> None:
     kernels.plan(expert, kept, num_experts=num_experts)
 
 
-def compute(dtype: torch.dtype, *, fused: bool, tokens: int, num_experts: int, k: int, width: int, hidden: int, ffn: str) -> None:
-    """Run forward and backward of the fused MoE layer, or of its separate kernels (with dropout)."""
-    expert = torch.rand(tokens, num_experts).topk(k).indices
-    plan = cpu.plan(expert, torch.ones_like(expert, dtype=torch.bool), num_experts=num_experts)
-    x = torch.rand(tokens, width).to(dtype).requires_grad_()
-    gate = torch.rand(tokens, k, requires_grad=True)
-    shapes = [(num_experts, width, hidden), (num_experts, hidden, width), (num_experts, width, hidden)]
-    weights = [torch.rand(shape, requires_grad=True) for shape in shapes[: 3 if "glu" in ffn else 2]]
-    experts = network_of(ffn, *weights)
-    if fused:
+def compute(c: Case) -> None:
+    """Run forward and backward of the case's layer on tensors without values."""
+    whole = {"dtype": torch.int64, "device": "meta"}
+    plan = Plan(torch.empty(c.tokens * c.k, **whole), torch.empty(c.tokens, c.k, **whole), torch.empty(c.experts, **whole))  # type: ignore[arg-type]
+    x = torch.empty(c.tokens, c.width, dtype=c.dtype, device="meta", requires_grad=True)
+    gate = torch.empty(c.tokens, c.k, device="meta", requires_grad=True)
+    gated = "glu" in c.ffn
+
+    def weight(*shape: int) -> Tensor:
+        return torch.empty(c.experts, *shape, dtype=c.weights, device="meta", requires_grad=True)
+
+    matrices = [weight(c.width, c.hidden), weight(c.hidden, c.width), weight(c.width, c.hidden)][: 3 if gated else 2]
+    more = {"b1": weight(c.hidden), "b3": weight(c.hidden), "swiglu": Swiglu(alpha=1.702, limit=7.0, offset=1.0)} if c.biases else {}
+    experts = network_of(c.ffn, *matrices, **more)
+    if c.routed:
         kernels.routed_ffn(x, gate, plan, experts).sum().backward()
         return
-    dropped = torch.ones(len(plan.choice_R), hidden, dtype=dtype)
-    y = kernels.reorder(kernels.permute(x, plan), torch.arange(len(plan.choice_R)))
-    y = kernels.grouped_ffn(y, experts, counts=plan.counts_E.tolist(), dropped_RF=dropped)
+    dropped = torch.empty(c.tokens * c.k, c.hidden, dtype=c.dtype, device="meta")
+    y = kernels.reorder(kernels.permute(x, plan), plan.choice_R)
+    counts = [c.tokens * c.k // c.experts] * c.experts
+    y = network.grouped_ffn(y, experts, counts=counts, dropped_RF=dropped)
     kernels.combine(y, gate, plan).sum().backward()
 
 
-def main(capability: int) -> None:
+def main(capability: int, names: list[str]) -> None:
+    """Compile these cases of PUBLISHED; without a name, the kernels of routing and the cases of SMALL."""
+    triton.knobs.nvidia.dump_ptxas_log = True
     for module in (kernels.gemm, kernels.moves):  # type: ignore[attr-defined]
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
@@ -131,15 +174,11 @@ def main(capability: int) -> None:
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
     device._l2_bytes = lambda _: 50 * 2**20  # type: ignore[assignment]
-    route(tokens=120, num_experts=60, k=3)
-    compute(
-        torch.bfloat16, fused=True, tokens=1024, num_experts=4, k=3, width=256, hidden=512, ffn="swiglu"
-    )  # tiles of 128 rows without a remainder
-    compute(
-        torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu"
-    )  # tiles of 64 rows with remainders
-    compute(torch.float32, fused=True, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="gelu")
+    if not names:
+        route(tokens=120, num_experts=60, k=3)
+    for case in [PUBLISHED[name] for name in names] or SMALL.values():
+        compute(case)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])

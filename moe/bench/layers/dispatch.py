@@ -63,6 +63,7 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="relu") for name, make in gpu_layers.LAYERS.items()},
     },
     "swiglu": {
+        "ours-grouped_mm": partial(layers.ours, ffn="swiglu", kernels="grouped_mm"),
         **{f"transformers-mixtral-{form}": partial(layers.hf_mixtral, form=form) for form in ("eager", "batched_mm", "grouped_mm")},
         "deepspeed-autoep": layers.deepspeed_autoep,
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},

@@ -47,7 +47,7 @@ def _instead(name: str) -> str:
 
 def bench_names() -> list[str]:
     """Return the names of all measurements. Modules are searched for the text `def main(`, which is faster than to parse them."""
-    return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
+    return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/[!_]*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 
 def arguments_of_main(module: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ from parallel.fixes import Set
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNED = 16  # products take widths that are multiples of it, since others are loaded two bytes at a time
 _SPARE_BYTES = 8192  # shared memory left for the compiler's own use
 
 
@@ -78,17 +79,21 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
     return Tile(m, n, k, warps, stages=max(1, min(4, (_shared_bytes(device) - _SPARE_BYTES) // each)))
 
 
-def cached_rows(t: Tile, rows: int, like: Tensor) -> int:
-    """Return how many row tiles of a weight gradient, summed over `rows` rows in the dtype of `like`, fit in half of the L2 cache with all
-    that they read of the left operand; at least `t.group`. The right operand's columns then pass them once."""
-    if INTERPRETED:
-        return t.group
-    return max(t.group, _l2_bytes(like.device) // 2 // (t.m * max(rows, 1) * like.dtype.itemsize))
+def row_group(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> int:
+    """Return how many row tiles of a weight gradient [height, width] pass through all columns together. `rows`: the mean of the experts'
+    numbers of rows, in the dtype of `like`. The narrower operand stays in the L2 cache if it fits, so that both are read once.
+    """
+    room = _l2_bytes(like.device) // 3  # each half of the cache may keep a copy, and the wider operand passes through it
+    row_bytes = max(rows, 1) * like.dtype.itemsize
+    if width < height and width * row_bytes <= room:
+        return 1
+    tiles = triton.cdiv(height, t.m)
+    return int(triton.cdiv(tiles, triton.cdiv(tiles, max(2 * t.group, room // (t.m * row_bytes)))))
 
 
 @cache
 def _l2_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return 0 if INTERPRETED else int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 @cache

@@ -3,7 +3,7 @@
     up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* mask]     rows are gathered by the load
     product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
     back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
-    weights   dW = left^T right over one expert's rows, left and right gathered or not
+    weights   dW = left^T right over one expert's rows, left or right gathered, or neither
 
 All sums are fp32. Weights are contiguous.
 """
@@ -26,14 +26,20 @@ def _dot(a_MK, b_KN, sum_MN):
 
 
 @triton.jit
+def in_group(tile, rows, columns, group):
+    """Return the row and the column of a matrix's tile. `group` rows of tiles pass all columns together; what they read stays in the L2."""
+    number = tile // (group * columns)
+    size = tl.minimum(rows - number * group, group)
+    inside = tile % (group * columns)
+    return number * group + inside % size, inside // size
+
+
+@triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
     """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles share columns in the L2 cache."""
-    program = tl.program_id(0)
-    group = program // (GROUP * num_columns)
-    size = tl.minimum(num_tiles - group * GROUP, GROUP)
-    inside = program % (GROUP * num_columns)
-    at = tiles + 3 * (group * GROUP + inside % size)
-    return inside // size, tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    row, column = in_group(tl.program_id(0), num_tiles, num_columns, GROUP)
+    at = tiles + 3 * row
+    return column, tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
@@ -132,6 +138,33 @@ def up(
         h_MN = _dot(x_MK, _matrix(w1, expert, k_K, n_N, D, F, False, EVEN), h_MN)
         if w3 is not None:
             g_MN = _dot(x_MK, _matrix(w3, expert, k_K, n_N, D, F, False, EVEN), g_MN)
+    # half the columns at a time: sums and activations of the whole tile would not fit into registers
+    left_MN, right_MN = _halves(h_MN)
+    left_gate_MN, right_gate_MN = _halves(g_MN)
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+    _up_half(
+        left_MN, left_gate_MN, b1, b3, scale, h, g, a, expert, begin, row_M, end, n_N, F, w3 is not None, FFN, ALPHA, LIMIT, OFFSET, EVEN
+    )
+    n_N += BLOCK_N // 2
+    _up_half(
+        right_MN, right_gate_MN, b1, b3, scale, h, g, a, expert, begin, row_M, end, n_N, F, w3 is not None, FFN, ALPHA, LIMIT, OFFSET, EVEN
+    )
+
+
+@triton.jit
+def _halves(sum_MN):
+    """Return the left and the right half of a tile's columns."""
+    rows: tl.constexpr = sum_MN.shape[0]
+    columns: tl.constexpr = sum_MN.shape[1]
+    return tl.split(tl.permute(tl.reshape(sum_MN, (rows, 2, columns // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _up_half(
+    h_MN, g_MN, b1, b3, scale, h, g, a, expert, begin, row_M, end, n_N, F,
+    GATED: tl.constexpr, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Store H, G and A of columns n_N."""
     corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
     if b1 is not None:
         h_MN += _bias(b1, expert, n_N, F, EVEN)[None, :]
@@ -142,7 +175,7 @@ def up(
     a_MN, _ = _activation(h_MN, FFN, ALPHA, LIMIT)
     if h is not None:
         put(h + corner + at_MN, h_MN, mask_MN)
-    if w3 is not None:
+    if GATED:
         g_MN = rounded(g_MN, a)
         a_MN *= _gate(g_MN, LIMIT, OFFSET)
         if g is not None:
@@ -203,7 +236,7 @@ def back(
     if gate is not None:
         gate_M = tl.load(gate + tl.load(choice + row_M, mask=row_M < end, other=0), mask=row_M < end, other=0.0).to(tl.float32)
     # half the columns at a time: sums, h, g and derivatives of the whole tile would not fit into registers
-    left_MN, right_MN = tl.split(tl.permute(tl.reshape(grad_MN, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    left_MN, right_MN = _halves(grad_MN)
     n_N = column * BLOCK_N + tl.arange(0, BLOCK_N // 2)
     part_M = _back_half(left_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, ALPHA, LIMIT, OFFSET, EVEN)
     n_N += BLOCK_N // 2
@@ -269,17 +302,8 @@ def weights(
         sum_MN = _dot(left_MK, _expert_rows(right, right_K, row_K < end, n_N, width, EVEN), sum_MN)
         row_K += BLOCK_K  # the next block's choices are loaded one block ahead, so that its rows need not wait for them
         left_K, right_K = _source(left_choice, row_K, end, choices), _source(right_choice, row_K, end, choices)
-    at_MN = expert.to(tl.int64) * height * width + m_M.to(tl.int64)[:, None] * width + n_N[None, :]
-    put(out + at_MN, sum_MN, (m_M < height)[:, None] & (n_N < width)[None, :])
-
-
-@triton.jit
-def in_group(tile, rows, columns, group):
-    """Return the row and the column of a matrix's tile. `group` rows of tiles pass all columns together; what they read stays in the L2."""
-    number = tile // (group * columns)
-    size = tl.minimum(rows - number * group, group)
-    inside = tile % (group * columns)
-    return number * group + inside % size, inside // size
+    corner, at_MN, mask_MN = _place(row * BLOCK_M, height, m_M, n_N, width, EVEN)
+    put(out + expert.to(tl.int64) * height * width + corner + at_MN, sum_MN, mask_MN)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -24,7 +25,7 @@ from moe.kernels.activation import Activation
 from moe.kernels.network import Matrices, Network
 from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
-from moe.kernels.triton.device import Tile, cached_rows, check_dtype, hopper, most_rows, on, rows_each, tile
+from moe.kernels.triton.device import ALIGNED, Tile, check_dtype, hopper, most_rows, on, row_group, rows_each, tile
 from moe.kernels.triton.rows import total
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
@@ -140,29 +141,29 @@ def back(
 
 
 def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, gathered: str) -> Tensor:
-    """Return left^T right of each expert, in the shape and dtype of the weight `like`.
+    """Return left^T right of each expert, in the shape and dtype of the weight `like`, without the columns that aligned the operands.
     `gathered`: the operand that has tokens: left, right or neither.
     """
-    height, width = like.shape[1:]
+    height, width = left.shape[1], right.shape[1]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1, epilogue=False)
-    out = like.new_empty(like.shape)
+    group = row_group(t, height, width, rows.number // len(like), like=left)
+    out = like.new_empty(len(like), height, width)
     with on(left):
         gemm.weights[(len(like) * triton.cdiv(height, t.m) * triton.cdiv(width, t.n),)](
             *(left, right, out, *(rows.choice_R if gathered == side else None for side in ("left", "right"))),
-            *(rows.ends_E, rows.choices, height, width, cached_rows(t, rows.number // len(like), left)),
+            *(rows.ends_E, rows.choices, height, width, group),
             EVEN=height % t.m == 0 and width % t.n == 0,
             **t.launch,
         )
-    return out
+    return out[:, : like.shape[1], : like.shape[2]]
 
 
-def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Tensor | None, rows: Rows) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of b1 and b3 [E, F], sums over each expert's rows, in the dtype of `like` (b1); None for an absent bias."""
-    if like is None:
-        return None, None
-    ones = grad_h.new_ones(rows.number, 1)
-    of_h, of_g = (None if g is None else weight_gradient(ones, g, like.unsqueeze(1), rows, gathered="neither") for g in (grad_h, grad_g))
-    return None if of_h is None else of_h.squeeze(1), None if of_g is None else of_g.squeeze(1)
+def bias_gradient(grad_RF: Tensor | None, like: Tensor | None, rows: Rows) -> Tensor | None:
+    """Return the gradient of b1 or b3 [E, F], the sum of each expert's rows, in the dtype of `like` (b1); None for an absent bias."""
+    if grad_RF is None or like is None:
+        return None
+    ones = grad_RF.new_ones(rows.number, ALIGNED)
+    return weight_gradient(ones, grad_RF, like.unsqueeze(1).expand(-1, ALIGNED, -1), rows, gathered="neither")[:, 0]
 
 
 class _Network(torch.autograd.Function):
@@ -170,7 +171,8 @@ class _Network(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
         form, w1, w2, w3, b1, b3 = given  # the network's activation, then its tensors
         gate = None if w3 is None else _cast(w3, x_TD)
-        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, b1, b3, form), scale_RF, rows, keep=keep)
+        wide_b1, wide_b3 = (None if b is None else _aligned(b, 1) for b in (b1, b3))
+        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, wide_b1, wide_b3, form), scale_RF, rows, keep=keep)
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
@@ -184,7 +186,7 @@ class _Network(torch.autograd.Function):
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
         grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, form=ctx.form)
-        grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.b1, rows)
+        grad_b1, grad_b3 = (bias_gradient(grad, ctx.b1, rows) for grad in (grad_h, grad_g))
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         weights = ctx.weights or (w1, w2, w3)
         deferrable = tuple(w for w in weights if w is not None)
@@ -218,16 +220,23 @@ def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor,
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
-    """Return the weight in the rows' dtype, contiguous: cast once per product, not once per tile."""
-    return weight.to(like.dtype).contiguous()
+    """Return the weight in the rows' dtype, contiguous and aligned: cast once per product, not once per tile."""
+    return _aligned(weight.to(like.dtype).contiguous(), 2)
+
+
+def _aligned(tensor: Tensor, dims: int) -> Tensor:
+    """Return the tensor with zeros appended to its last `dims` dims up to a multiple of ALIGNED; without a copy if none is missing."""
+    missing = [n for size in reversed(tensor.shape[-dims:]) for n in (0, -size % ALIGNED)]
+    return F.pad(tensor, missing) if any(missing) else tensor
 
 
 def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, network: Network) -> Tensor:
+    """Compute the network. Zeros are appended to D and F up to a multiple of ALIGNED, in copies of the operands; they change no result."""
     check_dtype(x_TD)
-    keep = network.recorded(x_TD, gate_TK)
-    scale_RF = None if scale_RF is None else scale_RF.contiguous()
-    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, scale_RF, rows, keep, network.activation, *network.tensors)
-    return out
+    keep, width = network.recorded(x_TD, gate_TK), x_TD.shape[1]
+    x_TD, scale_RF = _aligned(x_TD.contiguous(), 1), None if scale_RF is None else _aligned(scale_RF.contiguous(), 1)
+    out: Tensor = _Network.apply(x_TD, gate_TK, scale_RF, rows, keep, network.activation, *network.tensors)
+    return out if width == out.shape[1] else out[:, :width]
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:

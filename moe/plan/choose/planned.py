@@ -91,7 +91,8 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. num_degrees: number of degrees that round 2 tries; None: all. Raises
+    """Return the `top` best plans for all devices of the cluster. num_degrees: number of sets of
+    degrees (dp, tp, ...), the best of a first quick round, whose plans are all tried; None: all sets. Raises
     BadInput if no plan fits into memory; its message has a change of the recipe or cluster with which one fits."""
     space = _offloading(space or Space(), run)
     own_run = None

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from moe.experts.dispatch.catalog import dispatcher_of
+from moe.kernels import UNFUSED
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.cut import cut
 from moe.plan.job.flops import (
@@ -109,7 +110,7 @@ def _experts(run: Run) -> Experts | None:
         dropout=e.dropout > 0,
         free=e.free,
         products=products.kind,
-        fused=products.fused,
+        fused=products.fused and e.kernels not in UNFUSED,
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",

@@ -36,7 +36,7 @@ SETS = ("batch", "batch and slices", "weights over the batch")  # names of sets 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A program of shardings on a mesh. rules: the layout or the annotations from which it was made, for messages."""
+    """One sharding for each operator, on a mesh. rules: the layout or the annotations from which it was made, for messages."""
 
     mesh: Sizes
     program: Program

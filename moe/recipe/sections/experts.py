@@ -27,7 +27,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
     dropout: float = key(0.0, "of hidden units in the experts; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
     rebalance_every: int = key(0, "steps after which experts move between ranks to equalise their load; 0: never", ge=0, alters="cost")
-    kernels: Literal["auto", "reference", "cpu", "triton"] = key("auto", alters="cost")
+    kernels: Literal["auto", "reference", "cpu", "triton", "grouped_mm"] = key("auto", alters="cost")
     products: ClassVar[str] = "plain"  # name in moe/kernels/products.py, which has only this one, so that a key would have no choice
 
     @field_validator("num_experts")

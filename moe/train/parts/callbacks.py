@@ -71,7 +71,8 @@ class Callback:
         now.record: its line of metrics.jsonl, with step and path."""
 
     def on_train_end(self, now: Now) -> None:
-        """Called at the end of the run, also if a callback has stopped it; not after a signal. now.record: as summary.json."""
+        """Called at the end of the run, also if a callback has stopped it; not after a signal. now.record:
+        the contents of summary.json."""
 
 
 class Callbacks:

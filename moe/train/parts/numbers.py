@@ -12,7 +12,7 @@ from moe.experts.layer import LayerReport
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
 
-_MEANS = 7  # numbers in a layer's row before its choices: kept, dropped, then five means (losses and entropy)
+_MEANS = 7  # a layer's numbers are sent as one row: kept, dropped and five means (losses, entropy), then choices of each expert
 
 
 @dataclass(frozen=True)

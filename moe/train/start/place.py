@@ -23,7 +23,7 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import numbered
 
-_PROBE_BYTES = 64 << 10  # about as large as the recipe and the first lines of metrics.jsonl
+_PROBE_BYTES = 64 << 10  # written to see if the disk has room: about the recipe and the first lines of metrics.jsonl
 
 
 def settle_precision(run: Run, world: World) -> Run:

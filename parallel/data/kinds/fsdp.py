@@ -40,7 +40,7 @@ def gathered(at: At, w: Whole) -> float:
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
         case "work":
             return c * (left if w.stays else 2 * w.layer) + r * w.trained_behind
-        case "head":  # here `behind` is the layer whose backward pass follows the head's
+        case "head":  # `behind`: the layer whose backward pass follows, here the last layer
             of_table = w.trained_table
             return max(
                 c * (w.held if w.stays else w.table + w.behind) + r * of_table,

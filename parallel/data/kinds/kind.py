@@ -73,6 +73,10 @@ class StandIn(NamedTuple):
     why: str
 
 
+def _load() -> None:
+    import torch._dynamo  # noqa: F401 (every optimizer of torch imports it)
+
+
 @dataclass(frozen=True)
 class EngineKind:
     """Facts about one engine.
@@ -99,7 +103,7 @@ class EngineKind:
     keys: tuple[str, ...] = ()
     stage: int = 0
     cut: Callable[[nn.Module, Setup, torch.device, Fill], None] | None = None
-    load: Callable[[], None] = lambda: None
+    load: Callable[[], None] = _load
     by_module: bool = False
     frees_weights: bool = False
     steps: Literal["matrices", "shards", "elements"] = "matrices"

@@ -140,7 +140,9 @@ def _packing(timeline: Timeline, done: dict[str, Placed], steps: int) -> Packing
 def _check(timeline: Timeline, works: Sequence[BubbleWork], found: Sequence[Bubble], margin: float) -> None:
     names = {work.name for work in works}
     if len(names) < len(works):
-        raise BadInput("works", got=f"{len(works)} works with {len(names)} names", needed="unique names", fix="number the works")
+        raise BadInput(
+            "works", got=f"{len(works)} works with {len(names)} names", needed="unique names", fix="give each work a name of its own"
+        )
     for work in works:
         missing = [need for need in work.needs if need not in names]
         if missing:

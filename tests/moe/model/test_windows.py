@@ -128,7 +128,7 @@ def test_a_cache_of_keys_gives_the_logits_of_recomputation() -> None:
 
 
 def changed_by(model: Transformer, place: int, of: int) -> Tensor:
-    """Return a mask of the `of` tokens, True where logits change if token `place` changes."""
+    """Return a mask over a sequence of `of` tokens: True if a token's logits change when token `place` changes."""
     tokens_BL = torch.arange(of).unsqueeze(0)
     other_BL = tokens_BL.clone()
     other_BL[0, place] = 30

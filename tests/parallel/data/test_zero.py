@@ -48,6 +48,15 @@ def loaded() -> None:
     load_deepspeed()  # imported before the forks, because it takes seconds
 
 
+def test_deepspeed_is_loaded_without_torchs_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("muon_optimizer", "original_muon"):
+        monkeypatch.delitem(sys.modules, f"deepspeed.runtime.zero.muon.{name}")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("a function was compiled"))
+    loaded = load_deepspeed()
+    assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules
+    assert loaded.runtime.compiler.compile() is torch.compile  # what was replaced during the import is back
+
+
 # --- dtype of gradient sums -------------------------------------------------------------------------------------------
 
 

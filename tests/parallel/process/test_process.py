@@ -112,7 +112,7 @@ def test_each_rank_takes_a_gpu_of_its_own_or_all_are_refused(case: str) -> None:
     seen, expected = GPUS[case]
     taken = [ids[gpu_of(rank, len(ids))] if ids else "cpu" for rank, ids in enumerate(seen)]
     refused = unfit([f"host {found}" for found in taken])
-    assert taken == expected if refused is None else str(refused).startswith(f"GPUs: got {expected}")
+    assert str(BadInput(**refused)).startswith(f"GPUs: got {expected}") if refused else taken == expected
 
 
 @pytest.mark.parametrize(("hidden", "device"), [(False, "cuda:1"), (True, "cpu")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from moe.data import load as load_tokenizer
 from moe.records.metrics import read
 from moe.train.start.state import EXTRA
-from parallel.errors import BadInput
 from parallel.store.stored import Reader
 from tests.support import trained
 
@@ -90,8 +90,7 @@ def test_another_model_is_refused_in_one_line(
 ) -> None:
     (said,) = trained.train(other(home, **sections), tmp_path / "b", init_from=before / source)
     assert isinstance(said, str) and "\n" not in said
-    with pytest.raises(BadInput, match=what):
-        raise BadInput(said, got="", needed="", fix="")
+    assert re.search(what, said)
     assert not list((tmp_path / "b").glob("checkpoints/*"))
 
 

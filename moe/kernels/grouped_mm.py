@@ -1,0 +1,96 @@
+"""The experts' networks by torch's own grouped product, which is CUTLASS on a GPU since Hopper: one launch for all experts.
+
+    permute    rows w1, rows w3    activation    hidden w2    combine        each tensor in memory, and kept for the backward pass
+
+All other operations are those of `auto`. A row must be a multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.kernels.auto import combine, permute, plan, reorder, slots, top_k
+from moe.kernels.network import Network
+from moe.kernels.rows import Plan
+from parallel.errors import BadInput
+from parallel.fixes import Set
+from parallel.numerics.precision import gradient_dtype
+from parallel.numerics.weight_gradient import gradient_or_later, if_deferrable
+
+__all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
+
+# R rows, E experts, D model, F hidden, I and O a matrix's in and out
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ALIGNED_BYTES = 16
+
+
+class _Product(torch.autograd.Function):
+    """Multiply rows sorted by expert by their expert's matrix, cast to their dtype. `ends_E` int32: the end of each expert's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RI, weight_EIO, ends_E)
+        ctx.weights = if_deferrable(weight_EIO)
+        return F.grouped_mm(rows_RI, weight_EIO.to(rows_RI.dtype), offs=ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_RI, weight_EIO, ends_E = ctx.saved_tensors
+        grad_RO = grad_RO.contiguous()
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[1]:
+            weight = (ctx.weights or (weight_EIO,))[0]
+            of_weight = gradient_or_later(weight, partial(_weight_gradient, rows_RI, grad_RO, ends_E, gradient_dtype(weight)))
+        if ctx.needs_input_grad[0]:
+            of_rows = F.grouped_mm(grad_RO, weight_EIO.to(grad_RO.dtype).mT, offs=ends_E)
+        return of_rows, of_weight, None
+
+
+def _weight_gradient(rows_RI: Tensor, grad_RO: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows^T grad of each expert. Experts without rows get zeros, which torch's product does not write on every GPU."""
+    empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+    return F.grouped_mm(rows_RI.t(), grad_RO, offs=ends_E).masked_fill_(empty_E.view(-1, 1, 1), 0).to(dtype)
+
+
+def _check(rows_RD: Tensor, network: Network) -> None:
+    """Raise BadInput for a dtype or for widths that torch's grouped product does not take."""
+    if rows_RD.dtype not in _DTYPES:
+        got, needed = f"grouped_mm for {rows_RD.dtype}", "float32, bfloat16 or float16"
+        raise BadInput("experts.kernels", got=got, needed=needed, fix=Set("it", "auto", "reference"))
+    unit = _ALIGNED_BYTES // rows_RD.dtype.itemsize
+    for name, size in zip(("d_model", "d_ff"), network.w1.shape[1:], strict=True):
+        if size % unit:
+            near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)
+            got, needed = f"grouped_mm for {name} {size}", f"a multiple of {unit} in {rows_RD.dtype}, such as {near}"
+            raise BadInput("experts.kernels", got=got, needed=needed, fix=Set("it", "auto"))
+
+
+def _compute(rows_RD: Tensor, network: Network, counts_E: Tensor, dropped_RF: Tensor | None) -> Tensor:
+    _check(rows_RD, network)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+
+    def multiply(_: str, rows: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None) -> Tensor:
+        out: Tensor = _Product.apply(rows, weight_EIO, ends_E)
+        if bias_EO is None:
+            return out
+        return out + bias_EO.to(out.dtype).repeat_interleave(counts_E, dim=0, output_size=len(rows))
+
+    return network.compute(rows_RD.contiguous(), multiply, dropped_RF=dropped_RF)
+
+
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
+    counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+    return _compute(rows_RD, network, counts_E, dropped_RF)
+
+
+def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
+    combined: Tensor = combine(_compute(permute(x_TD, plan), network, plan.counts_E, dropped_RF), gate_TK, plan)
+    return combined

@@ -1,0 +1,24 @@
+"""The table of docs/moe/kernels.md is the recorded run of `python -m tests.measured kernels`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.measured.kernels import KERNELS, TARGETS, good, table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_docs_table_equals_the_recorded_run_in_which_every_kernel_passed() -> None:
+    rows = json.loads((ROOT / "docs/benchmarks/kernels.json").read_text())["rows"]
+    assert {row["target"] for row in rows} == set(TARGETS.values()) and len({row["triton"] for row in rows}) == 2
+    assert all(good(row) and row["passed"] for row in rows)
+    assert {row["out"] for row in rows if row["kernel"] == "weights"} == {"torch.float32", "torch.bfloat16"}
+    assert table(rows) in (ROOT / "docs/moe/kernels.md").read_text()
+
+
+def test_a_spill_a_warning_and_narrow_loads_fail() -> None:
+    row = {"spilled": 32, "warnings": [], "narrow_loads": False, "kernel": KERNELS[0]}
+    assert good(row)
+    assert not any(good(row | fault) for fault in ({"spilled": 33}, {"warnings": ["C7515"]}, {"narrow_loads": True}))
