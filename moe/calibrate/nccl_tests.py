@@ -4,7 +4,8 @@ A table has a line for each size: bytes, count, type, redop, root, then time (mi
 place. `# Rank` lines name each rank's host. Times out of place count. Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 
 On one node the times become `inside.times`. On several, least squares of relative errors give an all-gather's
-seconds = latency + bytes / bandwidth, and from them `between.share` and `between.latency_us`.
+seconds = latency + bytes / bandwidth, and from them `between.share` and `between.latency_us`. An all-gather and a reduce-scatter have one
+time in a cluster, so the slower counts if both were measured.
 """
 
 from __future__ import annotations
@@ -32,25 +33,38 @@ KINDS = {
 }
 COLUMNS = 13
 LEAST_SIZES = 3
+AGAIN = "run it again on idle nodes, with -b 8K -e 1G -f 2"
 RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of one collective: bytes -> microseconds. ranks on `nodes` nodes."""
+    """Times of one collective: bytes -> microseconds. what: names of its files. ranks on `nodes` nodes."""
 
+    what: str
     kind: str
     ranks: int
     nodes: int
     times: dict[int, float]
 
+    def slower(self, other: Measured) -> Measured:
+        """Return the slower time of each size that both have, and the other times of both."""
+        times = {size: max(one.times.get(size, 0.0) for one in (self, other)) for size in sorted({*self.times, *other.times})}
+        return replace(self, what=f"the slower of {self.what} and {other.what}", times=times)
+
     def law(self) -> tuple[float, float]:
-        """Return (latency in microseconds, bytes per microsecond) that fit the times best, by relative error."""
+        """Return (latency in microseconds, bytes per microsecond) that fit the times best, by relative error. Raises BadInput for a
+        negative latency, and for times that do not grow with the bytes."""
         rows = [(1 / t, size / t) for size, t in self.times.items()]
         aa, ab, bb = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
         a, b = sum(a for a, _ in rows), sum(b for _, b in rows)
         whole = aa * bb - ab * ab
-        return (a * bb - b * ab) / whole, whole / (b * aa - a * ab)
+        latency, slope = (a * bb - b * ab) / whole, (b * aa - a * ab) / whole
+        if latency < 0:
+            raise BadInput(self.what, got=f"a fitted latency of {latency:.3g} us", needed="at least 0 us", fix=AGAIN)
+        if slope <= 0:
+            raise BadInput(self.what, got="times that do not grow with the bytes", needed="a fitted bandwidth above 0", fix=AGAIN)
+        return latency, 1 / slope
 
 
 def read(text: str, *, kind: str, what: str) -> Measured:
@@ -62,7 +76,7 @@ def read(text: str, *, kind: str, what: str) -> Measured:
     times = dict(_lines(text, what))
     if len(times) < LEAST_SIZES:
         raise BadInput(what, got=f"{len(times)} sizes", needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
-    return Measured(kind, sum(hosts.values()), len(hosts), times)
+    return Measured(what, kind, sum(hosts.values()), len(hosts), times)
 
 
 def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
@@ -85,37 +99,61 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with these times. Raises BadInput for times of several nodes that are not of an all-gather or reduce-scatter."""
-    if found.nodes == 1:
-        rows = cluster.inside.times.get(found.kind, {}) | {found.ranks: found.times}
-        return replace(cluster, inside=replace(cluster.inside, times=cluster.inside.times | {found.kind: rows}))
-    if found.kind != "all_gather":
-        raise BadInput(found.kind, got=f"{found.nodes} nodes", needed="all_gather or reduce_scatter between nodes", fix="remove this file")
-    latency, rate = found.law()
+    """Return the cluster with these times. Raises BadInput for times of several nodes that are not of an all-gather or reduce-scatter, or
+    that the cluster's devices and adapters cannot have."""
     here, between = found.ranks // found.nodes, cluster.between
-    bus = (found.ranks - 1) / found.ranks * rate / 1000  # GB/s
-    step = (latency - cluster.inside.latency_us) / found.nodes - (here - 1) * cluster.inside.hop_us
-    share = bus / min(between.node_gb_s, here * between.device_gb_s)
-    return replace(cluster, between=replace(between, share=share, latency_us=max(0.0, step)))
+    if here > cluster.devices_per_node:
+        got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
+        raise BadInput(found.what, got=got, needed=needed, fix="name the cluster whose nodes these are by --cluster")
+    if found.nodes == 1:
+        ranks = 2 if found.kind == "send" else found.ranks  # each rank sends one message and receives one
+        rows = cluster.inside.times.get(found.kind, {}) | {ranks: found.times}
+        source = f"inside.times.{found.kind} of {ranks} ranks: instead, NCCL-tests, {found.what}"
+        inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
+        return replace(cluster, inside=inside, sources=(*cluster.sources, source))
+    if found.kind != "all_gather":
+        needed = "all_gather_perf or reduce_scatter_perf between nodes"
+        raise BadInput(found.what, got=f"{found.nodes} nodes", needed=needed, fix="move it to another folder")
+    latency, rate = found.law()
+    bus, most = (found.ranks - 1) / found.ranks * rate / 1000, min(between.node_gb_s, here * between.device_gb_s)  # GB/s
+    if bus > most:
+        needed = f"at most {most:.4g} GB/s, the cluster's adapters"
+        raise BadInput(
+            found.what, got=f"a fitted {bus:.4g} GB/s", needed=needed, fix="mend between.node_gb_s and device_gb_s in a cluster file"
+        )
+    within = cluster.inside.latency_us + found.nodes * (here - 1) * cluster.inside.hop_us
+    source = f"between.share, between.latency_us: instead, NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
+    if latency < within:
+        source += f"; no latency is left for between: {latency:.3g} us fitted, {within:.3g} us by inside.latency_us and hop_us"
+    between = replace(between, share=bus / most, latency_us=max(0.0, latency - within) / found.nodes)
+    return replace(cluster, between=between, sources=(*cluster.sources, source))
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
     """Put the outputs in `folder` into `cluster`, and write the cluster file `out`. Raises BadInput."""
     check_writable(out, what="--out")
-    made = from_folder(load_cluster(cluster), folder)
+    given = load_cluster(cluster)
+    made = from_folder(given, folder)
     write_text(out, yaml.safe_dump(mapping_of(made), sort_keys=False), what="--out")
-    print(f"wrote {out}: {made.sources[-1]}")
+    print("\n".join((*made.sources[len(given.sources) :], f"wrote {out}")))
     return exit_codes.DONE
 
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
-    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file."""
-    paths = [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]
-    if not paths:
-        raise BadInput(
-            "--nccl", got=str(folder), needed="a folder with outputs", fix="name them all_reduce_perf.txt, all_gather_perf.txt, ..."
-        )
-    for path, kind in paths:
-        cluster = with_times(cluster, read(read_text(path), kind=kind, what=path.name))
-    read_files = ", ".join(path.name for path, _ in paths)
-    return replace(cluster, sources=(*cluster.sources, f"inside.times, between.share, between.latency_us: NCCL-tests, {read_files}"))
+    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file, and
+    for outputs of different numbers of nodes above one."""
+    found: dict[tuple[str, int, int], Measured] = {}
+    for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
+        one = read(read_text(path), kind=kind, what=path.name)
+        key = kind, one.ranks, one.nodes
+        found[key] = found[key].slower(one) if key in found else one
+    if not found:
+        fix = "name them all_reduce_perf.txt, all_gather_perf.txt, ..."
+        raise BadInput("--nccl", got=str(folder), needed="a folder with outputs", fix=fix)
+    several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
+    if len(several) > 1:
+        got = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several)
+        raise BadInput("--nccl", got=got, needed="one number of ranks and nodes above one", fix="move the others to another folder")
+    for one in found.values():
+        cluster = with_times(cluster, one)
+    return cluster
