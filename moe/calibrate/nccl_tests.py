@@ -34,7 +34,7 @@ KINDS = {
 COLUMNS = 13
 LEAST_SIZES = 3
 AGAIN = "run it again on idle nodes, with -b 8K -e 1G -f 2"
-RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
+RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,16 @@ class Measured:
 
 def read(text: str, *, kind: str, what: str) -> Measured:
     """Read the output of one program. Raises BadInput, with `what` as the name of the file, for an output that is not whole and right."""
-    hosts = Counter(RANK.findall(text))
+    ranks = RANK.findall(text)
+    hosts = Counter(host for _, host in ranks)
     if not hosts or len(set(hosts.values())) > 1:
         got = f"ranks per host {sorted(hosts.values())}" if hosts else "no line `# Rank`"
         raise BadInput(what, got=got, needed="the same number of ranks on each host", fix="keep the whole output, from the first line")
-    times = dict(_lines(text, what))
+    lines = list(_lines(text, what))
+    times = dict(lines)
+    if len(times) < len(lines) or len({group for group, _ in ranks}) > 1:
+        got, fix = "a size twice, or several groups of ranks", "keep one run in a file, without NCCL_TESTS_SPLIT"
+        raise BadInput(what, got=got, needed="one table of one group", fix=fix)
     if len(times) < LEAST_SIZES:
         raise BadInput(what, got=f"{len(times)} sizes", needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
     return Measured(what, kind, sum(hosts.values()), len(hosts), times)

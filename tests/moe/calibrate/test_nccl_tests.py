@@ -49,6 +49,8 @@ def test_times_of_one_node_are_those_that_were_printed() -> None:
         (" 0 ", " 3 ", "#wrong 3"),
         ("on node1 device 0", "on node0 device 0", "ranks per host"),
         ("# ", "- ", "no line"),
+        ("Rank  3 Group  0", "Rank  3 Group  1", "several groups"),
+        ("        8192 ", "       16384 ", "a size twice"),
     ],
 )
 def test_a_wrong_output_is_one_line(old: str, new: str, got: str) -> None:
