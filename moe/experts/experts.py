@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe.kernels import choose
 from moe.kernels.activation import GATED, Activation
-from moe.kernels.network import ByProduct, Network
+from moe.kernels.network import ByProduct, Counts, Network
 from moe.kernels.products import PRODUCTS
 from moe.kernels.rows import Plan
 from moe.nn.lora import adapted
@@ -148,7 +148,7 @@ class Experts(nn.Module):
         return [Network.of(chunk, held.activation) for chunk in zip(*cut, strict=True)]
 
     @in_region("experts")
-    def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
+    def forward(self, x: Tensor, *, counts: Counts | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
         """Apply the held experts, or the chunk `weights`, to rows [R, D] sorted by expert, counts[e] of expert e. Keeps shape and dtype.
         With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. `dropped_RF`:
         factors of dropout for the hidden units.

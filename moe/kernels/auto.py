@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor
 
 from moe.kernels import cpu
-from parallel.numerics.supposed import pretended
+from parallel.numerics.supposed import supposed_as
 
 __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
 
+_DECISIONS = ("plan", "slots", "top_k")  # their results are integers, which a rehearsal must know
 
-@cache
+
 def _for_gpu(device: torch.device) -> ModuleType:
     """Return `triton` if it is installed and the GPU has tensor cores (compute capability 7.0 or later), else `cpu`."""
     if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (7, 0):
@@ -28,13 +28,16 @@ def _for_gpu(device: torch.device) -> ModuleType:
 
 
 def kernels_of(tensor: Tensor) -> ModuleType:
-    """Return the kernels for this tensor: always `cpu` for float64, which only checks use, and for a rehearsal's tensors (no values)."""
-    return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 and not pretended(tensor) else cpu
+    """Return the kernels for this tensor: always `cpu` for float64, which only checks use."""
+    return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 else cpu
 
 
 def _by_device(name: str) -> Callable[..., Any]:
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
-        return getattr(kernels_of(first), name)(first, *rest, **named)
+        kernels = kernels_of(first)
+        made = getattr(kernels, name)(first, *rest, **named)
+        # in a rehearsal, Triton's kernels compute nothing
+        return made if kernels is cpu or name not in _DECISIONS else supposed_as(made, getattr(cpu, name), first, *rest, **named)
 
     return call
 

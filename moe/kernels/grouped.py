@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels.activation import Activation, activate, activate_backward
-from moe.kernels.network import Matrices, Network
+from moe.kernels.network import Counts, Matrices, Network, numbers
 from moe.kernels.rows import Plan, combine, permute
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
@@ -358,13 +358,14 @@ def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows
     return out
 
 
-def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    rows = arrange(torch.arange(len(rows_RD), device=rows_RD.device), counts, network, rows_RD.dtype)
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
+    rows = arrange(torch.arange(len(rows_RD), device=rows_RD.device), numbers(counts), network, rows_RD.dtype)
     return _run(rows_RD, None, dropped_RF, rows, network, keep=network.recorded(rows_RD))
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-    counts: list[int] = plan.counts_E.tolist()
+    counts = numbers(plan.counts_E)
+    plan = plan.cut(sum(counts))
     if x_TD.is_cuda:  # not fused, because index_add_ has no fixed order on a GPU
         return combine(grouped_ffn(permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF), gate_TK, plan)
     keep = network.recorded(x_TD, gate_TK)

@@ -21,6 +21,7 @@ from moe.kernels.rows import Plan
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
 Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
+Counts = list[int] | Tensor  # rows of each expert; a tensor int64 [E] on the rows' device, which the host need not read
 Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I], matrices [E, I, O], rows of each expert) -> [R, O]
 
 
@@ -60,6 +61,10 @@ class Network:
         return multiply("w2", hidden_RF if dropped_RF is None else hidden_RF * dropped_RF, self.w2, None)
 
 
+def numbers(counts: Counts) -> list[int]:
+    return counts if isinstance(counts, list) else counts.tolist()
+
+
 class ByProduct:
     """Kernels whose expert networks call `times` for each product. `kernels` computes all other operations."""
 
@@ -69,7 +74,9 @@ class ByProduct:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernels, name)
 
-    def grouped_ffn(self, rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
+    def grouped_ffn(self, rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
+        counts = numbers(counts)
+
         def multiply(name: str, rows: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None) -> Tensor:
             out = self.times(name, rows, weight_EIO, counts)
             if bias_EO is None:
@@ -79,6 +86,8 @@ class ByProduct:
         return network.compute(rows_RD, multiply, dropped_RF=dropped_RF)
 
     def routed_ffn(self, x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-        rows_RD = self.grouped_ffn(self.permute(x_TD, plan), network, counts=plan.counts_E.tolist(), dropped_RF=dropped_RF)
+        counts = numbers(plan.counts_E)
+        plan = plan.cut(sum(counts))
+        rows_RD = self.grouped_ffn(self.permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF)
         combined: Tensor = self.combine(rows_RD, gate_TK, plan)
         return combined

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels.network import Network
+from moe.kernels.network import Counts, Network, numbers
 from moe.kernels.rows import Plan
 from parallel.numerics.weight_gradient import product
 
@@ -58,12 +58,12 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
     return rows_RD[index_R]
 
 
-def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
     """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
     `counts`: rows of each expert. `dropped_RF`: factors of dropout for the hidden rows.
     """
     outs, start = [], 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(numbers(counts)):
 
         def multiply(_: str, rows: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None, expert: int = expert) -> Tensor:
             out = product(rows, weight_EIO[expert])

@@ -8,7 +8,7 @@ combine   rows -> tokens, times the gates    backward: each row gets its token's
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class Plan:
     `counts_E` int64: the number of rows of each expert. For four tokens with one choice each, the third dropped:
 
         experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
+
+    On a GPU, whose host need not know the number of rows, `choice_R` may go on with zeros, up to T K.
     """
 
     choice_R: Tensor
@@ -39,6 +41,10 @@ class Plan:
     def token_R(self) -> Tensor:
         """The token of each row, int64 [R]."""
         return self.choice_R // self.row_TK.shape[1]
+
+    def cut(self, rows: int) -> Plan:
+        """Return the plan without what follows its `rows` rows in choice_R."""
+        return self if rows == len(self.choice_R) else replace(self, choice_R=self.choice_R[:rows])
 
 
 def gather(source: Tensor, index_R: Tensor, choices: int = 1) -> Tensor:

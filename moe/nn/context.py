@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe.nn.routing_record import RoutingRecord
 from parallel.errors import BadInput
+from parallel.mesh.host import on_device
 from parallel.numerics.random import key_of, uniform
 from parallel.numerics.recompute import Replay
 
@@ -78,7 +79,7 @@ class Context:
                 last = columns - 1 if positions is None else int(max(positions))
                 record.check_positions(range(first_sequence, first_sequence + batch), last, length or columns)
         sequence_B = torch.arange(first_sequence, first_sequence + batch, device=device)
-        place_L = torch.arange(columns, device=device) if positions is None else torch.tensor(positions, device=device)
+        place_L = torch.arange(columns, device=device) if positions is None else on_device(torch.tensor(positions), device)
         position_T = (sequence_B.unsqueeze(1) * (length or columns) + place_L).flatten()
         valid_T = None if valid_BL is None else valid_BL.flatten()
         return Context(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,6 +47,7 @@ from parallel.process.process import World
 from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.pretended import RehearsalError
 from parallel.rehearse.stage import rehearsal
+from parallel.rehearse.work import Work
 from parallel.store import checkpoint
 from parallel.store.saver import Saver
 
@@ -65,6 +66,7 @@ class Walked:
     held: dict[str, int]  # bytes at that peak: of parameters, gradients, optimizer states, activations
     counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> its calls and bytes in the last step
     saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
+    work: dict[tuple[str, str], Work]  # (part of a layer, or "", "forward" or "backward") -> a GPU's work in the last step; {} on a CPU
     parameters: dict[str, tuple[int, ...]]  # name -> shape on this rank
 
 
@@ -98,7 +100,8 @@ def row_of(walked: Walked) -> dict[str, Any]:
     row |= {"built_bytes": walked.built_bytes, "peak_bytes": walked.peak_bytes, "saved_bytes": walked.saved_bytes}
     row |= {f"peak_{kind}": size for kind, size in walked.held.items()}
     counts = [{"axis": axis, "collective": name, **vars(count)} for (axis, name), count in walked.counts.items()]
-    return row | {"collectives": counts, "parameters": {name: list(shape) for name, shape in walked.parameters.items()}}
+    work = [{"module": module, "pass": passing, **asdict(w)} for (module, passing), w in walked.work.items()]
+    return row | {"collectives": counts, "work": work, "parameters": {name: list(shape) for name, shape in walked.parameters.items()}}
 
 
 def table(run: Run, walked: Walked, world: World) -> list[str]:
@@ -114,12 +117,38 @@ def table(run: Run, walked: Walked, world: World) -> list[str]:
         lines.append(f"  {axis:<14} {name:<17}{c.calls:>8,}{c.bytes:>20,}{c.sent:>20,}")
     if not walked.counts:
         lines.append("  none")
+    lines += work_lines(walked.work)
     lines += ["", f"{'parameters held here, by shape':<34}"]
     lines += [
         f"  {' x '.join(map(str, shape)) or 'a number':<24}{count:>8,}" for shape, count in Counter(walked.parameters.values()).items()
     ]
     took = f"build {walked.build_s:.1f} s, step {walked.step_s:.1f} s, save {walked.save_s:.1f} s, of this process"
     return [*lines, "", took]
+
+
+def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
+    """Format a GPU's work in a step: a line for all layers that have equal work in a part, then each host synchronisation's place."""
+    if not work:
+        return []
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for module in dict.fromkeys(module for module, _ in work):
+        passes = [work.get((module, passing), Work()) for passing in ("forward", "backward")]
+        layer, _, part = module.removeprefix("layers.").partition(".")
+        numbers = [number for w in passes for number in (w.waits.total(), w.kernels, w.moved_bytes)]
+        alike.setdefault((part or "outside of the layers", *numbers), []).append(layer)
+    widths = (8, 9, 17, 8, 9, 17)
+
+    def columns(values: Iterable[str]) -> str:
+        return "".join(value.rjust(width) for value, width in zip(values, widths, strict=True))
+
+    lines = ["", f"{'':<34}{'forward':>34}{'backward':>34}"]
+    lines += [f"{'work of a GPU in a step':<34}{columns(('waits', 'kernels', 'bytes moved') * 2)}"]
+    for (part, *numbers), layers in alike.items():
+        name = part if layers == [""] else f"{part} of layer {layers[0]}" if len(layers) == 1 else f"{part} of {len(layers)} layers"
+        lines.append(f"  {name:<32}{columns(f'{n:,}' for n in numbers)}")
+    places: Counter[str] = sum((w.waits for w in work.values()), Counter())
+    lines += [f"  {times:>4} x the host waits at {place}" for place, times in places.most_common()]
+    return lines
 
 
 def carried(run: Run) -> tuple[Run, str]:
@@ -149,20 +178,25 @@ def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
         ledger, started = pretended.ledger, time.perf_counter()
         job = open_job(run, world)
         engine, build_s = job.engine, time.perf_counter() - started
+        for name, module in engine.module.named_modules():
+            if name.startswith(("layers.", "ahead.")) and name.rpartition(".")[2] in ("attention", "cross", "ffn", "moe"):
+                pretended.work.watch(name, module)
         ledger.name("parameters", (local(parameter) for parameter in engine.module.parameters()))
         built_bytes = ledger.now
         with mock.patch.object(engine, "step", _naming(engine, ledger, ledger.mark())):
             for _ in range(steps):
                 started = time.perf_counter()
                 ledger.begin()
+                pretended.work.begin()
                 take_step(job)
         step_s, counts = time.perf_counter() - started, job.mesh.communicator.counts()
-        held, peak_bytes = ledger.at_peak(), ledger.most
+        held, peak_bytes, work = ledger.at_peak(), ledger.most, pretended.work.by_module
+        pretended.work.begin()
         started = time.perf_counter()
         saved_bytes = sum(tensor.nbytes for tensors in checkpoint.in_files(state.held(engine, job.mesh)) for _, tensor in tensors)
         save_s = time.perf_counter() - started
         shapes = {name: tuple(local(p).shape) for name, p in engine.module.named_parameters()}
-        return Walked(build_s, step_s, save_s, built_bytes, peak_bytes, held, counts, saved_bytes, shapes)
+        return Walked(build_s, step_s, save_s, built_bytes, peak_bytes, held, counts, saved_bytes, work, shapes)
 
 
 def open_job(run: Run, world: World) -> Job:

@@ -92,7 +92,7 @@ def step_means(
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
     gate_E = torch.zeros_like(count_E) if gate_TE is None else _masked(gate_TE.detach(), valid_T).double().sum(0)
-    tokens = count_E.new_tensor([len(expert_TK)]) if valid_T is None else valid_T.sum().double().reshape(1)
+    tokens = count_E.new_full((1,), len(expert_TK)) if valid_T is None else valid_T.sum().double().reshape(1)
     chances = () if chance_TE is None else (_masked(chance_TE.detach(), valid_T).double().sum(0),)
     sums = whole(torch.cat((count_E, gate_E, tokens, *chances)))
     count_E, gate_E, tokens, chance_E = sums.split((num_experts, num_experts, 1, num_experts * len(chances)))
@@ -114,7 +114,12 @@ def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int, valid
     for mask in (None if valid_T is None else valid_T.unsqueeze(1), counted_TK):
         if mask is not None:
             key_TK = torch.where(mask, key_TK, bins)
-    return torch.bincount(key_TK.flatten(), minlength=bins + 1)[:bins].view(num_groups, num_experts)
+    key_N = key_TK.flatten()
+    if key_N.is_cuda:  # there bincount makes the host wait twice, for the least and the largest key
+        counts = key_N.new_zeros(bins + 1).scatter_add_(0, key_N, torch.ones_like(key_N))
+    else:
+        counts = torch.bincount(key_N, minlength=bins + 1)
+    return counts[:bins].view(num_groups, num_experts)
 
 
 def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Tensor:

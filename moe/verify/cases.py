@@ -50,9 +50,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "deepspeed": {"router": {"preset": "deepspeed"} | _BY_SEQUENCE, "experts": {"ffn": "relu"}},
     "megatron": {"router": {"preset": "megatron", "capacity_factor": 1.0, "allow_noncausal": True} | _BY_SEQUENCE},
     **{name: {"router": dict(method.example)} for name, method in METHODS.items() if method.example},
-    "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
+    "noisy_top_k": {  # as in V-MoE (arXiv 2106.05974): a token's best gate decides who gets a slot
+        "router": {
+            "preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "z_weight": 0.01, "drop": "lowest_gate",
+            "capacity_factor": 1.0, "min_capacity": 1, "allow_noncausal": True,
+        },
+    },
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
-}
+}  # fmt: skip
 PACKED: dict[str, dict[str, Any]] = {  # attention within documents; the token that begins one is id 0 (1 in 16 tokens) or id 1 (1 in 39)
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
@@ -93,14 +98,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "experts": {"shared": 1},
     },
     "free": {
+        "optimizer": LINEAR,
         "router": {
             "preset": "llama4", "num_choices": 3, "noise": "noisy_top_k", "load_weight": 0.2, "logit_cap": 0.5, "score": "softmax",
-            "balance_scope": "sequence",
+            "balance_scope": "sequence", "capacity_factor": 1.0, "min_capacity": 1,
         },
-        "experts": {"skip": 2, "zero": 1},
+        "experts": {"skip": 2, "zero": 1, "dropout": 0.2, "biases": True},
         "model": {"scales": {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}, "qk_norm": "heads"},
     },
     "mixer": {
+        "optimizer": {"clip_norm": 50.0},  # above every gradient norm, so that nothing is clipped
         "router": {
             "preset": "switch", "select": "sparsemixer", "num_choices": 2, "mixer_margin": 0.45, "input_norm": "rmsnorm",
             "expert_scale": "learned", "capacity_factor": 1.0, "min_capacity": 1, "balance_counts": "unbiased",

@@ -45,6 +45,7 @@ Ran = tuple[Result, Tape | None] | str  # of a case: (result, record of its firs
 Inside = Callable[[], AbstractContextManager[Any]]  # makes the context manager in which every rank runs a case
 # largest number of (meshes x ranks) in one set of processes: each mesh starts gloo threads that slow all ranks until the process ends
 MESHES = 16
+LAST = "last module that ran: "  # in the errors of taped ranks, before Tape.last
 LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine
 
 
@@ -271,7 +272,11 @@ def ran_by(
     for case in chosen:
         tape = Tape.of(case) if taped else None
         with inside():
-            found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape, device=device))
+            try:
+                found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape, device=device))
+            except Exception as error:
+                error.add_note("" if tape is None else LAST + tape.last)
+                raise
         yield {"result": found, "tape": None if tape is None else plain(tape)}
 
 

@@ -48,6 +48,7 @@ class Tape:
     steps: list[Step] = field(default_factory=list)
     length: int = LENGTH  # tokens of a sequence; in an encoder-decoder, of source plus target
     batch: int = BATCH  # sequences of a step
+    last: str = "start"  # the module that ran last, with its step
 
     @staticmethod
     def of(case: Case) -> Tape:
@@ -56,6 +57,7 @@ class Tape:
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
         """Record outputs [..., width] of the tokens with these indices. A second record of theirs is recompute. first: first channel."""
+        self.last = f"{name} of step {step}"
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])

@@ -3,9 +3,9 @@
     moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
     moe/verify/plain/step.py    weight decay, clipping, AdamW, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
 
-It shares with the trainer only the recipe, the first values of parameters and the hash of random numbers. It computes in float64, because
-in fp32 its own rounding could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient into lr d /
-eps = 300 d. For PipeDream and 2BW it computes gradients at older weights, as the pipeline stages do, and updates the newest weights.
+It shares with the trainer only the recipe and the first values of parameters. It computes in float64, because in fp32 its own rounding
+could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient into lr d / eps = 300 d. For PipeDream
+and 2BW it computes gradients at older weights, as the pipeline stages do, and updates the newest weights.
 """
 
 from __future__ import annotations

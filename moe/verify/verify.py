@@ -29,7 +29,7 @@ from moe.verify.layouts import Ran, run_world
 from moe.verify.small import known
 from moe.verify.started import run_started
 from moe.verify.table import Table
-from moe.verify.where import Standard
+from moe.verify.where import Standard, last_module
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.errors import BadInput, counted, cut
 from parallel.fixes import Set
@@ -154,19 +154,25 @@ def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, E
         no_twin = case.recipe is not None and not known(twin.run())
         if "error" in row:
             say(row["error"])
+            if not any(words in row["error"] for words in ("gave no result", "still running")):  # no rank was ended or hung
+                ((_, ran),) = run([case], case.world, taped=True)
+                row["where"] = where = _where(case, ran, None, row)
         elif no_twin:
             say(f"{case.layout} {case.kind}: the plain twin does not implement this recipe, so the place of the fault is unknown")
         else:
             standard = standards.setdefault(twin, Standard(expected[twin]))
             ((_, ran),) = run([case], case.world, taped=True)
             row["where"] = where = _where(case, ran, standard, row)
-        if not no_twin:
+        if "error" in row or not no_twin:
             say(f"first deviation in {case.layout} {case.kind} {case.precision}: {where}")
 
 
-def _where(case: Case, ran: Ran, standard: Standard, row: dict[str, Any]) -> str:
-    if isinstance(ran, str) or ran[1] is None:
-        return "not found: its ranks failed in the second run"
+def _where(case: Case, ran: Ran, standard: Standard | None, row: dict[str, Any]) -> str:
+    """Return text on where the recorded second run `ran` first deviates, or after which module its ranks failed."""
+    if isinstance(ran, str):
+        return f"its ranks failed after {last_module(ran) or 'a module that is not known'}"
+    if standard is None or ran[1] is None:
+        return "not found: its ranks failed only in the first run"
     found = standard.first_deviation(ran[1], ran[0], case)
     if found is None and "farthest" in row:
         return f"{row['farthest']} (farther from the twin in fp32 than {case.precision} explains)"

@@ -12,6 +12,7 @@ A line may deviate by twice the largest effect that rounding has in its own or a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from torch import Tensor
 from moe.verify.cases import Case
 from moe.verify.compare import deviation
 from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, reorderings, rounds
-from moe.verify.layouts import compute
+from moe.verify.layouts import LAST, compute
 from moe.verify.plain.model import Rounding
 from moe.verify.tape import AGAIN, TAPED, Step, Tape
 from moe.verify.twin import Result, reference
@@ -170,6 +171,9 @@ class Standard:
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
         """Return the first line of the case's tape `got` that deviates too far, else the first such loss in its `result`, else None."""
+        for (step, name), parts in got.forward.items():
+            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape has room for one of them
+                return Deviation("positions", "forward", step, math.inf, 0.0, f"several tokens of {name} have the same")
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
         for want in lines(self.tape):
@@ -202,6 +206,13 @@ class Standard:
         if away <= allowed:
             return None
         return Deviation(want.name, line.phase, want.step, away, allowed, _place(line, want, allowed, case))
+
+
+def last_module(errors: str) -> str:
+    """Return the module after which the first of the taped ranks failed, with its step, by their errors (of run_world); "" if none raised.
+    Other ranks fail later, because they wait for it."""
+    found = [(int(step or 0), depth(name), said) for said, name, step in re.findall(rf"{LAST}((\S+)(?:.* step (\d+))?.*)", errors)]
+    return min(found, default=(0, (), ""))[2]
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:

@@ -29,14 +29,15 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def consecutive_indices(counts_N: Tensor, start_N: Tensor) -> Tensor:
-    """Return the counts_N[n] indices start_N[n], start_N[n] + 1, ... of each bin n, bin after bin: int64 [sum(counts_N)]."""
+def consecutive_indices(counts_N: Tensor, start_N: Tensor, *, total: int) -> Tensor:
+    """Return the counts_N[n] indices start_N[n], start_N[n] + 1, ... of each bin n, bin after bin: int64 [total]. total: sum of counts_N,
+    which a GPU's host knows already."""
     before_N = counts_N.cumsum(0) - counts_N
-    return torch.repeat_interleave(start_N - before_N, counts_N) + torch.arange(int(counts_N.sum()), device=counts_N.device)
+    return torch.repeat_interleave(start_N - before_N, counts_N, output_size=total) + torch.arange(total, device=counts_N.device)
 
 
-def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
-    """Return indices, int64, that sort received rows by (bin, source rank). counts_RB[r, b]: rows received from rank r for bin b.
+def by_bin(counts_RB: Tensor, *, total: int, stride: int | None = None) -> Tensor:
+    """Return indices, int64 [total], that sort received rows by (bin, source rank). counts_RB[r, b]: rows received from rank r for bin b.
 
     Received rows are sorted by (source, bin). They have no gaps, or with `stride` the rows of rank r start at row r * stride."""
     if stride is None:
@@ -44,7 +45,7 @@ def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
         start_RB = (flat.cumsum(0) - flat).view_as(counts_RB)
     else:
         start_RB = counts_RB.cumsum(1) - counts_RB + torch.arange(len(counts_RB), device=counts_RB.device).unsqueeze(1) * stride
-    return consecutive_indices(counts_RB.t().flatten(), start_RB.t().flatten())
+    return consecutive_indices(counts_RB.t().flatten(), start_RB.t().flatten(), total=total)
 
 
 class _Moved(torch.autograd.Function):

@@ -12,9 +12,7 @@ all-gather repeats the tensor, and an all-to-all receives from each rank what th
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +24,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.rehearse.ledger import Ledger
+from parallel.rehearse.work import READS, Counted, where
 
 MADE_ELEMENTS = 512  # float tensors made by zeros() or empty() up to this size also have real values: counters, biases, not weights
 KNOWN_ELEMENTS = 2**24  # tensors computed from real values have real values up to this size
 
+_NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators whose result, or its shape, needs values
 _ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # files that call autograd's C++ code, which makes tensors too
 _BETWEEN = (  # files on the stack between an operator and its caller
     "rehearse/pretended.py",
@@ -43,7 +42,6 @@ _BETWEEN = (  # files on the stack between an operator and its caller
     "_dynamo/eval_frame.py",
     "fake_tensor.py",
 )
-_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 
 
 class RehearsalError(RuntimeError):
@@ -51,12 +49,12 @@ class RehearsalError(RuntimeError):
 
 
 class Pretended(FakeTensorMode):
-    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes.
+    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes, `work` the kernels of a GPU.
     device: the rank's device, from which collectives must send."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.device, self.ledger = device, Ledger(device)
+        self.device, self.ledger, self.work = device, Ledger(device), Counted()
         self._within = 0  # depth of operators that are called by operators; a device runs one fused kernel for all of them
         self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ code needs real integer tensors
 
@@ -76,6 +74,14 @@ class Pretended(FakeTensorMode):
             return None if tensor.is_meta else tensor  # a real tensor
         values: Tensor | None = getattr(tensor, "_known", None)
         return None if values is None or self.ledger.is_unknown(tensor) else values
+
+    def computed(self, function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return function(*given, **named) of the tensors' known values, computed on the CPU; None if a tensor's values are unknown."""
+        values = [self.known(value) if isinstance(value, Tensor) else value for value in given]
+        if any(value is None for value in values):
+            return None
+        with _disable_current_modes():
+            return function(*values, **named)
 
     def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run one operator on fake tensors. torch calls this method for forward pass, backward pass and its own C++ code."""
@@ -101,9 +107,11 @@ class Pretended(FakeTensorMode):
             kwargs = kwargs | {"device": self.device}  # autograd's C++ code asks for the CPU, which it sees as the device (_device_in_cpp)
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
+        if READS & set(func.tags):
+            self.work.read(func, args, kwargs, tensors)
         if func is torch.ops.aten.index.Tensor:  # the number of rows of x[mask] depends on the mask's values, which must be known
             args = (args[0], self._places(args[1]))
-        elif _READS & set(func.tags):
+        elif READS & set(func.tags):
             return self._read(func, args, kwargs, tensors, everything)
         self._within += 1
         try:
@@ -116,6 +124,8 @@ class Pretended(FakeTensorMode):
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         for tensor in made:
             self.ledger.record(tensor, counts=not self._within)
+        if not self._within:
+            self.work.operator(func, args, kwargs, tensors, made)
         from_nothing = not tensors or func._opname.startswith(("new_", "empty_like", "zeros_like", "ones_like"))
         if everything and all(t.numel() <= (MADE_ELEMENTS if from_nothing and t.is_floating_point() else KNOWN_ELEMENTS) for t in made):
             self._compute(func, args, kwargs, made)
@@ -168,7 +178,8 @@ class Pretended(FakeTensorMode):
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
-            tensor._known = values  # type: ignore[attr-defined]
+            # 0 for memory that is not set, which Triton's kernels would write
+            tensor._known = values.zero_() if "empty" in func._opname else values  # type: ignore[attr-defined]
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(func._schema.arguments):
@@ -188,9 +199,8 @@ class Pretended(FakeTensorMode):
         """Return the results of a collective without communication. The received values are known if all sent values are known."""
         name = func._opname
         for tensor in tensors if name != "barrier" and not self.of_reducer else ():
-            if tensor.device.type != self.device.type:
-                said = f"{name.strip('_')} of a tensor on {tensor.device}; ranks send only from {self.device.type}"
-                raise RehearsalError(f"{where()}: {said}")
+            if (wrong := self._unsendable(tensor)) is not None:
+                raise RehearsalError(f"{where()}: {name.strip('_')} of a tensor {wrong}")
         work = FakeWork().boxed()
         scripted = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
         group = next(map(dist.ProcessGroup.unbox, scripted), None)
@@ -199,6 +209,16 @@ class Pretended(FakeTensorMode):
         if name not in ("send", "barrier"):
             self._arrive(tree_leaves(args[0]), came)
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _unsendable(self, tensor: Tensor) -> str | None:
+        """Return why the ranks' process groups cannot send the tensor: gloo on the CPU, NCCL on a GPU. None: they can."""
+        if tensor.device.type != self.device.type:
+            return f"on {tensor.device}; ranks send only from {self.device.type}"
+        if self.device.type != "cuda":
+            return None
+        if tensor.dtype in _NOT_OF_NCCL:
+            return f"of {tensor.dtype}, which NCCL does not know"
+        return None if tensor.is_contiguous() else "that is not contiguous, which NCCL refuses"
 
     def _coming(self, name: str, args: Any, group: Any) -> Tensor | None:
         """Return the values that this rank receives in a collective if all ranks send the same values; None if they are unknown."""
@@ -220,14 +240,6 @@ class Pretended(FakeTensorMode):
                 values.copy_(came.view(values.shape))
             else:
                 into[0]._known = came.view(into[0].shape)  # type: ignore[attr-defined]
-
-
-def where() -> str:
-    """Return file, line and function of the innermost stack frame outside of torch and this folder."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_TORCH, _HERE, "<")):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return "torch"
 
 
 def _asked_by() -> str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, partialmethod
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,7 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 
 from parallel.process.process import World
-from parallel.rehearse.pretended import Pretended
+from parallel.rehearse.pretended import Pretended, RehearsalError
+from parallel.rehearse.work import Counted, launches, where
 
 _FSDP_MODULES = [f"torch.distributed.fsdp._fully_shard._fsdp_{name}" for name in ("collectives", "init", "param_group", "state")]
 
@@ -45,6 +49,11 @@ def rehearsal(world: World) -> Iterator[Pretended]:
     def making() -> AbstractContextManager[Any]:  # a context in which DDP's reducer makes its buckets
         return mock.patch.object(pretended, "of_reducer", True)
 
+    @contextmanager
+    def backward() -> Iterator[None]:
+        with _Gpu(), mock.patch.object(pretended.work, "passing", "backward"):
+            yield
+
     patches: list[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resized),
         (dist.Reducer, "_rebuild_buckets", _within(making, dist.Reducer._rebuild_buckets)),
@@ -55,8 +64,14 @@ def rehearsal(world: World) -> Iterator[Pretended]:
         patches += [
             *((module, "_get_device_handle", lambda _: _Handle(world.device.index)) for module in map(import_module, _FSDP_MODULES)),
             (torch.cuda, "is_bf16_supported", lambda **_: True),  # GPUs since 2020 support bf16
-            (torch.cuda, "synchronize", lambda *_: None),
-            (torch.autograd, "_engine_run_backward", _within(_Gpu, torch.autograd._engine_run_backward)),  # torch leaves modes there
+            (torch.cuda, "synchronize", lambda *_: pretended.work.wait()),
+            (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            (torch.cuda, "get_device_properties", lambda *_: _Hopper),
+            (torch.cuda, "device", lambda *_: nullcontext()),
+            (torch.cuda, "Event", partial(_Event, pretended.work)),
+            (FakeTensor, "tolist", partialmethod(_tolist, pretended)),
+            (torch.autograd, "_engine_run_backward", _within(backward, torch.autograd._engine_run_backward)),  # torch leaves modes there
+            *((kernels, "run", launches(kernels.run)) for kernels in _triton_kernels()),
         ]
     try:
         with ExitStack() as stack:
@@ -70,6 +85,42 @@ def rehearsal(world: World) -> Iterator[Pretended]:
             yield pretended
     finally:
         dist.destroy_process_group()
+
+
+class _Hopper:
+    """Properties of the GPU that is not there: an H100's."""
+
+    major, minor, shared_memory_per_block_optin, L2_cache_size = 9, 0, 227 * 1024, 50 * 2**20
+
+
+class _Event:
+    """Replaces torch.cuda.Event. The GPU reaches it at the next host synchronisation."""
+
+    def __init__(self, work: Counted, **_: Any) -> None:
+        self.work, self.synchronize = work, work.wait
+
+    def record(self) -> None:
+        self.before = self.work.waited
+
+    def query(self) -> bool:
+        return self.work.waited > self.before
+
+
+def _tolist(tensor: Any, pretended: Pretended) -> Any:
+    """Return the values as torch does for a tensor with values: by one copy to the host, not one for each element."""
+    if tensor.fake_device.type == "cuda":
+        pretended.work.wait()
+    values = pretended.known(tensor)
+    if values is None and not tensor.is_floating_point():
+        raise RehearsalError(f"{where()}: tolist of values that a rehearsal cannot know")
+    return (np.zeros(tensor.shape) if values is None else values).tolist()
+
+
+def _triton_kernels() -> list[Any]:
+    """Return the classes of Triton's compiled and interpreted kernels; none without Triton."""
+    if find_spec("triton") is None:
+        return []
+    return [import_module("triton.runtime.jit").JITFunction, import_module("triton.runtime.interpreter").InterpretedFunction]
 
 
 class _Handle:
@@ -102,6 +153,9 @@ class _Gpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensor: Any = args[0] if args else None
+        if func is Tensor.pin_memory:
+            tensor._pinned = True
+            return tensor
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
             if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
                 return True
@@ -121,14 +175,19 @@ class _Gpu(TorchFunctionMode):
 
 
 def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
-    device, dtype, _, form = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, ahead, form = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = device or tensor.device, dtype or tensor.dtype
     if device.type == tensor.device.type:
         device = tensor.device
     if (device, dtype) == (tensor.device, tensor.dtype) and not copy:
         return tensor
-    made: Tensor = torch.ops.aten._to_copy(tensor, device=device, dtype=dtype, memory_format=form)
+    made: Tensor = torch.ops.aten._to_copy(tensor, device=device, dtype=dtype, non_blocking=ahead, memory_format=form)
     return made
+
+
+def _one_kernel(*read: Any) -> AbstractContextManager[None]:
+    counted: Counted = read[0].fake_mode.work
+    return counted.one_kernel(*read)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -136,13 +195,15 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain, x[..., :1].clone())
-        return x * gain
+        with _one_kernel(x):
+            ctx.save_for_backward(x, gain, x[..., :1].clone())
+            return x * gain
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        _, gain, _ = ctx.saved_tensors
-        return grad * gain, grad.flatten(0, -2).sum(0)
+        x, gain, _ = ctx.saved_tensors
+        with _one_kernel(x, grad):
+            return grad * gain, grad.flatten(0, -2).sum(0)
 
 
 class _FusedSilu(torch.autograd.Function):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe.verify.cases import Case
+from parallel.data.whole import Cut
 from parallel.mesh.collectives import _exchange
 from parallel.mesh.mesh import Axis, Mesh
 from tests.mutations.mutation import Edit, Mutation
@@ -220,6 +221,17 @@ def _copies_counted(real: Any) -> Any:
     return wrong
 
 
+class _EvenStarts(Cut):
+    """Shards that begin where they would if ranks had about equally many elements; the last ranks have fewer."""
+
+    def run(self, place: int) -> tuple[int, int]:
+        return place * self.size // self.axis.size, super().run(place)[1]
+
+
+def _even_starts(real: Any) -> Any:
+    return lambda parameter, axis: _EvenStarts(**vars(real(parameter, axis)))
+
+
 _DENSE = Case("dense", "ddp", 2, 1, 1, "fp32")
 _DENSE_3 = Case("dense", "ddp", 2, 1, 3, "fp32")
 _EP = Case("switch", "ddp", 2, 2, 1, "fp32")
@@ -387,5 +399,13 @@ MUTATIONS = (
         "data",
         _DENSE,
         (Edit("parallel.data.stepped:Stepped.owned_gradients", _copies_counted),),
+    ),
+    Mutation(
+        "uneven_shards_begin_early",
+        "Of a matrix that the ranks do not divide, FSDP gives later ranks the first values of earlier elements",
+        "no public report known to us; reasoned from pytorch/pytorch: distributed/fsdp, whose last shards are shorter",
+        "data",
+        Case("latent", "fsdp", 3, 1, 1, "fp32"),
+        (Edit("parallel.data.fsdp:_cut_of", _even_starts),),
     ),
 )

@@ -43,13 +43,14 @@ class Edit:
 @dataclass(frozen=True)
 class Mutation:
     """A fault in the running code. fault: one sentence on what is wrong. source: owner/repo#number of the issue or change, or a paper, or
-    the reasoning if no report is known. kind: the kind of `moe verify` to which `case` belongs."""
+    the reasoning if no report is known. kind: the kind of `moe verify` to which `case` belongs; or "test", and `case` is the pytest id of
+    a test that must fail, if `moe verify` has no sequences long enough to notice the fault."""
 
     name: str
     fault: str
     source: str
     kind: str
-    case: Case
+    case: Case | str
     edits: tuple[Edit, ...]
 
     def not_called(self) -> Tensor:

@@ -135,6 +135,13 @@ def _each_microbatch(real: Any) -> Any:
 
 
 _GROUPS = "parallel.data.engine:Rule.groups"
+
+
+def _to_the_limit(real: Any) -> Any:
+    """Gradients with a norm below the limit are scaled up to it."""
+    return lambda norm, limit: 1.0 if limit is None else limit / norm
+
+
 _DENSE = Case("dense", "ddp", 1, 1, 1, "fp32")
 _SWITCH = Case("switch", "ddp", 1, 1, 1, "fp32")
 _DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
@@ -219,5 +226,13 @@ MUTATIONS = (
         "data",
         Case("deepseek", "ddp", 1, 1, 3, "fp32"),
         (Edit("moe.experts.layer:MoELayer.forward", _each_microbatch),),
+    ),
+    Mutation(
+        "small_norms_scaled_up",
+        "Gradients with a norm below the limit are scaled up to it",
+        "no public report known to us; reasoned from Pascanu et al., arXiv 1211.05063, algorithm 1",
+        "data",
+        Case("mixer", "ddp", 2, 1, 3, "fp32"),
+        (Edit("moe.train.loop.step:clip_factor", _to_the_limit),),
     ),
 )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from moe.verify.cases import Case
 from moe.verify.kinds import cases
@@ -24,6 +25,11 @@ def _case(model: str, schedule: str, *, world: int = 2, pp: int = 2) -> Case:
 
 def _newest(real: Any) -> Any:
     return lambda self, version: nullcontext()
+
+
+def _only_parameters(real: Any) -> Any:
+    """Versions of a stage do not have the selection biases of its routers."""
+    return lambda self, tensors, order, stage: real(self, [t for t in tensors if isinstance(t, Parameter)], order, stage)
 
 
 def _embedding_left_out(real: Any) -> Any:
@@ -160,5 +166,13 @@ MUTATIONS = (
         "pipeline",
         _case("dense", "1f1b", world=4),
         (Edit("parallel.data.ddp:DDP.reduce", _replicas_forgotten),),
+    ),
+    Mutation(
+        "biases_not_stashed",
+        "Micro-batches use the newest selection biases instead of those of their version",
+        "no public report known to us; reasoned from PipeDream-2BW, arXiv 2006.09503, section 3.1",
+        "pipeline",
+        _case("deepseek", "two_bw"),
+        (Edit("parallel.pipeline.weights:Versions.__init__", _only_parameters),),
     ),
 )

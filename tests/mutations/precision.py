@@ -16,6 +16,32 @@ def _unscaled_auxiliary(real: Any) -> Any:
     return lambda *args, **rest: [replace(p, context=replace(p.context, auxiliary_scale=p.share)) for p in real(*args, **rest)]
 
 
+def _unscaled_ahead(real: Any) -> Any:
+    return lambda self, x, targets, matrix, context: real(
+        self, x, targets, matrix, replace(context, auxiliary_scale=context.auxiliary_scale / 1024.0)
+    )
+
+
+def _places_in_16_bits(real: Any) -> Any:
+    """Positions are rounded to the compute dtype before they are multiplied by the rates."""
+    return lambda position_L, *given, dtype: real(position_L.to(dtype), *given, dtype=dtype)
+
+
+def _table_in_16_bits(real: Any) -> Any:
+    """The table is cast before the look-up, so torch sums the gradients of a token in 16 bits."""
+    return lambda row, weight_VD: torch.nn.functional.embedding(row, weight_VD.bfloat16())
+
+
+def _statistics_in_16_bits(real: Any) -> Any:
+    """Mean and mean square are computed in the compute dtype."""
+
+    def wrong(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if centred else x
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain_D.to(x.dtype)
+
+    return wrong
+
+
 def _clipped_before_unscaled(real: Any) -> Any:
     """Clipping uses the norm of gradients that still contain the loss scale."""
 
@@ -126,6 +152,7 @@ def _weights_of_16_bits(real: Any) -> Any:
 
 _FP16 = Case("deepseek", "ddp", 1, 1, 1, "fp16")
 _FP16_DENSE = Case("dense", "ddp", 1, 1, 1, "fp16")
+_IN_16_BITS = "tests/moe/nn/test_16_bits.py::"
 _BF16 = Case("dense", "ddp", 1, 1, 1, "bf16")
 _OVERFLOW = Case("deepseek", "ddp", 2, 2, 1, "fp32", overflow=True)
 _OVERFLOW_1 = Case("deepseek", "ddp", 1, 1, 1, "fp32", overflow=True)
@@ -138,6 +165,38 @@ MUTATIONS = (
         "data",
         _FP16,
         (Edit("moe.train.loop.step:passes_of", _unscaled_auxiliary),),
+    ),
+    Mutation(
+        "further_tokens_without_loss_scale",
+        "In fp16 the loss of multi-token prediction is not multiplied by the loss scale",
+        "no public report known to us; reasoned from NVIDIA-NeMo/Automodel#1412, there in the auxiliary losses",
+        "data",
+        Case("ahead", "ddp", 1, 1, 1, "fp16"),
+        (Edit("moe.model.transformer:Transformer._join_ahead", _unscaled_ahead),),
+    ),
+    Mutation(
+        "places_in_16_bits",
+        "Rotary positions are rounded to bf16, which has no odd number above 256",
+        "huggingface/diffusers#13922, there places of images above 65,536",
+        "test",
+        _IN_16_BITS + "test_late_tokens_attend_as_in_fp32",
+        (Edit("moe.nn.attention:turns_of", _places_in_16_bits),),
+    ),
+    Mutation(
+        "embedding_summed_in_16_bits",
+        "The gradients of a token that occurs often are summed in 16 bits",
+        "tenstorrent/tt-metal#36341",
+        "test",
+        _IN_16_BITS + "test_a_tokens_gradients_are_summed_in_fp32",
+        (Edit("moe.nn.vocabulary:_embedded", _table_in_16_bits),),
+    ),
+    Mutation(
+        "norms_in_16_bits",
+        "The statistics of a norm are computed in the compute dtype",
+        "pytorch/pytorch#133085",
+        "test",
+        _IN_16_BITS + "test_a_norm_rounds_only_its_result",
+        (Edit("moe.nn.linear:normed", _statistics_in_16_bits),),
     ),
     Mutation(
         "clipped_before_unscaled",

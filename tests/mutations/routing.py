@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.router.scores import chosen_scores
 from moe.verify.cases import Case
 from tests.mutations.mutation import Edit, Mutation
 
@@ -215,6 +216,21 @@ def _local_share(real: Any) -> Any:
     return wrong
 
 
+def _z_of_noisy(real: Any) -> Any:
+    """The z loss reads the logits with noise."""
+
+    def wrong(self: Any, x_TD: Tensor, context: Any) -> Any:
+        _, noisy_TE, chance_TE = real(self, x_TD, context)
+        return noisy_TE, noisy_TE, chance_TE
+
+    return wrong
+
+
+def _own_gates(real: Any) -> Any:
+    """The priority of a choice is its own gate, not its token's highest."""
+    return lambda self, scores_TE, logits_TE, expert_TK, context: chosen_scores(scores_TE, logits_TE, expert_TK, spec=self.spec)
+
+
 def _padding_counted(real: Any) -> Any:
     """Padding counts as tokens in the auxiliary losses."""
 
@@ -231,6 +247,11 @@ def _padding_routed(real: Any) -> Any:
         return real(self, scores_TE, logits_TE, context=replace(context, valid_T=None), **rest)
 
     return wrong
+
+
+def _one_round(real: Any) -> Any:
+    """The hash has one round of multiply-xorshift instead of two."""
+    return lambda x, spare: x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
 
 
 def _same_on_all(real: Any) -> Any:
@@ -280,6 +301,25 @@ def _first_run(real: Any) -> Any:
     return wrong
 
 
+def _skips_without_slots(real: Any) -> Any:
+    """Skip experts return also the tokens that got no slot."""
+    return lambda self, x_TD, routing: real(self, x_TD, replace(routing, kept_TK=torch.ones_like(routing.kept_TK)))
+
+
+def _shifted_dropout(real: Any) -> Any:
+    """Dropout of experts with gates on their inputs uses the random numbers of the token before."""
+
+    def wrong(dispatcher: Any, x_TD: Tensor, routing: Any, experts: Any, dropout: Any) -> Tensor:
+        found: Tensor = real(dispatcher, x_TD, routing, experts, replace(dropout, position_T=dropout.position_T.roll(1)))
+        return found
+
+    return wrong
+
+
+def _padding_taken(real: Any) -> Any:
+    return lambda scores_TE, *, valid_T, **rest: real(scores_TE, valid_T=None, **rest)
+
+
 _ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
 _TWO = Case("switch", "ddp", 2, 1, 1, "fp32")
 _GSHARD = Case("gshard", "ddp", 1, 1, 1, "fp32")
@@ -288,6 +328,8 @@ _DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
 _GLAM = Case("glam", "ddp", 1, 1, 1, "fp32", experts=8)
 _RECOMPUTED = Case("switch", "ddp", 1, 1, 1, "fp32", "full")
 _PADDED = Case("gshard", "ddp", 1, 1, 3, "fp32", padded=True)
+_NOISY = Case("noisy_top_k", "ddp", 1, 1, 1, "fp32", experts=8)
+_FREE = Case("free", "fsdp", 2, 1, 3, "fp32")
 _KEPT = "moe.router.router:kept_choices"
 
 MUTATIONS = (
@@ -477,6 +519,22 @@ MUTATIONS = (
         (Edit("moe.experts.layer:_losses", _other_choices),),
     ),
     Mutation(
+        "z_loss_of_noisy_logits",
+        "With noisy top-k routing, the z loss reads the logits after the noise",
+        "no public report known to us; reasoned from ST-MoE, arXiv 2202.08906, equation 5, and arXiv 1701.06538, equation 4",
+        "expert",
+        _NOISY,
+        (Edit("moe.router.router:Router._logits", _z_of_noisy),),
+    ),
+    Mutation(
+        "choices_dropped_by_their_own_gates",
+        "First choices are ranked by their token's highest gate, but second choices by their own",
+        "no public report known to us; reasoned from V-MoE, arXiv 2106.05974, section 4.1",
+        "expert",
+        _NOISY,
+        (Edit("moe.router.router:Router._priority", _own_gates),),
+    ),
+    Mutation(
         "padding_in_the_balance_loss",
         "Padding counts as tokens in the auxiliary losses",
         "huggingface/transformers#29363",
@@ -501,6 +559,14 @@ MUTATIONS = (
         (Edit("moe.nn.context:Context.uniform", _same_on_all),),
     ),
     Mutation(
+        "hash_of_one_round",
+        "The hash of random numbers mixes once instead of twice",
+        "no public report known to us; reasoned from skeeto/hash-prospector: its hash of two rounds",
+        "data",
+        _ONE,
+        (Edit("parallel.numerics.random:_mix", _one_round),),
+    ),
+    Mutation(
         "microbatches_count_alike",
         "Losses of micro-batches are averaged although their numbers of tokens differ",
         "huggingface/transformers#34191; ml-explore/mlx-lm#1413",
@@ -523,5 +589,29 @@ MUTATIONS = (
         "data",
         Case("switch", "ddp", 2, 2, 1, "fp32"),
         (Edit("moe.model.initialise:stored", _first_run),),
+    ),
+    Mutation(
+        "skip_experts_ignore_slots",
+        "Skip experts return also the tokens that they dropped",
+        "no public report known to us; reasoned from LongCat-Flash, arXiv 2509.01322, section 2.1",
+        "data",
+        _FREE,
+        (Edit("moe.experts.layer:MoELayer._skipped", _skips_without_slots),),
+    ),
+    Mutation(
+        "dropout_of_other_tokens",
+        "With gates on the experts' inputs, dropout uses the random numbers of other tokens",
+        "no public report known to us; reasoned from PaddlePaddle/PaddleFleetX#1005, there in slices",
+        "data",
+        _FREE,
+        (Edit("moe.experts.layer:_run_on_scaled_inputs", _shifted_dropout),),
+    ),
+    Mutation(
+        "padding_chosen_by_experts",
+        "Experts that choose tokens also choose padding",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM#5542, there in tokens that choose",
+        "expert",
+        Case("expert_choice", "ddp", 1, 1, 3, "fp32", experts=8, padded=True),
+        (Edit("moe.router.methods.expert_choice:expert_choice", _padding_taken),),
     ),
 )

@@ -99,6 +99,15 @@ def _first_heads_bias(real: Any) -> Any:
     return wrong
 
 
+def _first_heads_sinks(real: Any) -> Any:
+    def wrong(self: Any, *args: Any, sink_H: Any = None, **beside: Any) -> Any:
+        if sink_H is not None:
+            sink_H = sink_H.chunk(self.axis.size)[0].repeat(self.axis.size)
+        return real(self, *args, sink_H=sink_H, **beside)
+
+    return wrong
+
+
 def _times_sp(real: Any) -> Any:
     """Gradients are sp times too large, as if each rank's loss were the mean over its own shard of the sequence."""
 
@@ -273,5 +282,13 @@ MUTATIONS = (
         "sequence",
         _GROUPS,
         (Edit("moe.router.slices:SequenceShards.whole_sequences", _by_rank),),
+    ),
+    Mutation(
+        "sinks_of_the_first_heads",
+        "With Ulysses, every rank uses the sinks of the first rank's heads",
+        "no public report known to us; reasoned from bigscience-workshop/Megatron-DeepSpeed#227, there in position biases",
+        "sequence",
+        Case("gpt_oss", "ddp", 2, 1, 1, "fp32", sp=2, attention="ulysses", length=SLICED),
+        (Edit("parallel.sequence.ulysses:Ulysses.__call__", _first_heads_sinks),),
     ),
 )

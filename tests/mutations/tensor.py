@@ -39,8 +39,28 @@ def _slices_alike(real: Any) -> Any:
     return lambda self, name, shape: Layout(shape)
 
 
+def _slices_of_the_bias_alike(real: Any) -> Any:
+    """Layout of the output projection's bias as if all tp ranks had seen the same tokens."""
+
+    def wrong(self: Any, name: str, shape: Any) -> Layout:
+        layout: Layout = real(self, name, shape)
+        return replace(layout, alike=("tp",)) if name.endswith("out_bias.weight") else layout
+
+    return wrong
+
+
 def _summed_over_tp(real: Any) -> Any:
     return lambda self, name, shape: Layout(shape, family=self.family, alike=())
+
+
+def _head_norms_alike(real: Any) -> Any:
+    """Layout of the norms of queries and keys as if all tp ranks had the same heads."""
+
+    def wrong(self: Any, name: str, shape: Any) -> Layout:
+        layout: Layout = real(self, name, shape)
+        return replace(layout, alike=("tp",)) if name.endswith(("q_norm.weight", "k_norm.weight")) else layout
+
+    return wrong
 
 
 def _copies_of_heads_alike(real: Any) -> Any:
@@ -158,6 +178,14 @@ MUTATIONS = (
         (Edit("parallel.tensor.sliced:SlicedNorm.layout", _slices_alike),),
     ),
     Mutation(
+        "output_bias_of_slices_not_summed",
+        "With slices between layers, the gradient of attention's output bias covers one slice, and the ranks' gradients are never summed",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM#1446, there in norms",
+        "tensor",
+        replace(_SLICED, model="gpt_oss", ep=2),
+        (Edit("parallel.tensor.style:Copied.layout", _slices_of_the_bias_alike),),
+    ),
+    Mutation(
         "dropout_of_slices_equal",
         "Every rank uses the dropout mask of the first slice",
         "PaddlePaddle/PaddleFleetX#1005",
@@ -181,6 +209,14 @@ MUTATIONS = (
         "tensor",
         Case("dense", "ddp", 4, 1, 1, "fp32", tp=4, tensor="1d"),
         (Edit("parallel.tensor.linear_1d:Column.layout", _copies_of_heads_alike),),
+    ),
+    Mutation(
+        "biases_of_key_heads_not_summed",
+        "The same for the biases of keys and values",
+        "no public report known to us; reasoned from bigcode-project/Megatron-LM#37, there in the matrices",
+        "tensor",
+        Case("gpt_oss", "ddp", 4, 2, 1, "fp32", tp=4, tensor="1d"),
+        (Edit("parallel.tensor.grid:Channels.layout", _copies_of_heads_alike),),
     ),
     Mutation(
         "rows_of_others_not_zero",
@@ -255,5 +291,13 @@ MUTATIONS = (
         "tensor",
         _CUBE,
         (Edit("parallel.tensor.vocabulary:VocabularyCube.others", _own_targets),),
+    ),
+    Mutation(
+        "norms_of_heads_not_summed",
+        "The gradients of the norms of queries and keys are not summed, although each tp rank has other heads",
+        "no public report known to us; reasoned from NVIDIA/Megatron-LM#1446, there in norms of slices",
+        "tensor",
+        replace(_LINE, model="free", ep=2, microbatches=1),
+        (Edit("parallel.tensor.style:Copied.layout", _head_norms_alike),),
     ),
 )

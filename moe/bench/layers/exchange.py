@@ -155,7 +155,7 @@ def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
     for when, placement in (("before", None), ("after", balanced_placement(load_E.tolist(), ranks))):
         exchange = open_exchange(sections.Dispatch(), mesh, sizes).layer("", placement)
         assert isinstance(exchange, Steps)
-        fullest[when] = int(max_over(torch.tensor(sum(exchange.route(exchange, routing).counts)), ep))
+        fullest[when] = int(max_over(torch.tensor(int(exchange.route(exchange, routing).counts_E.sum())), ep))
         work[when] = _pass(exchange, experts, routing, x_TD)
     seconds = in_turn(work, rounds=rounds)
     shares = {f"largest_rank_{when}": rows / s.rows for when, rows in fullest.items()}

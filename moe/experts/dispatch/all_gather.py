@@ -50,16 +50,18 @@ class Gathered(Exchange):
 
         from moe.experts.dispatch.network import compute
         from parallel.mesh.collectives import max_over, reduce_scatter
+        from parallel.mesh.host import on_device
 
         tokens, choices = routing.expert_TK.shape  # if experts choose, K differs between ranks, so all pad to the largest K
-        longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
+        longest, most = max_over(on_device(torch.tensor([tokens, choices]), x_TD.device), self.axis).tolist()
         x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
         place_AK = self.gathered(self._places(routing), longest, wider=most - choices)
         plan = self._plan_held(place_AK, held=routing.probs_TE.shape[1] // self.axis.size)
+        plan = plan.cut(int(plan.counts_E.sum()))  # this rank computes only few of the rows
         position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
-        rows_RD, counts = self.kernels.permute(x_AD, plan), plan.counts_E.tolist()
-        out_RD = compute(rows_RD, experts, etp=self.etp, counts=counts, position_R=position_R, dropout=dropout)
+        rows_RD = self.kernels.permute(x_AD, plan)
+        out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=plan.counts_E, position_R=position_R, dropout=dropout)
         partial_AD = self.kernels.combine(out_RD.float(), gate_AK, plan)
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe.experts.dispatch.network import Dropout
-    from moe.experts.dispatch.steps import Step
+    from moe.experts.dispatch.steps import Route
     from moe.experts.experts import Experts
-    from moe.kernels.rows import Plan
     from moe.router.router import Routing
 
 # T tokens, D model, R rows, N chunks, P ranks of the ep axis, E experts of a chunk
@@ -68,12 +67,14 @@ class Chunked(Exchange):
         import torch
 
         from moe.experts.dispatch.network import compute
+        from moe.experts.dispatch.steps import permuted
         from moe.kernels.rows import inverse
         from parallel.mesh.collectives import finish_all_to_all, start_all_to_all
 
-        plan, steps, counts = self._plan(routing)
-        sizes = [sum(step.send) for step in steps]
-        rows = self.kernels.permute(x_TD, plan).split(sizes)
+        route, counts = self._plan(routing)
+        rows_RD, plan, steps = permuted(self, x_TD, routing, route, together=True)
+        sizes = [step.rows for step in steps]
+        rows = rows_RD.split(sizes)
         positions: list[Tensor | None] = [None] * self.chunks
         if dropout is not None:
             positions = [step.there(keys) for step, keys in zip(steps, dropout.position_T[plan.token_R].split(sizes), strict=True)]
@@ -83,16 +84,18 @@ class Chunked(Exchange):
             if j + 1 < self.chunks:
                 following = steps[j + 1].start(rows[j + 1])
             rows_RD = self.kernels.reorder(finish_all_to_all(current), step.order_R)
-            out_RD = compute(rows_RD, experts, etp=self.etp, counts=counts[j], weights=weights, position_R=positions[j], dropout=dropout)
+            out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=counts[j], weights=weights, position_R=positions[j], dropout=dropout)
             out_RD = self.kernels.reorder(out_RD, inverse(step.order_R))
             backs.append(start_all_to_all(out_RD, self.axis, send=step.receive, receive=step.send))
         y_TD: Tensor = self.kernels.combine(torch.cat([finish_all_to_all(back) for back in backs]), routing.gate_TK, plan)
         return y_TD
 
-    def _plan(self, routing: Routing) -> tuple[Plan, list[Step], list[list[int]]]:
-        """Return (plan of rows, sorted by chunk, rank and expert; exchange of each chunk; rows received by each chunk's experts)."""
+    def _plan(self, routing: Routing) -> tuple[Route, list[Tensor]]:
+        """Return (route of rows, sorted by chunk, rank and expert, with a step for each chunk; rows received by each chunk's experts)."""
+        import torch
+
         from moe.experts.dispatch.placement import plan_rows
-        from moe.experts.dispatch.steps import Step
+        from moe.experts.dispatch.steps import Route, planned
         from parallel.mesh.exchange import exchange_counts
 
         ranks, held = self.axis.size, routing.probs_TE.shape[1] // self.axis.size
@@ -101,5 +104,5 @@ class Chunked(Exchange):
         plan = plan_rows(self.kernels, routing, placement=self.placement, order=order)
         send_NPE = plan.counts_E.view(self.chunks, ranks, each)
         receive_NPE = exchange_counts(send_NPE.transpose(0, 1).reshape(ranks, held), self.axis).split(each, dim=1)
-        steps = [Step.of(self.axis, send, receive) for send, receive in zip(send_NPE, receive_NPE, strict=True)]
-        return plan, steps, [receive.sum(0).tolist() for receive in receive_NPE]
+        counts = [receive_PE.sum(0) for receive_PE in receive_NPE]
+        return Route(plan, torch.cat(counts), planned([self.axis] * self.chunks, send_NPE.unbind(), receive_NPE)), counts

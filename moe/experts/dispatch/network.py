@@ -18,6 +18,7 @@ from torch import Tensor
 from moe.experts.experts import ExpertChunk, Experts
 from parallel.mesh.collectives import all_gather, reduce_scatter
 from parallel.mesh.exchange import by_bin, collect, spread
+from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
 # T tokens, R rows here, A rows of all ranks, D model, F hidden units held here, E experts, P ranks of the etp axis
@@ -38,30 +39,33 @@ def compute(
     experts: Experts,
     *,
     etp: Axis,
-    counts: list[int],
+    counts_E: Tensor,
     weights: ExpertChunk = None,
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Apply the experts to rows [R, D], sorted by expert with counts[e] rows for expert e. Keep order and dtype. `weights`: the chunk of
+    """Apply the experts to rows [R, D], sorted by expert with counts_E[e] rows for expert e. Keep order and dtype. `weights`: the chunk of
     experts to apply; None: all experts of this rank. `position_R`: each row's token's index among the step's tokens, for
     dropout.
     """
     if etp.size == 1:
         dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
-        out_RD: Tensor = experts(rows_RD, counts=counts, dropped_RF=dropped_RF, weights=weights)
+        out_RD: Tensor = experts(rows_RD, counts=counts_E, dropped_RF=dropped_RF, weights=weights)
         return out_RD
-    counts_PE = all_gather(torch.tensor([counts], device=rows_RD.device), etp)
-    longest = int(counts_PE.sum(1).max())
+    counts_PE = all_gather(counts_E.unsqueeze(0), etp)
+    (rows_P,) = read_later(counts_PE.sum(1))()
+    longest = max(rows_P)
 
     def gathered(values: Tensor) -> Tensor:
         return all_gather(torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:]))), etp)
 
-    order_A = by_bin(counts_PE, stride=longest)  # positions of all ranks' real rows in the padded blocks, sorted by expert
+    order_A = by_bin(
+        counts_PE, total=sum(rows_P), stride=longest
+    )  # positions of all ranks' real rows in the padded blocks, sorted by expert
     rows_AD = collect(gathered(rows_RD), order_A)
     dropped_AF = None
     if dropout is not None and position_R is not None:
         dropped_AF = dropout.scale(gathered(position_R)[order_A])[:, experts.hidden]
-    out_AD = experts(rows_AD, counts=counts_PE.sum(0).tolist(), dropped_RF=dropped_AF, weights=weights)
+    out_AD = experts(rows_AD, counts=counts_PE.sum(0), dropped_RF=dropped_AF, weights=weights)
     partial = spread(out_AD.float(), order_A, slots=longest * etp.size)
     return reduce_scatter(partial, etp)[: len(rows_RD)].to(rows_RD.dtype)

@@ -38,16 +38,26 @@ class Padded(Dispatcher):
 
 
 def blocks(exchange: Exchange, routing: Routing) -> Route:
+    import torch
+
     from moe.experts.dispatch.placement import plan_rows
     from moe.experts.dispatch.steps import Route, Step
     from parallel.mesh.collectives import max_over
     from parallel.mesh.exchange import consecutive_indices, exchange_counts
+    from parallel.mesh.host import read_later
 
     plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis
-    slots = int(max_over(plan.counts_E.max(), axis)) if routing.capacity is None else routing.capacity * routing.num_groups
+    most = max_over(plan.counts_E.max(), axis) if routing.capacity is None else None
     receive_PE = exchange_counts(plan.counts_E.view(axis.size, -1), axis)
-    ranks, held = receive_PE.shape
-    start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots
-    order_R = consecutive_indices(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten())
-    slot_R = consecutive_indices(plan.counts_E, start_E)
-    return Route(plan, receive_PE.sum(0).tolist(), [Step(axis, [held * slots] * ranks, [held * slots] * ranks, order_R, slot_R)])
+    read = read_later(plan.counts_E.sum(), receive_PE.sum(), *(() if most is None else (most,)))
+
+    def steps() -> list[Step]:
+        sent, received, *largest = read()
+        ranks, held = receive_PE.shape
+        slots = largest[0] if routing.capacity is None else routing.capacity * routing.num_groups
+        start_E = torch.arange(ranks * held, device=plan.counts_E.device) * slots
+        order_R = consecutive_indices(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten(), total=received)
+        slot_R = consecutive_indices(plan.counts_E, start_E, total=sent)
+        return [Step(axis, [held * slots] * ranks, [held * slots] * ranks, order_R, slot_R)]
+
+    return Route(plan, receive_PE.sum(0), steps)

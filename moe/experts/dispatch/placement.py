@@ -19,6 +19,7 @@ from torch import Tensor
 from moe.kernels.rows import Plan
 from moe.router.router import Routing
 from parallel.errors import BadInput
+from parallel.mesh.host import on_device
 from parallel.mesh.mesh import divisors
 
 Placement = tuple[int, ...]
@@ -61,7 +62,7 @@ def place_of(expert_TK: Tensor, *, num_experts: int, placement: Placement | None
     """
     if placement is None and order is None:
         return expert_TK
-    return torch.tensor(_place_of_expert(num_experts, placement, order), device=expert_TK.device)[expert_TK]
+    return on_device(torch.tensor(_place_of_expert(num_experts, placement, order)), expert_TK.device)[expert_TK]
 
 
 @lru_cache

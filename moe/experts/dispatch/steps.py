@@ -7,7 +7,7 @@ y_TD <--combine-- rows sorted by destination <--inverse, exchange---------------
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from moe.kernels.rows import Plan, inverse
 from moe.router.router import Routing
 from parallel.mesh.collectives import StartedRows, all_to_all, start_all_to_all
 from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
+from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
 # T tokens, D model, R rows, P ranks of a step, B bins: the experts (places) that rows sent to one of these ranks can reach
@@ -39,9 +40,10 @@ class Step:
     order_R: Tensor
     slot_R: Tensor | None = None
 
-    @classmethod
-    def of(cls, axis: Axis, send_PB: Tensor, receive_PB: Tensor) -> Step:
-        return cls(axis, send_PB.sum(1).tolist(), receive_PB.sum(1).tolist(), by_bin(receive_PB))
+    @property
+    def rows(self) -> int:
+        """Return the number of rows that this rank sends."""
+        return sum(self.send) if self.slot_R is None else len(self.slot_R)
 
     def start(self, rows: Tensor) -> StartedRows:
         """Start sending rows without waiting for them. They arrive in the order of their source ranks."""
@@ -65,11 +67,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """One layer's plan of rows, and the `steps` that send them. `counts`: number of rows received for each expert held here."""
+    """One layer's plan of rows. `counts_E` int64: number of rows received for each expert held here. `steps()`: the exchanges, which the
+    host waits for, since it must know how many rows it sends and receives.
+    """
 
     plan: Plan
-    counts: list[int]
-    steps: list[Step]
+    counts_E: Tensor
+    steps: Callable[[], list[Step]]
 
 
 def uneven(exchange: Exchange, routing: Routing) -> Route:
@@ -80,13 +84,40 @@ def uneven(exchange: Exchange, routing: Routing) -> Route:
         held = num_experts // ranks
         order = tuple(rank * held + e for rank in sorted(range(ranks), key=lambda rank: rank % axes[0].size) for e in range(held))
     plan = plan_rows(exchange.kernels, routing, placement=exchange.placement, order=order)
-    counts_B, steps = plan.counts_E, []
+    counts_B, sends, receives = plan.counts_E, list[Tensor](), list[Tensor]()
     for axis in axes:
-        send_PB = counts_B.view(axis.size, -1)
-        receive_PB = exchange_counts(send_PB, axis)
-        steps.append(Step.of(axis, send_PB, receive_PB))
-        counts_B = receive_PB.sum(0)
-    return Route(plan, counts_B.tolist(), steps)
+        sends.append(counts_B.view(axis.size, -1))
+        receives.append(exchange_counts(sends[-1], axis))
+        counts_B = receives[-1].sum(0)
+    return Route(plan, counts_B, planned(axes, sends, receives))
+
+
+def planned(axes: Sequence[Axis], sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Callable[[], list[Step]]:
+    """Return a function that returns the step over each axis, given the counts of rows [P, B] that this rank sends and receives in it.
+    All counts go to the host in one copy, which starts now. The function waits for it.
+    """
+    read = read_later(*(counts_PB.sum(1) for counts_PB in (*sends, *receives)))
+
+    def steps() -> list[Step]:
+        numbers = read()
+        pairs = zip(axes, numbers[: len(axes)], numbers[len(axes) :], receives, strict=True)
+        return [Step(axis, send, receive, by_bin(arrived_PB, total=sum(receive))) for axis, send, receive, arrived_PB in pairs]
+
+    return steps
+
+
+def permuted(
+    exchange: Exchange, x_TD: Tensor, routing: Routing, route: Route, *, together: bool = False
+) -> tuple[Tensor, Plan, list[Step]]:
+    """Return (rows to send [R, D], plan of these R rows, steps). `together`: each step sends other rows; False: the first sends all.
+    A GPU gathers the rows while the host waits for their number, if no choice can be dropped; otherwise it would gather too many.
+    """
+    rows_RD = exchange.kernels.permute(x_TD, route.plan) if routing.capacity is None else None
+    steps = route.steps()
+    plan = route.plan.cut(sum(step.rows for step in (steps if together else steps[:1])))
+    if rows_RD is None:
+        rows_RD = exchange.kernels.permute(x_TD, plan)
+    return rows_RD if len(rows_RD) == len(plan.choice_R) else rows_RD[: len(plan.choice_R)], plan, steps
 
 
 @dataclass(frozen=True)
@@ -94,14 +125,14 @@ class Steps(Exchange):
     route: Callable[[Exchange, Routing], Route] = uneven
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        sent = self.route(self, routing)
-        rows_RD = self.kernels.permute(x_TD, sent.plan)
-        position_R = None if dropout is None else dropout.position_T[sent.plan.token_R]
-        for step in sent.steps:
+        route = self.route(self, routing)
+        rows_RD, plan, steps = permuted(self, x_TD, routing, route)
+        position_R = None if dropout is None else dropout.position_T[plan.token_R]
+        for step in steps:
             rows_RD = step.there(rows_RD, self.kernels)
             position_R = None if position_R is None else step.there(position_R)
-        rows_RD = compute(rows_RD, experts, etp=self.etp, counts=sent.counts, position_R=position_R, dropout=dropout)
-        for step in reversed(sent.steps):
+        rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=route.counts_E, position_R=position_R, dropout=dropout)
+        for step in reversed(steps):
             rows_RD = step.back(rows_RD, self.kernels)
-        y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, sent.plan)
+        y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, plan)
         return y_TD

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -91,17 +90,14 @@ def row_group(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> i
     return int(triton.cdiv(tiles, triton.cdiv(tiles, max(2 * t.group, room // (t.m * row_bytes)))))
 
 
-@cache
 def _l2_bytes(device: torch.device) -> int:
     return 0 if INTERPRETED else int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-@cache
 def _shared_bytes(device: torch.device) -> int:
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024))  # absent on AMD
 
 
-@cache
 def hopper(device: torch.device) -> bool:
     """Return whether compute capability is 9.0 or later: torch's grouped product is then one kernel, not a loop over experts."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

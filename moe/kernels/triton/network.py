@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.activation import Activation
-from moe.kernels.network import Matrices, Network
+from moe.kernels.network import Counts, Matrices, Network
 from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import ALIGNED, Tile, check_dtype, hopper, most_rows, on, row_group, rows_each, tile
 from moe.kernels.triton.rows import total
+from parallel.mesh.host import on_device
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
@@ -136,8 +137,11 @@ def back(
         )
     if gate_TK is None or parts is None or rows.plan is None:
         return grad_h, grad_g, a_gated, None
-    grad_gate = torch.zeros_like(gate_TK).view(-1).index_copy_(0, rows.plan.choice_R, parts.sum(1).to(gate_TK.dtype))
-    return grad_h, grad_g, a_gated, grad_gate.view_as(gate_TK)
+    row_TK = rows.plan.row_TK
+    if not rows.number:
+        return grad_h, grad_g, a_gated, torch.zeros_like(gate_TK)
+    grad_gate = parts.sum(1).to(gate_TK.dtype).take(row_TK.clamp(min=0)).masked_fill_(row_TK < 0, 0)
+    return grad_h, grad_g, a_gated, grad_gate
 
 
 def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, gathered: str) -> Tensor:
@@ -239,8 +243,8 @@ def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: 
     return out if width == out.shape[1] else out[:, :width]
 
 
-def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
+    counts_E = on_device(torch.tensor(counts), rows_RD.device) if isinstance(counts, list) else counts
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
     return _apply(rows_RD, None, dropped_RF, rows, network)
 

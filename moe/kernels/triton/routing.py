@@ -60,12 +60,12 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Make the plan by counting sort. The host waits only for the number of rows."""
+    """Make the plan by counting sort. The host does not wait for the number of rows: choice_R goes on with zeros, up to T K."""
     expert_TK, kept_TK = expert_TK.contiguous(), kept_TK.contiguous()
     counts_1BE = _counts(expert_TK, kept_TK, num_groups=1, num_experts=num_experts, queue=False)
     through_1BE = counts_1BE.cumsum(1, dtype=torch.int32)
     counts_E = counts_1BE[0].sum(0, dtype=torch.int64)
     first_E = counts_E.cumsum(0) - counts_E
-    row_TK, choice_N = torch.empty_like(expert_TK), expert_TK.new_empty(expert_TK.numel())
+    row_TK, choice_N = torch.empty_like(expert_TK), expert_TK.new_zeros(expert_TK.numel())
     _rank(expert_TK, kept_TK, (through_1BE - counts_1BE + first_E).to(torch.int32), row_TK, choice_N)
-    return Plan(choice_N[: int(counts_E.sum())], row_TK, counts_E)
+    return Plan(choice_N, row_TK, counts_E)

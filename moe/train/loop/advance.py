@@ -16,7 +16,9 @@ from moe.train.parts.learning_rate import learning_rate
 from moe.train.parts.numbers import Numbers
 from moe.train.start.job import Job
 from moe.train.start.out_of_memory import PASSES, STEP, during
+from moe.train.start.place import peak_later
 from parallel.mesh.collectives import sum_over
+from parallel.mesh.host import on_device
 from parallel.numerics.clip import GradientNorm
 
 
@@ -26,12 +28,14 @@ def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:
 
 
 class Made(NamedTuple):
-    """Results of one step: loss and numbers of the MoE layers, gradient norm, learning rate, loss scale."""
+    """Results of one step: loss and numbers of the MoE layers, gradient norm, learning rate, loss scale. `peak_bytes()`: the largest of
+    the ranks' peaks of memory, before the update."""
 
     numbers: Numbers
     norm: GradientNorm
     rate: float
     scale: float
+    peak_bytes: Callable[[], float]
 
 
 def _step(job: Job, asked: Callable[[], bool]) -> Made:
@@ -53,12 +57,13 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
         numbers = passes() if auditor is None else auditor.passes(passes, step=counters.step + 1)
     if measured is not None:
         measured.before_update(job.engine)
+    peak_bytes = peak_later(job.mesh, job.world.device)
     world, clip_norm = job.mesh.axis("world"), run.optimizer.clip_norm
     with during(STEP):
         norm = finish(job.engine, numbers, world=world, scale=training.scale, lr=rate, clip_norm=clip_norm, device=job.world.device)
         if auditor is not None:
             auditor.compare_copies(counters.step + 1, "after the update")
-    return Made(numbers, norm, rate, scale)
+    return Made(numbers, norm, rate, scale, peak_bytes)
 
 
 def _flag(job: Job, asked: Callable[[], bool]) -> int:
@@ -87,8 +92,9 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
             rate=rates.__getitem__,
             flag=_flag(job, asked),
         )
-    return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
+    peak_bytes = peak_later(job.mesh, job.world.device)
+    return [Made(numbers, norm, rate, 1.0, peak_bytes) for (numbers, norm), rate in zip(made, rates, strict=True)]
 
 
 def _batch(job: Job, step: int) -> Tensor:
-    return torch.from_numpy(job.read(partial(job.data.train.batch, step, job.shard))).to(job.world.device)
+    return on_device(torch.from_numpy(job.read(partial(job.data.train.batch, step, job.shard))), job.world.device)

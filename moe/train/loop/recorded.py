@@ -15,7 +15,6 @@ from moe.train.loop.advance import Made
 from moe.train.loop.step import validation_loss
 from moe.train.start.job import Job
 from moe.train.start.out_of_memory import EVALUATION, during
-from moe.train.start.place import peak_memory_bytes
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set, Words
 from parallel.mesh.collectives import max_over
@@ -40,7 +39,7 @@ def count(job: Job, norm: GradientNorm) -> None:
 def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     """Write a step's line to metrics.jsonl, display it, and return it. made: the step's results. seconds: its duration."""
     run, c, figures = job.run, job.counters, job.figures
-    numbers, norm, rate, scale = made
+    numbers, norm, rate, scale, peak_bytes = made
     tokens = run.train.global_batch * run.model.read_length
     figures.seconds += seconds
     if figures.measured is not None:
@@ -60,7 +59,7 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds,
-        "memory_bytes": peak_memory_bytes(job.mesh, job.world.device),
+        "memory_bytes": peak_bytes(),
         "loss_scale": scale,
         "skipped": not norm.finite,
         "skipped_total": c.skipped,

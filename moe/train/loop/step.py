@@ -23,6 +23,7 @@ from moe.train.parts.numbers import Numbers, Sums
 from moe.train.parts.passes import count_tokens, passes_of
 from parallel.data.engine import Engine
 from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.host import on_device
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import in_region
 from parallel.numerics.clip import GradientNorm, clip_factor, gradient_norm
@@ -73,7 +74,7 @@ def finish(
         if factor != 1.0:
             engine.scale_gradients(factor)
         engine.step(lr)
-        move_biases(engine.module, {layer.layer: torch.tensor(layer.choices) for layer in numbers.layers})
+        move_biases(engine.module, {layer.layer: on_device(torch.tensor(layer.choices), device) for layer in numbers.layers})
     else:
         engine.drop_gradients()
     scale.update(norm.finite)
@@ -86,7 +87,7 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
     for layer in moe_layers(model):
         bias_E, rate = layer.router.bias_E, layer.router.spec.bias_rate
         if bias_E is not None and rate is not None:
-            bias_E.copy_(updated_bias(bias_E, load[layer.layer].to(bias_E.device), rate))
+            bias_E.copy_(updated_bias(bias_E, load[layer.layer], rate))
 
 
 @torch.no_grad()

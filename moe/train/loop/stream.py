@@ -19,7 +19,7 @@ from moe.parallelize.plan import FAMILIES
 from moe.train.loop.step import move_biases
 from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor, Pipelined
-from moe.train.parts.numbers import Numbers, Sums, numbers_of
+from moe.train.parts.numbers import Numbers, Sums
 from moe.train.parts.passes import Pass, count_tokens, passes_of
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
@@ -80,7 +80,7 @@ def stream(
     packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (*shard.axes, executor.pp_axis))
     together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=world).families
     by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
-    return [(numbers_of(p, model.expert_counts), _norm(roots)) for p, roots in zip(packed, by_batch, strict=True)]
+    return [(Numbers(p, model.expert_counts), _norm(roots)) for p, roots in zip(packed, by_batch, strict=True)]
 
 
 def _norm(roots: Tensor) -> GradientNorm:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moe.experts.layer import LayerReport
 from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
 _MEANS = 7  # a layer's numbers are sent as one row: kept, dropped and five means (losses, entropy), then choices of each expert
@@ -36,13 +38,43 @@ class LayerNumbers:
         return [n / max(1, sum(self.choices)) for n in self.choices]
 
 
-@dataclass(frozen=True)
 class Numbers:
-    """Results of one step over all ranks. loss: mean over the global batch. flags: sum of the ranks' flags, such as "asked to stop"."""
+    """Results of one step over all ranks. A GPU's are on their way to the host until the first of them is read.
 
-    loss: float
-    layers: list[LayerNumbers]
-    flags: int
+    packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts."""
+
+    def __init__(self, packed: Tensor, expert_counts: dict[int, int]) -> None:
+        self._read, self._expert_counts = read_later(packed), expert_counts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Numbers) and self._row == other._row
+
+    def __repr__(self) -> str:
+        return f"Numbers(loss={self.loss}, layers={self.layers}, flags={self.flags})"
+
+    @cached_property
+    def _row(self) -> list[float]:
+        row: list[float] = self._read()[0]
+        return row
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch."""
+        return self._row[1]
+
+    @property
+    def flags(self) -> int:
+        """The sum of the ranks' flags, such as "asked to stop"."""
+        return int(self._row[0])
+
+    @cached_property
+    def layers(self) -> list[LayerNumbers]:
+        layers, at = [], 2
+        for layer, count in self._expert_counts.items():
+            kept, dropped, balance, importance, load, z, entropy, *choices = self._row[at : at + _MEANS + count]
+            layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), balance, importance, load, z, entropy))
+            at += _MEANS + count
+        return layers
 
     @property
     def balance_loss(self) -> float:
@@ -90,24 +122,13 @@ class Sums:
         """Return one float64 tensor: flag, loss, then a row for each MoE layer of the model, of zeros for layers of other stages."""
         mine = self._by_layer()
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
-        return torch.cat((self.loss.new_tensor([flag]), self.loss.reshape(1), *parts))
+        return torch.cat((self.loss.new_full((1,), flag), self.loss.reshape(1), *parts))
 
     def total(self, axes: Sequence[Axis], flag: int = 0) -> Numbers:
         """Return the numbers over all ranks. Collective."""
-        return numbers_of(sum_over_all(self.packed(flag), axes), self.expert_counts)
+        return Numbers(sum_over_all(self.packed(flag), axes), self.expert_counts)
 
 
 def _row(r: LayerReport, share: float) -> Tensor:
     means = torch.stack((r.balance_loss, r.importance_loss, r.load_loss, r.z_loss, r.entropy)).double() * share
     return torch.cat((torch.stack((r.kept, r.dropped)).double(), means, r.load_E.double()))
-
-
-def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
-    """Unpack a tensor from `Sums.packed` that was summed over ranks. expert_counts: layer -> number of experts."""
-    row = packed.tolist()
-    layers, at = [], 2
-    for layer, count in expert_counts.items():
-        kept, dropped, balance, importance, load, z, entropy, *choices = row[at : at + _MEANS + count]
-        layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), balance, importance, load, z, entropy))
-        at += _MEANS + count
-    return Numbers(row[1], layers, int(row[0]))

@@ -17,6 +17,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.collectives import max_over
+from parallel.mesh.host import on_device, read_later
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES, multiplies
 from parallel.process import process
@@ -115,6 +116,13 @@ def maxima(values: Sequence[float], mesh: Mesh, device: torch.device) -> list[fl
 def peak_memory_bytes(mesh: Mesh, device: torch.device) -> float:
     """Return the maximum of the ranks' peak bytes. Collective."""
     return maxima([own_peak_bytes(device)], mesh, device)[0]
+
+
+def peak_later(mesh: Mesh, device: torch.device) -> Callable[[], float]:
+    """Return a function that returns the maximum of the ranks' peak bytes at this time. The host waits only in it. Collective."""
+    own = on_device(torch.tensor([own_peak_bytes(device)], dtype=torch.float64), device)
+    read = read_later(max_over(own, mesh.axis("world")))
+    return lambda: float(read()[0][0])
 
 
 @contextmanager

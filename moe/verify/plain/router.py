@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
-from parallel.numerics.random import key_of, uniform
+from moe.verify.plain.draws import key_of, uniform
 
 # T tokens, D model, E experts
 

@@ -127,11 +127,13 @@ def _halves_cases() -> list[Case]:
 
 
 def _options_cases() -> list[Case]:
-    """Cases of models with options of published models, each with two engines; `mixer`, which draws experts at random, also in bf16."""
+    """Cases of models with options of published models, each with two engines; `mixer`, which draws experts at random, also in bf16; and
+    multi-token prediction in fp16, whose loss needs the loss scale."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")
         for model, kinds in engines.items()
         for number, kind in enumerate(kinds)
     ]
-    return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16")]
+    found += [Case("latent", "fsdp", 3, 1, 1, "fp32")]  # matrices whose sizes three ranks do not divide
+    return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16"), Case("ahead", "ddp", 1, 1, 1, "fp16")]

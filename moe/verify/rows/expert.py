@@ -6,6 +6,7 @@ from itertools import cycle
 from math import gcd
 
 from moe.experts.dispatch.catalog import rows_for
+from moe.router.methods.catalog import METHODS
 from moe.verify.cases import BATCH, EXPERTS, MODELS, OPTIONS, ROUTERS, Case
 from parallel.mesh.mesh import divisors
 
@@ -27,4 +28,6 @@ def expert_cases() -> list[Case]:
         for recompute in ("none", "full" if (microbatches == 1) == (number % 2 == 0) else "selective")
     ]
     options = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
-    return found + [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in options]
+    found += [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in options]
+    padded = [name for name, method in METHODS.items() if method.example]  # methods that may see padding when they choose
+    return found + [Case(name, "ddp", 1, 1, 3, "fp32", experts=EXPERTS, padded=True) for name in padded]

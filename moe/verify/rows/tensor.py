@@ -37,7 +37,9 @@ def _line_cases() -> list[Case]:
         found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
     options = partial(Case, world=2, tp=2, ep=2, kind="ddp", microbatches=1)
     found += [options("mixer", tensor="sliced", precision=precision) for precision in ("fp32", "bf16")]
-    return [*found, options("gpt_oss", tensor="dtensor", precision="fp32")]
+    found += [options("gpt_oss", tensor=tensor, precision="fp32") for tensor in ("dtensor", "sliced")]
+    found += [options("free", tensor="1d", precision="fp32")]
+    return [*found, options("gpt_oss", world=4, tp=4, tensor="1d", precision="fp32")]  # biases of fewer key heads than ranks of tp
 
 
 def _halves_cases() -> list[Case]:

@@ -267,8 +267,9 @@ def _follow_on_rank(rank: int, world: int) -> list[Tensor]:
     dispatcher = steps(rank, world)
     number_T = torch.arange(13 + rank) + 1000 * rank
     sent = dispatcher.route(dispatcher, routing)
-    rows = sent.steps[0].there(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), sent.plan), dispatcher.kernels)
-    return [rows[:, 0].detach(), sent.steps[0].there(number_T[sent.plan.token_R]), torch.tensor(sent.counts)]
+    (step,) = sent.steps()
+    rows = step.there(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), sent.plan), dispatcher.kernels)
+    return [rows[:, 0].detach(), step.there(number_T[sent.plan.token_R]), sent.counts_E]
 
 
 def test_integers_arrive_in_the_order_of_the_rows() -> None:

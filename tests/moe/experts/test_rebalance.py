@@ -111,7 +111,8 @@ def train(tiny: Tiny, *, every: int, first: int = 0, steps: int = 5) -> tuple[li
         for layer in numbers.layers:  # replace the load: the two experts at the first places have most of it, so that one of them moves
             now = rebalancer.placements.get(layer.layer, range(len(layer.choices)))
             crowded.append(replace(layer, choices=[10 if e in now[:2] else 1 for e in sorted(now)]))
-        rebalancer.after_step(replace(numbers, layers=crowded), step=step + 1, updates=step + 1, record=events.append)
+        numbers.layers = crowded
+        rebalancer.after_step(numbers, step=step + 1, updates=step + 1, record=events.append)
     return losses, events
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -116,7 +117,9 @@ def test_routing_is_the_references(seed: int, groups: int, each: int, num_expert
     assert torch.equal(slot_TK, reference.slots(expert_TK, active_TK, num_groups=groups, num_experts=num_experts))
     kept_TK = active_TK & (slot_TK < 3)
     got, want = (m.plan(expert_TK, kept_TK, num_experts=num_experts) for m in (triton, reference))
-    assert torch.equal(got.choice_R, want.choice_R) and torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
+    rows = len(want.choice_R)
+    assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == active_TK.numel()
+    assert torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
     assert got.choice_R.dtype == got.row_TK.dtype == got.counts_E.dtype == torch.int64
 
 
@@ -164,6 +167,16 @@ def test_bf16_combine_weighs_and_sums_in_fp32() -> None:
 @PLANS
 def test_routed_ffn_equals_the_reference(plan: Plan) -> None:
     both(layer_of("swiglu", plan=plan), random(T, D), random(*plan.row_TK.shape, seed=6), *weights("swiglu"), tolerance=3e-6)
+
+
+def test_rows_of_dropped_choices_at_the_end_of_a_plan_are_not_read() -> None:
+    """The host does not know how many choices were dropped, so their rows stay in the plan. Results are those of the plan without them."""
+    short, dropped_RF = planned("drops", 2), random(2 * T, F, seed=5)
+    long = replace(short, choice_R=torch.cat((short.choice_R, short.choice_R.new_zeros(2 * T - len(short.choice_R)))))
+    inputs = [random(T, D), random(T, 2, seed=6), *weights("swiglu")]
+    want = results(triton, layer_of("swiglu", plan=short, dropped_RF=dropped_RF[: len(short.choice_R)]), inputs)
+    got = results(triton, layer_of("swiglu", plan=long, dropped_RF=dropped_RF), inputs)
+    assert len(long.choice_R) > len(short.choice_R) and all(map(torch.equal, want, got))
 
 
 @pytest.mark.parametrize("ffn", FFNS)
@@ -390,7 +403,9 @@ def test_routing_of_real_sizes_is_the_cpu_kernels(tokens: int, d: int, f: int, n
     slot_TK = triton.slots(expert_TK, active_TK, num_groups=4, num_experts=num_experts)
     assert torch.equal(slot_TK, cpu.slots(expert_TK, active_TK, num_groups=4, num_experts=num_experts))
     got, want = (m.plan(expert_TK, active_TK, num_experts=num_experts) for m in (triton, cpu))
-    assert torch.equal(got.choice_R, want.choice_R) and torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
+    rows = len(want.choice_R)
+    assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == active_TK.numel()
+    assert torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
 
 
 @pytest.mark.gpu

@@ -580,6 +580,15 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
     (one_rank_fails, "dense dp2 ep1 m1 ddp fp32", EVERY),
 ]
 
+
+def test_repeated_positions_are_the_first_deviation() -> None:
+    """A tape holds one output for each position, so it cannot compare tokens with equal positions."""
+    case, tape = Case("dense", "ddp", 1, 1, 1, "fp32"), Tape()
+    tape.note(0, "embedding", torch.tensor([3, 4, 3]), torch.zeros(3, 5))
+    found = Standard(Expected(case, result(), {})).first_deviation(tape, result(), case)
+    assert found is not None and found.name == "positions" and found.place == "several tokens of embedding have the same"
+
+
 # faults for which the first deviation is also searched, which needs a second run; `python -m tests.mutations` does so for many more
 PLACED = {expert_gradient_times_ep, every_shard_counted, loss_turns_nan_half_way}
 
@@ -605,3 +614,4 @@ def test_a_fault_is_caught(
     assert not placed or not row["where"].startswith("nothing"), row["where"]
     if fault is one_rank_fails:
         assert "rank 1 failed:" in row["error"] and "the second rank gives up" in row["error"]
+        assert row["where"] == "its ranks failed after norm of step 1"

@@ -1,0 +1,171 @@
+"""Counts the work that a rehearsed step gives a GPU: kernels launched, bytes that they move, and waits of the host.
+
+    host synchronisation    an operator that reads values of a CUDA tensor on the host, such as `.item()`, `nonzero` or a mask as an index,
+                            and a copy between host and GPU that waits. torch.cuda.set_sync_debug_mode warns of the same ones
+    kernel                  an operator that computes, or a Triton kernel; views and allocations are none. torch may launch several
+                            kernels for one operator (a sort), which count as one
+    moved bytes             all inputs and results of a kernel, except of matrix products and attention
+
+Counts belong to the module that runs (`watch`), for its forward or its backward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import getsource
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+_ROOT = f"{Path(__file__).parents[2]}/"
+_OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # not callers
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators whose result, or its shape, needs values
+_WAITS = {"bincount": 2, "repeat_interleave": 2}  # operators that read two numbers, such as minimum and maximum; all others read one
+_IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # launch nothing
+_PRODUCTS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "_grouped_mm",
+    "convolution",
+    "_scaled_dot_product",
+    "_flash_attention",
+    "_efficient_attention",
+)
+
+
+@dataclass
+class Work:
+    """Work of one module in one pass. waits: source file, line and function of each host synchronisation -> times."""
+
+    kernels: int = 0
+    moved_bytes: int = 0
+    waits: Counter[str] = field(default_factory=Counter)
+
+
+class Counted:
+    """Work since `begin`, by (module's name, "forward" or "backward"). Name "": outside of the watched modules."""
+
+    def __init__(self) -> None:
+        self.by_module: dict[tuple[str, str], Work] = {}
+        self._module, self._within, self.passing = "", 0, "forward"
+        self.waited = 0  # host synchronisations so far
+
+    def begin(self) -> None:
+        self.by_module = {}
+
+    @property
+    def now(self) -> Work:
+        return self.by_module.setdefault((self._module, self.passing), Work())
+
+    def wait(self, times: int = 1) -> None:
+        """Count a host synchronisation."""
+        self.now.waits[where()] += times
+        self.waited += times
+
+    @contextmanager
+    def one_kernel(self, *read: Tensor) -> Iterator[None]:
+        """Return a context whose operators are one kernel on a GPU. read: its inputs, which it also writes once."""
+        if not self._within:
+            self.now.kernels += 1
+            self.now.moved_bytes += 2 * sum(t.nbytes for t in read)
+        self._within += 1
+        try:
+            yield
+        finally:
+            self._within -= 1
+
+    def launch(self, tensors: Sequence[Tensor], *, product: bool) -> None:
+        """Count a kernel with these inputs and results."""
+        self.now.kernels += 1
+        if not product:
+            self.now.moved_bytes += sum(t.nbytes for t in tensors)
+
+    def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+        """Count an operator whose result, or its shape, may need values."""
+        masked = func._opname not in ("index", "index_put", "index_put_") or any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if masked and not self._within and any(map(_on_gpu, tensors)) and kwargs.get("output_size") is None:
+            self.wait(_WAITS.get(func._opname, 1))
+
+    def operator(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Count an operator that was called with `tensors`, and made the tensors `made`."""
+        name = func._opname
+        if self._within or not any(map(_on_gpu, (*tensors, *made))):
+            return
+        if name in ("_to_copy", "copy_"):
+            self._copy(name, args, kwargs, tensors, made)
+        if not (func.is_view or name.startswith(_IDLE)) and any(t.numel() for t in made or tensors):
+            self.launch([*tensors, *made], product=name.startswith(_PRODUCTS))
+
+    def _copy(self, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        source, target = (tensors[1], tensors[0]) if name == "copy_" and len(tensors) == 2 else (tensors[0], made[0])
+        ahead = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        # a copy from memory that is not pinned may wait in any case
+        if _on_gpu(source) != _on_gpu(target) and not (ahead and (_on_gpu(source) or getattr(source, "_pinned", False))):
+            self.wait()
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Count the module's passes under `name`, or under that of a watched module within it."""
+        outer: list[str] = []
+
+        def begin(_: nn.Module, given: Any, named: Any) -> None:
+            outer.append(self._module)
+            self._module = name
+            self._switch(given, self._module if self.passing == "backward" else "")
+
+        def end(_: nn.Module, given: Any, out: Any) -> None:
+            self._module = outer.pop()
+            self._switch(out, name)
+
+        module.register_forward_pre_hook(begin, with_kwargs=True)
+        module.register_forward_hook(end)
+
+    def _switch(self, tensors: Any, name: str) -> None:
+        """Count for module `name` once the backward pass has the gradient of the first of these tensors."""
+        first = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
+
+        def enter(_: Tensor) -> None:
+            self._module = name
+
+        if first is not None:
+            first.register_hook(enter)
+
+
+def _on_gpu(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def launches(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for the method `run` of Triton's kernels, which launches nothing for fake tensors, but counts."""
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        mode: Any = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+        if mode is None:
+            return run(kernel, *args, **kwargs)
+        mode.work.launch(tensors, product="dot(" in getsource(kernel.fn))
+        return None
+
+    return launch
+
+
+def where() -> str:
+    """Return file, line and function of the innermost stack frame outside of torch and this folder."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_OUTSIDE) and "contextlib.py" not in path:
+            return f"{path.removeprefix(_ROOT)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "torch"

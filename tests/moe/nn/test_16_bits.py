@@ -1,0 +1,68 @@
+"""In 16 bits, numbers that need more than 8 or 11 bits are fp32: places in a sequence, sums of gradients, and statistics of norms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.nn.attention import Attention
+from moe.nn.context import Context
+from moe.nn.linear import Norm
+from moe.nn.vocabulary import Rows, look_up
+from moe.recipe import sections
+
+# B batch, L length, D model, V vocabulary
+D = 24
+HALVES = [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)]  # dtype, its unit roundoff
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("dtype", "unit"), HALVES)
+def test_late_tokens_attend_as_in_fp32(dtype: torch.dtype, unit: float) -> None:
+    """Places above 256 (bf16) or 2048 (fp16) are no 16-bit numbers. A short window, so that the nearest keys are not lost among others."""
+    length, model = int(1 / unit) + 30, sections.Model(d_model=D, num_heads=2)
+    attention = Attention(model, window=3)
+    for seed, parameter in enumerate(attention.parameters()):
+        parameter.data.copy_(random(*parameter.shape, seed=seed) / 3)
+    x_BLD = random(1, length, D, seed=9).to(dtype)
+    with torch.no_grad():
+        got, want = (attention(x, Context.of(x[..., 0]))[0, -30:].float() for x in (x_BLD, x_BLD.float()))
+    assert (got - want).abs().max() < 8 * unit * want.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "unit"), HALVES)
+@pytest.mark.parametrize("rows", ["matrix", "module", "tiles"])
+def test_a_tokens_gradients_are_summed_in_fp32(rows: str, dtype: torch.dtype, unit: float) -> None:
+    """The embedding's gradient is the exact sum over 1,500 tokens in a table in fp32, and its nearest number in a table in 16 bits."""
+    tokens, grad = torch.arange(1500) % 3, random(1500, D, seed=1).abs().to(dtype)
+    want = torch.stack([grad[tokens == v].double().sum(0) for v in range(3)])
+    for held, allowed in ((torch.float32, 1e-6), (dtype, 1.01 * unit)):
+        whole = Rows(slice(0, 5), D).to(held)
+        whole.weight.data.copy_(random(5, D, seed=2))
+        matrix = {"matrix": whole.weight, "module": whole, "tiles": whole.in_tiles(2)}[rows]
+        look_up(tokens, matrix, dtype=dtype).backward(grad)
+        parts = [matrix] if isinstance(matrix, Tensor) else list(matrix.parameters())
+        found = torch.cat([part.grad for part in parts if part.grad is not None])[:3]
+        assert ((found.double() - want).abs() <= allowed * want).all()
+
+
+@pytest.mark.parametrize(("dtype", "unit"), HALVES)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_a_norm_rounds_only_its_result(kind: str, dtype: torch.dtype, unit: float) -> None:
+    """Output and input gradient are the exact ones, rounded once. Values near 300, whose squares fp16 does not have."""
+    norm, (x, grad) = Norm(D, kind), ((300 * random(50, D, seed=seed)).to(dtype) for seed in (1, 2))
+    norm.weight.data.copy_(1 + random(D, seed=3) / 4)
+    x.requires_grad_()
+    exact, gain = x.detach().double().requires_grad_(), norm.weight.detach().double()
+    centred = exact - exact.mean(1, keepdim=True) if kind == "layernorm" else exact
+    want = centred / (centred.square().mean(1, keepdim=True) + norm.eps).sqrt() * gain
+    got = norm(x)
+    got.backward(grad)
+    want.backward(grad.double())
+    for found, right in ((got, want), (x.grad, exact.grad)):
+        assert found is not None and right is not None
+        assert found.dtype == dtype and ((found - right).abs() <= 1.01 * unit * right.abs() + 1e-6 * right.abs().max()).all()
