@@ -19,6 +19,7 @@ from moe.plan.choose.planned import NUM_DEGREES, Planned, gib, guided, planned
 from moe.plan.choose.predicted import held_bytes, settled, stack_on
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, load_cluster
+from moe.plan.machine.ranges import range_of
 from moe.plan.memory.memory import memory
 from moe.plan.time.cost import step_time
 from moe.plan.time.stage_time import pictured, timeline
@@ -116,12 +117,19 @@ def _lines_as_is(made: Planned) -> list[str]:
     share = "" if speed.mfu is None else f" ({speed.mfu:.1%} of the peak)"
     text = [
         f"the recipe's own plan: {described(ranked.plan)}",
-        f"{ranked.seconds:.4g} s a step, {speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.4g} TFLOP/s a device{share}; "
+        f"{ranked.seconds:.4g} s a step{_range(made, ranked)}, "
+        f"{speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.4g} TFLOP/s a device{share}; "
         f"{gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
     ]
     text += [f"not recommended: {ranked.advice}"] if ranked.advice else []
     text += [f"time: {shares(made.time(ranked.plan).parts, ranked.seconds)}", *_busiest(made)]
     return [*text, "", table(memory(made.network, ranked.plan, stack_on(cluster)), context=not cluster.cores)]
+
+
+def _range(made: Planned, one: Ranked) -> str:
+    """Return the range of a plan's seconds in brackets; empty if no published run tells it."""
+    known = range_of(made.cluster, one.plan.dp)
+    return f" ({known.said(one.seconds)})" if known else ""
 
 
 def _draw(made: Planned, folder: Path) -> tuple[Path, Path]:
@@ -164,7 +172,7 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
         rates = f"{speed.tokens_per_s:>11,.0f} {speed.tflops:>8.3g} {'' if speed.mfu is None else f'{speed.mfu:.1%}':>6}"
         lines.append(f"{place:>3} {ranked.seconds:>9.4g} {rates} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
     best = found.ranked[0]
-    lines += ["", f"time of the best: {shares(made.time(best.plan).parts, best.seconds)}"]
+    lines += ["", f"time of the best: {best.seconds:.4g} s{_range(made, best)}: {shares(made.time(best.plan).parts, best.seconds)}"]
     lines += [f"memory of its fullest rank: {_bytes(made.memory(best.plan).parts)}", *_busiest(made)]
     lines += _why(made, best)
     lines.append(_own_plan(run, made.cluster))
@@ -239,7 +247,9 @@ def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
 def _row(made: Planned, one: Ranked) -> dict[str, Any]:
     plan = {name: getattr(one.plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp", "engine", "tensor", "depth", "sequence")}
     plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "stage_layers", "microbatch", "microbatches", "recompute")}
+    known = range_of(made.cluster, one.plan.dp)
     parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
     plan["busiest"] = made.network.experts and made.network.experts.share(one.plan.ep)  # rows of the busiest rank of ep over the mean
-    about = {"seconds": one.seconds, "held_bytes": one.held_bytes, "advice": one.advice, "tight": made.tight(one)}
+    about: dict[str, Any] = {"seconds": one.seconds, "range": known and [known.low * one.seconds, known.high * one.seconds]}
+    about |= {"held_bytes": one.held_bytes, "advice": one.advice, "tight": made.tight(one)}
     return {"plan": described(one.plan), **plan, **about, **made.speed(one)._asdict(), **parts}

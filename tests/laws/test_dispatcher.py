@@ -86,7 +86,7 @@ class Around(Exchange):
             here_TK = place_TK - self.axis.index * held
             plan = self.kernels.plan(here_TK.clamp(0, held - 1), (here_TK >= 0) & (here_TK < held), num_experts=held)
             keys = {"dropout": dropout, "position_R": None if position_T is None else position_T[plan.token_R]}
-            out = compute(self.kernels.permute(x, plan), experts, etp=self.etp, counts=plan.counts_E.tolist(), **keys)
+            out = compute(self.kernels.permute(x, plan), experts, etp=self.etp, counts_E=plan.counts_E, **keys)
             y_TD = shift(y_TD + self.kernels.combine(out.float(), gate_TK, plan), self.axis)
             if number + 1 < ranks:
                 x, gate_TK, place_TK = (shift(values, self.axis) for values in (x, gate_TK, place_TK))

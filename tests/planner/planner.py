@@ -1,6 +1,7 @@
 """The planner against measurements: predicted memory (memory.py) and time (choice.py).
 
     python -m tests.planner tables      published measurements (tests/planner/tables/); another folder of CSV files with --folder
+    python -m tests.planner ranges      the range of each prediction, from tables left out (ranges.py)
     python -m tests.planner runs        a small recipe under each sharding.kind on this machine, against torch's bytes (runs.py)
     python -m tests.planner published   layouts of well-known runs (published.py)
     python -m tests.planner speed       the seconds that planning these takes (speed.py)
@@ -26,10 +27,11 @@ from tests.planner import choice as planner_choice
 from tests.planner import memory as planner_memory
 from tests.planner import orders as planner_orders
 from tests.planner import published as planner_published
+from tests.planner import ranges as planner_ranges
 from tests.planner import speed as planner_speed
 from tests.planner.read_tables import Table, read_folder
 
-Part = Literal["runs", "tables", "published", "speed", "orders", "best"]
+Part = Literal["runs", "tables", "ranges", "published", "speed", "orders", "best"]
 TABLES = Path(__file__).resolve().parent / "tables"
 HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90':>9}{'fits':>12}{'no memory':>11}{'formula':>9}"
 
@@ -40,6 +42,7 @@ def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None
     parts: dict[Part, Callable[[], list[dict[str, Any]]]] = {
         "runs": lambda: _runs(only),
         "tables": lambda: table_rows(folder or TABLES),
+        "ranges": lambda: planner_ranges.rows(read_folder(folder or TABLES)),
         "published": planner_published.rows,
         "speed": planner_speed.rows,
         "orders": planner_orders.rows,

@@ -71,7 +71,7 @@ def recipes(_: Recipes, __: dict[str, str]) -> int:
 def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
-    refuse({"nproc": flags.nproc}, got="it without --calibrate", needed="--cluster, which gives the number of devices")
+    refuse({"nproc": flags.nproc, "nccl": flags.nccl}, got="it without --calibrate", needed="--cluster, which gives the number of devices")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
@@ -82,9 +82,16 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
 
 
 def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
-    refuse_others(flags, ("calibrate", "nproc", "out"), got="it with --calibrate", needed="no flags but --out and --nproc")
+    if flags.nccl is not None:
+        refuse_others(flags, ("calibrate", "nccl", "cluster", "out"), got="it with --nccl", needed="no flags but --cluster and --out")
+    else:
+        refuse_others(flags, ("calibrate", "nproc", "out"), got="it with --calibrate", needed="no flags but --out and --nproc")
     refuse(overrides, got="it with --calibrate", needed="no recipe values: calibration reads no recipe")
     check_least(flags, nproc=1)
     if flags.out is not None and flags.out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(flags.out), needed="a cluster file, *.yaml", fix=f"--out {flags.out.stem or 'machine'}.yaml")
+    if flags.nccl is not None:
+        if flags.cluster is None or flags.out is None:
+            raise BadInput("--nccl", got="no --cluster or no --out", needed="both", fix="add --cluster h100-8x4 --out mine.yaml")
+        return int(importlib.import_module("moe.calibrate.nccl_tests").main(flags.nccl, flags.cluster, flags.out))
     return int(importlib.import_module("moe.calibrate.calibrate").main(out=flags.out, nproc=flags.nproc))

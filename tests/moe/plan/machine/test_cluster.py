@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moe.plan.machine.cluster import Cluster, cluster_names, cluster_of, larger_clusters, load_cluster, mapping_of
+from moe.plan.machine.cluster import FOLDER, Cluster, cluster_names, cluster_of, larger_clusters, load_cluster, mapping_of
 from moe.plan.machine.device import alignment
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, group_of, network, send
 from parallel.errors import BadInput
@@ -22,6 +22,17 @@ def plain(nodes: int = 4) -> Cluster:
     cluster = load_cluster("h100-8").of(nodes)
     quick = replace(cluster.inside, times={}, latency_us=0, hop_us=0, bus_gb_s={2: 300, 8: 300}, sum_bus_gb_s=None)
     return replace(cluster, inside=quick, between=replace(cluster.between, latency_us=0, tree_us=0))
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_each_constant_of_a_shipped_file_names_its_source_or_why_it_is_assumed(name: str) -> None:
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    sources = content.pop("sources")
+    constants = {key for key, value in content.items() if not isinstance(value, dict)} - {"devices_per_node"}
+    constants |= {f"{section}.{key}" for section, values in content.items() if isinstance(values, dict) for key in values} - {"device.name"}
+    # each text has parts "KEY, KEY: source" between semicolons; text after a semicolon without keys belongs to the part before
+    named = [key for text in sources for keys in re.findall(r"(?:^|; )([\w., ]+):", text) for key in keys.split(", ")]
+    assert sorted(key for key in named if key in constants) == sorted(constants)
 
 
 @pytest.mark.parametrize("name", cluster_names())

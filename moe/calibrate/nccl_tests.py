@@ -1,0 +1,164 @@
+"""Reads the printed output of NCCL-tests and puts its times into a cluster.
+
+A table has a line for each size: bytes, count, type, redop, root, then time (microseconds), algbw, busbw and #wrong, out of place and in
+place. `# Rank` lines name each rank's host. Times out of place count. Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+
+On one node the times become `inside.times`. On several, least squares of relative errors give an all-gather's
+seconds = latency + bytes / bandwidth, and from them `between.share` and `between.latency_us`. An all-gather and a reduce-scatter have one
+time in a cluster, so the slower counts if both were measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from moe.launch import exit_codes
+from moe.plan.machine.cluster import Cluster, load_cluster, mapping_of
+from parallel.errors import BadInput
+from parallel.store.files import check_writable, read_text, write_text
+
+# name of a program -> key of `inside.times`
+KINDS = {
+    "all_reduce_perf": "all_reduce",
+    "all_gather_perf": "all_gather",
+    "reduce_scatter_perf": "all_gather",
+    "alltoall_perf": "all_to_all",
+    "sendrecv_perf": "send",
+}
+COLUMNS = 13
+LEAST_SIZES = 3
+AGAIN = "run it again on idle nodes, with -b 8K -e 1G -f 2"
+RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of one collective: bytes -> microseconds. what: names of its files. ranks on `nodes` nodes."""
+
+    what: str
+    kind: str
+    ranks: int
+    nodes: int
+    times: dict[int, float]
+
+    def slower(self, other: Measured) -> Measured:
+        """Return the slower time of each size that both have, and the other times of both."""
+        times = {size: max(one.times.get(size, 0.0) for one in (self, other)) for size in sorted({*self.times, *other.times})}
+        return replace(self, what=f"the slower of {self.what} and {other.what}", times=times)
+
+    def law(self) -> tuple[float, float]:
+        """Return (latency in microseconds, bytes per microsecond) that fit the times best, by relative error. Raises BadInput for a
+        negative latency, and for times that do not grow with the bytes."""
+        rows = [(1 / t, size / t) for size, t in self.times.items()]
+        aa, ab, bb = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
+        a, b = sum(a for a, _ in rows), sum(b for _, b in rows)
+        whole = aa * bb - ab * ab
+        latency, slope = (a * bb - b * ab) / whole, (b * aa - a * ab) / whole
+        if latency < 0:
+            raise BadInput(self.what, got=f"a fitted latency of {latency:.3g} us", needed="at least 0 us", fix=AGAIN)
+        if slope <= 0:
+            raise BadInput(self.what, got="times that do not grow with the bytes", needed="a fitted bandwidth above 0", fix=AGAIN)
+        return latency, 1 / slope
+
+
+def read(text: str, *, kind: str, what: str) -> Measured:
+    """Read the output of one program. Raises BadInput, with `what` as the name of the file, for an output that is not whole and right."""
+    ranks = RANK.findall(text)
+    hosts = Counter(host for _, host in ranks)
+    if not hosts or len(set(hosts.values())) > 1:
+        got = f"ranks per host {sorted(hosts.values())}" if hosts else "no line `# Rank`"
+        raise BadInput(what, got=got, needed="the same number of ranks on each host", fix="keep the whole output, from the first line")
+    lines = list(_lines(text, what))
+    times = dict(lines)
+    if len(times) < len(lines) or len({group for group, _ in ranks}) > 1:
+        got, fix = "a size twice, or several groups of ranks", "keep one run in a file, without NCCL_TESTS_SPLIT"
+        raise BadInput(what, got=got, needed="one table of one group", fix=fix)
+    if len(times) < LEAST_SIZES:
+        raise BadInput(what, got=f"{len(times)} sizes", needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
+    return Measured(what, kind, sum(hosts.values()), len(hosts), times)
+
+
+def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        cells = line.split()
+        if not cells or not cells[0].isdigit():
+            continue
+        if len(cells) != COLUMNS:
+            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="run it with no flags for columns")
+        if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
+            raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
+        try:
+            time = float(cells[5])
+        except ValueError:
+            time = 0.0
+        if not 0 < time < float("inf"):
+            raise BadInput(what, got=f"time {cells[5]} in line {number}", needed="microseconds above 0", fix="run it again")
+        if int(cells[0]):
+            yield int(cells[0]), time
+
+
+def with_times(cluster: Cluster, found: Measured) -> Cluster:
+    """Return the cluster with these times. Raises BadInput for times of several nodes that are not of an all-gather or reduce-scatter, or
+    that the cluster's devices and adapters cannot have."""
+    here, between = found.ranks // found.nodes, cluster.between
+    if here > cluster.devices_per_node:
+        got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
+        raise BadInput(found.what, got=got, needed=needed, fix="name the cluster whose nodes these are by --cluster")
+    if found.nodes == 1:
+        ranks = 2 if found.kind == "send" else found.ranks  # each rank sends one message and receives one
+        rows = cluster.inside.times.get(found.kind, {}) | {ranks: found.times}
+        source = f"inside.times.{found.kind} of {ranks} ranks: instead, NCCL-tests, {found.what}"
+        inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
+        return replace(cluster, inside=inside, sources=(*cluster.sources, source))
+    if found.kind != "all_gather":
+        needed = "all_gather_perf or reduce_scatter_perf between nodes"
+        raise BadInput(found.what, got=f"{found.nodes} nodes", needed=needed, fix="move it to another folder")
+    latency, rate = found.law()
+    bus, most = (found.ranks - 1) / found.ranks * rate / 1000, min(between.node_gb_s, here * between.device_gb_s)  # GB/s
+    if bus > most:
+        needed = f"at most {most:.4g} GB/s, the cluster's adapters"
+        raise BadInput(
+            found.what, got=f"a fitted {bus:.4g} GB/s", needed=needed, fix="mend between.node_gb_s and device_gb_s in a cluster file"
+        )
+    within = cluster.inside.latency_us + found.nodes * (here - 1) * cluster.inside.hop_us
+    source = f"between.share, between.latency_us: instead, NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
+    if latency < within:
+        source += f"; no latency is left for between: {latency:.3g} us fitted, {within:.3g} us by inside.latency_us and hop_us"
+    between = replace(between, share=bus / most, latency_us=max(0.0, latency - within) / found.nodes)
+    return replace(cluster, between=between, sources=(*cluster.sources, source))
+
+
+def main(folder: Path, cluster: str, out: Path) -> int:
+    """Put the outputs in `folder` into `cluster`, and write the cluster file `out`. Raises BadInput."""
+    check_writable(out, what="--out")
+    given = load_cluster(cluster)
+    made = from_folder(given, folder)
+    write_text(out, yaml.safe_dump(mapping_of(made), sort_keys=False), what="--out")
+    print("\n".join((*made.sources[len(given.sources) :], f"wrote {out}")))
+    return exit_codes.DONE
+
+
+def from_folder(cluster: Cluster, folder: Path) -> Cluster:
+    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file, and
+    for outputs of different numbers of nodes above one."""
+    found: dict[tuple[str, int, int], Measured] = {}
+    for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
+        one = read(read_text(path), kind=kind, what=path.name)
+        key = kind, one.ranks, one.nodes
+        found[key] = found[key].slower(one) if key in found else one
+    if not found:
+        fix = "name them all_reduce_perf.txt, all_gather_perf.txt, ..."
+        raise BadInput("--nccl", got=str(folder), needed="a folder with outputs", fix=fix)
+    several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
+    if len(several) > 1:
+        got = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several)
+        raise BadInput("--nccl", got=got, needed="one number of ranks and nodes above one", fix="move the others to another folder")
+    for one in found.values():
+        cluster = with_times(cluster, one)
+    return cluster
