@@ -1,6 +1,6 @@
 """Measures how many times the mean number of rows the busiest rank of ep gets, with each way to balance a router (Method.busiest).
 
-Small recipes train in one process, whose routing is that of every layout. A step's loads give the share for each ep:
+Small recipes train in one process; other layouts route alike. A step's loads give the share for each ep:
 
     step     mean over layers of (largest rank / mean): a step waits for the busiest rank of each layer
     rank     largest rank of (mean over layers / mean): the rank with the most rows keeps them until its backward pass

@@ -58,8 +58,8 @@ PROGRAM_OF = (
     ("alpa", "xla"),
     ("deepspeed", "deepspeed"),
 )
-# Rows of the busiest rank over the mean for table rows with "real routing" in their notes; 1 for the others, whose routing is balanced by
-# force or not stated. Fitted to the measured time of real routing over forced balance, in the four layouts that have both.
+# Rows of the busiest rank over the mean for table rows with "real routing" in their notes; 1 for the others, with routing that is
+# balanced by force or not stated. Fitted to the measured time of real routing over forced balance, in the four layouts that have both.
 REAL_ROUTING = 1.7
 
 

@@ -41,7 +41,7 @@ class Layer:
 
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Layer:
-    """Predict the times of one layer, with experts if it is `sparse`. All ranks wait for the one whose experts have most rows."""
+    """Predict the times of one layer, with experts if it is `sparse`. All ranks wait for the one with the most rows."""
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse)
 
 
