@@ -29,7 +29,7 @@ setup: $(STAMP)
 
 # The degree of expert parallelism `auto` is the largest that fits: 2 for switch_tiny on 2 processes.
 train: setup
-	@.venv/bin/moe train "$(RECIPE)" --nproc $(or $(NPROC),$$(.venv/bin/python -c "from parallel.process.process import gpus; print(gpus() or 2)")) --degrees.ep $(EP) $(FLAGS)
+	@.venv/bin/moe train "$(RECIPE)" --nproc $(or $(NPROC),$$(.venv/bin/python -c "from parallel.process.process import gpus; n = gpus(); print(1 << min(n, 16).bit_length() - 1 if n else 2)")) --degrees.ep $(EP) $(FLAGS)
 
 # Kills, resumes, the site and the wheel take most of the laws' time.
 check: lint

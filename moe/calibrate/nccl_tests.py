@@ -130,6 +130,8 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
     source = f"between.share, between.latency_us: instead, NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
     if latency < within:
         source += f"; no latency is left for between: {latency:.3g} us fitted, {within:.3g} us by inside.latency_us and hop_us"
+    if here > 1 and bus > cluster.inside.bus(here):
+        source += f"; inside.bus_gb_s stays the limit: {bus:.4g} GB/s fitted, {cluster.inside.bus(here):.4g} inside a node"
     between = replace(between, share=bus / most, latency_us=max(0.0, latency - within) / found.nodes)
     return replace(cluster, between=between, sources=(*cluster.sources, source))
 
@@ -149,7 +151,11 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     for outputs of different numbers of nodes above one."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
-        one = read(read_text(path), kind=kind, what=path.name)
+        try:
+            text = read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(path.name, got=f"what cannot be read ({error})", needed="text in UTF-8", fix="write it again") from None
+        one = read(text, kind=kind, what=path.name)
         key = kind, one.ranks, one.nodes
         found[key] = found[key].slower(one) if key in found else one
     if not found:

@@ -128,7 +128,7 @@ def _lines_as_is(made: Planned) -> list[str]:
 
 def _range(made: Planned, one: Ranked) -> str:
     """Return the range of a plan's seconds in brackets; empty if no published run tells it."""
-    known = range_of(made.cluster, one.plan.dp)
+    known = range_of(made.cluster, one.plan)
     return f" ({known.said(one.seconds)})" if known else ""
 
 
@@ -247,7 +247,7 @@ def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
 def _row(made: Planned, one: Ranked) -> dict[str, Any]:
     plan = {name: getattr(one.plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp", "engine", "tensor", "depth", "sequence")}
     plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "stage_layers", "microbatch", "microbatches", "recompute")}
-    known = range_of(made.cluster, one.plan.dp)
+    known = range_of(made.cluster, one.plan)
     parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
     plan["busiest"] = made.network.experts and made.network.experts.share(one.plan.ep)  # rows of the busiest rank of ep over the mean
     about: dict[str, Any] = {"seconds": one.seconds, "range": known and [known.low * one.seconds, known.high * one.seconds]}

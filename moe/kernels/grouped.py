@@ -366,6 +366,7 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
     counts = numbers(plan.counts_E)
     plan = plan.cut(sum(counts))
+    dropped_RF = None if dropped_RF is None else dropped_RF[: len(plan.choice_R)]
     if x_TD.is_cuda:  # not fused, because index_add_ has no fixed order on a GPU
         return combine(grouped_ffn(permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF), gate_TK, plan)
     keep = network.recorded(x_TD, gate_TK)

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.auto import combine, permute, plan, reorder, slots, top_k
-from moe.kernels.network import Network
+from moe.kernels.network import Counts, Network, numbers
 from moe.kernels.rows import Plan
 from parallel.errors import BadInput
 from parallel.fixes import Set
+from parallel.mesh.host import on_device
 from parallel.numerics.precision import gradient_dtype
 from parallel.numerics.weight_gradient import gradient_or_later, if_deferrable
 
@@ -86,11 +87,14 @@ def _compute(rows_RD: Tensor, network: Network, counts_E: Tensor, dropped_RF: Te
     return network.compute(rows_RD.contiguous(), multiply, dropped_RF=dropped_RF)
 
 
-def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
-    counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
+    counts_E = on_device(torch.tensor(counts), rows_RD.device) if isinstance(counts, list) else counts
     return _compute(rows_RD, network, counts_E, dropped_RF)
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
+    """Permute, grouped_ffn and combine. The host waits for the number of rows, because torch's product leaves further rows undefined."""
+    plan = plan.cut(sum(numbers(plan.counts_E)))
+    dropped_RF = None if dropped_RF is None else dropped_RF[: len(plan.choice_R)]
     combined: Tensor = combine(_compute(permute(x_TD, plan), network, plan.counts_E, dropped_RF), gate_TK, plan)
     return combined

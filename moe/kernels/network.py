@@ -88,6 +88,7 @@ class ByProduct:
     def routed_ffn(self, x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
         counts = numbers(plan.counts_E)
         plan = plan.cut(sum(counts))
+        dropped_RF = None if dropped_RF is None else dropped_RF[: len(plan.choice_R)]
         rows_RD = self.grouped_ffn(self.permute(x_TD, plan), network, counts=counts, dropped_RF=dropped_RF)
         combined: Tensor = self.combine(rows_RD, gate_TK, plan)
         return combined

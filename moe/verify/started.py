@@ -63,7 +63,9 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                 while not all(part.exists() for part in parts):
                     ended = not parent.is_alive()  # asked first: results are complete when it has ended
                     if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
-                        yield _errors(folder, f"{world} ranks, {limit_s:g} s allowed" if not ended else f"{world} ranks ended")
+                        yield _errors(
+                            folder, f"{world} ranks gave no result" if ended else f"{world} ranks still running after {limit_s:g} s"
+                        )
                         return
                     time.sleep(_POLL_S)
                 yield gathered([torch.load(part, map_location="cpu", weights_only=True) for part in parts])
@@ -76,8 +78,9 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
 
 
 def _errors(folder: Path, head: str) -> str:
+    """Return the errors of the ranks that failed; if none says why, `head` and the output of all."""
     failed = [f"rank {path.stem} failed:\n{path.read_text()}" for path in sorted(folder.glob("*.error"))]
-    return "\n".join([head, *(failed or [(folder / "log").read_text()])])
+    return "\n".join(failed or [head, (folder / "log").read_text()])
 
 
 def _results(folder: Path, number: int, world: int) -> list[Path]:
@@ -92,7 +95,8 @@ def _launch(folder: Path, world: int, parent: int) -> None:
         os.dup2(log, stream)
     given, module = Arguments("verify", out=folder), "moe.verify.started"
     if world == 1:
-        os.execv(sys.executable, [sys.executable, "-m", module, *given.words()])
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # also inside somebody's job
+        os.execve(sys.executable, [sys.executable, "-m", module, *given.words()], os.environ | alone)
     start(given, nproc=world, launcher="torchrun", module=module, grace_s=0)
 
 

@@ -23,8 +23,8 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 class Table:
     """One row for each case in `chosen`. file: path of the JSON. go_on: keep its passed rows. Raises BadInput if it is no such table."""
 
-    def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
-        self.chosen, self.file, self.kept = list(chosen), file, 0
+    def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool, device: str | None = None) -> None:
+        self.chosen, self.file, self.kept, self.device = list(chosen), file, 0, device
         self.tolerances: dict[str, Any] = {}
         self.commits: set[str] = set()
         self._rows: dict[int, dict[str, Any]] = {}  # index in `chosen` -> the case's row
@@ -35,6 +35,9 @@ class Table:
 
     def _keep(self, before: dict[str, Any]) -> None:
         """Copy the passed rows of `before`, the table in the file. Raises BadInput if it has passed rows of cases that are not chosen."""
+        if (made := before.get("device")) != self.device:
+            got, needed = f"a table of --device {made or 'none'}", f"rows of --device {self.device or 'none'}"
+            raise BadInput("--go_on", got=got, needed=needed, fix="another --json FILE")
         there: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in before["rows"]:
             if row["passed"]:
@@ -76,7 +79,7 @@ class Table:
         """Write the file, if there is one: the rows so far, tolerances, the number of missing rows (`left`), and the entries `more`."""
         self._written, left = time.monotonic(), len(self.chosen) - len(self._rows)
         if self.file is not None:
-            write_json(self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=left, **more)
+            write_json(self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=left, device=self.device, **more)
 
 
 def _read(file: str | None) -> dict[str, Any]:

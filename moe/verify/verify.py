@@ -37,7 +37,7 @@ from parallel.process.process import gpus
 
 Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
-ALONE = {"cuda": ("triton", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of rows of one process
+ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of rows of one process
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
 
@@ -74,7 +74,7 @@ def main(
     if not chosen:
         layouts = ", ".join(dict.fromkeys(case.layout for case in found))
         raise BadInput("--only", got=only, needed=f"a part of a row's text: {cut(layouts)}", fix=f'--only "{found[0].layout}"')
-    table = Table(chosen, json, go_on=go_on)
+    table = Table(chosen, json, go_on=go_on, device=device)
     worlds, run = sorted({c.world for c in chosen}), run_world if device is None else run_started
     expected: dict[Case, Expected] = {}
     twins = dict.fromkeys(twin_of(case) for world in worlds for case in table.left(world))  # in the order of the rows

@@ -153,10 +153,11 @@ def wrong_interface(environment: Mapping[str, str], backend: str = "gloo") -> st
     has names, all of which gloo needs. NCCL_SOCKET_IFNAME has prefixes, names after "=", or after "^" what to avoid; NCCL needs one."""
     variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else _OF_NCCL
     asked, here = environment.get(variable, ""), [name for _, name in socket.if_nameindex()]
-    named = [name for name in asked.lstrip("=").split(",") if name]
-    prefixes = backend == "nccl" and not asked.startswith("=")
+    nccl = backend == "nccl"
+    named = [name for name in (asked.lstrip("=") if nccl else asked).split(",") if name]
+    prefixes = nccl and not asked.startswith("=")
     found = [name for name in named if any(one.startswith(name) if prefixes else one == name for one in here)]
-    if not named or asked.startswith("^") or (found if backend == "nccl" else found == named):
+    if not named or (nccl and (found or asked.startswith("^"))) or found == named:
         return ""
     reaching = interface_to(environment["MASTER_ADDR"])
     by_it = f", which is {reaching} here" if reaching else ""

@@ -23,6 +23,7 @@ from parallel.errors import BadInput, Ended
 
 _LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1
+_MARGIN_S = 10.0
 _DEVICES = "devices"  # rank 0's answer when all ranks have come: what is wrong with their devices
 _NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, as its machine may be starting at the same time
 _HEARD_S = 60.0  # longest time that rank 0, which holds the store, waits for the other ranks to read why the run cannot start
@@ -159,8 +160,10 @@ def _wait(store: Any, size: int, keys: list[str], *, until: float, answer: Calla
     while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):
             return str(store.get(_PROBLEM).decode())
-        if time.monotonic() > until:
+        if time.monotonic() > until and len(keys) > 1:
             return _missing(store, size, limit, at)
+        if time.monotonic() > until + _MARGIN_S:  # rank 0, which names the missing ranks, should have answered
+            return f"rank 0 gave no answer {limit} at {at}"
         answer()
         time.sleep(_LOOK_S)
     return ""

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moe.plan.machine.ranges import FILE, Range
+from moe.plan.machine.ranges import FILE, Range, crosses_nodes
 from tests.planner.read_tables import Table
 from tests.planner.time import Predicted, cluster_of, predictions
 
@@ -58,7 +58,7 @@ def group(made: Iterable[Sequence[Predicted]], runs: str, devices: tuple[str, ..
 def _in(one: Predicted, of: Range) -> bool:
     cluster = cluster_of(one.row)
     assert cluster is not None
-    return of.holds(cluster.device.name, across=one.row.plan.dp > 1 and cluster.nodes > 1)
+    return of.holds(cluster.device.name, across=crosses_nodes(cluster, one.row.plan))
 
 
 def interval(tables: Sequence[Sequence[float]], factor: float) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.ranges import range_of, ranges
 from tests.planner.planner import TABLES
@@ -34,12 +35,14 @@ def test_the_shipped_ranges_are_those_of_the_tables() -> None:
 
 
 def test_the_finest_group_of_a_run_counts() -> None:
-    h100, a100 = load_cluster("h100-8x4"), load_cluster("a100-80-8")
-    assert [range_of(h100, dp).runs for dp in (4, 1) if range_of(h100, dp)] == [GROUPS[1][0], GROUPS[2][0]]  # type: ignore[union-attr]
-    found = range_of(a100, 8)
-    assert (
-        found is not None
-        and found.runs == GROUPS[0][0]
-        and found.said(10).startswith(f"{10 * found.low:.3g} to {10 * found.high:.3g} s: 8 of 10")
-    )
-    assert range_of(replace(a100, cores=2), 8) is None
+    """Replicas are on several nodes if their sums are: with four stages of 8 ranks on 4 nodes, each stage's replicas share a node."""
+    h100, a100 = load_cluster("h100-8x4"), load_cluster("a100-80-8x4")
+    runs = [
+        range_of(h100, Plan(dp=4, tp=8)),
+        range_of(h100, Plan(tp=8, pp=4, microbatches=4)),
+        range_of(a100, Plan(dp=8, pp=4, microbatches=4)),
+    ]
+    assert [each and each.runs for each in runs] == [GROUPS[1][0], GROUPS[2][0], GROUPS[0][0]]
+    found = runs[2]
+    assert found is not None and found.said(10).startswith(f"{10 * found.low:.3g} to {10 * found.high:.3g} s: 8 of 10")
+    assert range_of(replace(a100, cores=2), Plan(dp=8)) is None

@@ -45,22 +45,31 @@ def measure(minutes: float, file: Path) -> int:
     from moe.bench.gpu.part import Machine
 
     machine = Machine(device)
-    done: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    if done and done.get("device") != machine.name:
-        print(
-            f"error: --json: got results of {done.get('device')}, needed those of {machine.name}; fix: name another file", file=sys.stderr
-        )
+    fresh: dict[str, Any] = {"device": machine.name, "parts": {}}
+    try:
+        done = json.loads(file.read_text()) if file.exists() else fresh
+        if not isinstance(done, dict) or done.get("device") != machine.name:
+            raise ValueError(f"not made on {machine.name}")
+        _write(file, done := fresh | done)  # finds out now if it can be written
+    except (OSError, ValueError) as error:
+        print(f"error: --json: got {file} ({error}), needed a file of this machine's results; fix: name another file", file=sys.stderr)
         return 2
-    done = {"device": machine.name, "parts": {}} | done
     until = time.monotonic() + 60 * minutes
     for part in parts():
         if "rows" in done["parts"].get(part.name, {}):
             continue
         done["parts"][part.name] = _result(part, machine, done["parts"], minutes_left=(until - time.monotonic()) / 60)
-        file.write_text(json.dumps(done, indent=1))
+        _write(file, done)
     print(*page(done), sep="\n")
     results = [result for part in done["parts"].values() for result in part.get("rows", [{"passed": "left_out" in part}])]
     return int(any(result.get("passed") is False for result in results))
+
+
+def _write(file: Path, done: Any) -> None:
+    """Replace the file as a whole, so that a machine that goes away leaves the parts before."""
+    unnamed = file.with_name(f"{file.name}.tmp")
+    unnamed.write_text(json.dumps(done, indent=1))
+    unnamed.replace(file)
 
 
 def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: float) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def _timed(machine: Machine, sizes: dict[str, Any], peak: float | None, compiled
     from moe.plan.job.flops import size
 
     run, steps = _run(sizes), STEPS[machine.gpu]
+    if machine.gpu:
+        torch.cuda.reset_peak_memory_stats(machine.device)
     model = _model(run, machine.device, torch.bfloat16)
     if compiled:
         compile_between_products(model)

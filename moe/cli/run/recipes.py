@@ -71,7 +71,9 @@ def recipes(_: Recipes, __: dict[str, str]) -> int:
 def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
-    refuse({"nproc": flags.nproc, "nccl": flags.nccl}, got="it without --calibrate", needed="--cluster, which gives the number of devices")
+    if flags.nccl is not None:
+        raise BadInput("--nccl", got="it without --calibrate", needed="--calibrate, which reads these outputs", fix="add --calibrate")
+    refuse({"nproc": flags.nproc}, got="it without --calibrate", needed="--cluster, which gives the number of devices")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:

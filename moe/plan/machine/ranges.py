@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from moe.plan.job.network import Plan
 from moe.plan.machine.cluster import Cluster
+from moe.plan.time.collective_times import group_of
 from parallel import yaml_text
 from parallel.store.files import read_text
 
@@ -41,7 +43,7 @@ class Range:
     def said(self, seconds: float) -> str:
         """Return the range of a predicted time as text."""
         return (
-            f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {10 * self.held_out:.0f} of 10 published runs "
+            f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {int(10 * self.held_out)} of 10 published runs "
             f"{self.runs} fell in the range of other tables"
         )
 
@@ -52,7 +54,13 @@ def ranges() -> tuple[Range, ...]:
     return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in yaml_text.load(read_text(FILE)))
 
 
-def range_of(cluster: Cluster, dp: int) -> Range | None:
-    """Return the range for `dp` replicas on this cluster. None for hosts without accelerators, of which no published run is known."""
-    across = dp > 1 and cluster.nodes > 1
-    return None if cluster.cores else next(each for each in ranges() if each.holds(cluster.device.name, across=across))
+def range_of(cluster: Cluster, plan: Plan) -> Range | None:
+    """Return the range for a plan's seconds on this cluster. None for hosts without accelerators, of which no published run is known."""
+    if cluster.cores:
+        return None
+    return next(each for each in ranges() if each.holds(cluster.device.name, across=crosses_nodes(cluster, plan)))
+
+
+def crosses_nodes(cluster: Cluster, plan: Plan) -> bool:
+    """Return whether gradients are summed over several nodes."""
+    return group_of(plan.dp * plan.sp, plan.tp, cluster.devices_per_node, plan.world).nodes > 1

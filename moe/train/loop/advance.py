@@ -57,13 +57,12 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
         numbers = passes() if auditor is None else auditor.passes(passes, step=counters.step + 1)
     if measured is not None:
         measured.before_update(job.engine)
-    peak_bytes = peak_later(job.mesh, job.world.device)
     world, clip_norm = job.mesh.axis("world"), run.optimizer.clip_norm
     with during(STEP):
         norm = finish(job.engine, numbers, world=world, scale=training.scale, lr=rate, clip_norm=clip_norm, device=job.world.device)
         if auditor is not None:
             auditor.compare_copies(counters.step + 1, "after the update")
-    return Made(numbers, norm, rate, scale, peak_bytes)
+    return Made(numbers, norm, rate, scale, peak_later(job.mesh, job.world.device))
 
 
 def _flag(job: Job, asked: Callable[[], bool]) -> int:

@@ -79,8 +79,8 @@ def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
 
 
 def test_runs_are_the_indices_bin_after_bin() -> None:
-    assert consecutive_indices(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1])).tolist() == [10, 11, 1, 2, 3]
-    assert consecutive_indices(torch.zeros(4, dtype=torch.int64), torch.arange(4)).tolist() == []
+    assert consecutive_indices(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1]), total=5).tolist() == [10, 11, 1, 2, 3]
+    assert consecutive_indices(torch.zeros(4, dtype=torch.int64), torch.arange(4), total=0).tolist() == []
 
 
 @pytest.mark.parametrize("stride", [None, 9])
@@ -97,7 +97,7 @@ def test_arrived_rows_are_sorted_by_bin_then_source(stride: int | None) -> None:
         arrived += mine
         where += range(at, at + len(mine))
     want = [place for _, place in sorted(zip(arrived, where, strict=True))]
-    assert by_bin(counts_RB, stride=stride).tolist() == want
+    assert by_bin(counts_RB, total=len(arrived), stride=stride).tolist() == want
 
 
 def test_spread_and_collect_undo_each_other_in_both_passes() -> None:
