@@ -41,6 +41,7 @@ READS_THE_ENVIRONMENT = {
     "moe/launch/hosts.py": "where this program's modules are, for the other machines",
     "moe/launch/pdsh.py": "what goes along to the other machines",
     "moe/data/tokens.py": "the user's cache folder",
+    "moe/verify/started.py": "what a rank without a launcher inherits, but the place in a job",
     "moe/recipe/plugin.py": "which rank says whose code runs",
     "moe/records/tracker.py": "a tracker's project, by that tracker's own variable",
 }

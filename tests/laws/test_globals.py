@@ -62,7 +62,7 @@ CACHED = {
     "moe/plan/memory/moments.py: _outside": "elements and bytes follow from the sizes that are its arguments",
     "moe/plan/time/pipeline_time.py: _tails": "the end of an order follows from the sizes that are its arguments",
     "moe/plan/machine/device.py: _product": "likewise",
-    "moe/plan/machine/ranges.py: ranges": "of the shipped file alone",
+    "moe/plan/time/ranges.py: ranges": "of the shipped file alone",
     "moe/plan/job/in_flight.py: _found": "what a schedule of these sizes holds",
     "parallel/pipeline/schedules/interleaved.py: _peaks": "what interleaved stages of these sizes hold",
     "moe/plan/time/pipeline_time.py: homes_at": "ranks of stages follow from the sizes that are its arguments",

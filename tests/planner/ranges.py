@@ -1,4 +1,4 @@
-"""Ranges of predicted step times (moe/plan/machine/ranges.yaml), from tables that are left out one by one.
+"""Ranges of predicted step times (moe/plan/time/ranges.yaml), from tables that are left out one by one.
 
 Each group of runs (GROUPS) has measured / predicted seconds of several tables; each table has the same weight. The range of some tables is
 their 10 % to 90 % quantile, widened by a factor. The factor is the smallest, in steps of 1 %, with which WITHIN of a table's rows fall in
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moe.plan.machine.ranges import FILE, Range, crosses_nodes
+from moe.plan.time.ranges import FILE, Range, crosses_nodes
 from tests.planner.read_tables import Table
 from tests.planner.time import Predicted, cluster_of, predictions
 
