@@ -150,11 +150,11 @@ class Bound:
         return torch.finfo(DTYPES[self.twin.precision]).eps / 2
 
     def draw(self) -> None:
-        """Run the twin once more with random rounding. Raise each limit to twice this run's deviation, if that is larger. No limit
-        is below fp32's own tolerance, which other sums may reach."""
-        rounding = Rounding(unit=self.unit, seed=self.drawn)
+        """Run the twin once more with random rounding. Raise each limit to twice this run's deviation, if that is larger. To this comes the
+        rounding of the result itself, which is stored in fp32."""
+        rounding, stored = Rounding(unit=self.unit, seed=self.drawn), torch.finfo(torch.float32).eps / 2
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
-        self.largest = {name: max(self.unit, FP32_TOLERANCE, 2 * value, self.largest.get(name, 0.0)) for name, value in found.items()}
+        self.largest = {name: max(stored + max(self.unit, 2 * value), self.largest.get(name, 0.0)) for name, value in found.items()}
         self.drawn += 1
 
     def share(self, got: Result) -> tuple[float, str]:
