@@ -62,6 +62,7 @@ class Network:
 
 
 def numbers(counts: Counts) -> list[int]:
+    """Return the counts as a list. The host waits for a GPU's."""
     return counts if isinstance(counts, list) else counts.tolist()
 
 

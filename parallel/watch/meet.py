@@ -68,10 +68,7 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         else:
             store.set(f"device/{rank}", f"{node} {device}")
             store.set(f"here/{rank}", node)
-            keys = (
-                [f"here/{n}" for n in range(size)] if rank == 0 else [_DEVICES]
-            )  # only rank 0 looks at all ranks: a linear number of reads
-            said = _wait(store, size, keys, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
+            said = _wait(store, rank, size, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
             if rank == 0 and not said:
                 store.set(_DEVICES, json.dumps(unfit([found.decode() for found in store.multi_get([f"device/{n}" for n in range(size)])])))
             refused = {} if said else json.loads(store.get(_DEVICES))
@@ -155,15 +152,15 @@ def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
 def _nothing() -> None: ...
 
 
-def _wait(store: Any, size: int, keys: list[str], *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
-    """Wait until the store has all `keys`, and return "". If a rank cannot start, or at the time limit, return the reason instead."""
+def _wait(store: Any, rank: int, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
+    """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead. Only rank 0
+    looks at all ranks, and the others at its answer, so the number of reads grows linearly with the ranks."""
+    keys, until = ([f"here/{n}" for n in range(size)], until) if rank == 0 else ([_DEVICES], until + _MARGIN_S)
     while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):
             return str(store.get(_PROBLEM).decode())
-        if time.monotonic() > until and len(keys) > 1:
-            return _missing(store, size, limit, at)
-        if time.monotonic() > until + _MARGIN_S:  # rank 0, which names the missing ranks, should have answered
-            return f"rank 0 gave no answer {limit} at {at}"
+        if time.monotonic() > until:
+            return _missing(store, size, limit, at) if rank == 0 else f"rank 0 gave no answer {limit} at {at}"
         answer()
         time.sleep(_LOOK_S)
     return ""

@@ -43,14 +43,16 @@ def measure(minutes: float, file: Path) -> int:
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is loaded
     from moe.bench.gpu.part import Machine
+    from moe.records.results import source_commit
+    from parallel.store.files import replace_file
 
     machine = Machine(device)
-    fresh: dict[str, Any] = {"device": machine.name, "parts": {}}
+    fresh: dict[str, Any] = {"commit": source_commit(), "device": machine.name, "parts": {}}
     try:
         done = json.loads(file.read_text()) if file.exists() else fresh
         if not isinstance(done, dict) or done.get("device") != machine.name:
             raise ValueError(f"not made on {machine.name}")
-        _write(file, done := fresh | done)  # finds out now if it can be written
+        replace_file(file, json.dumps(done := fresh | done))  # finds out now if it can be written
     except (OSError, ValueError) as error:
         print(f"error: --json: got {file} ({error}), needed a file of this machine's results; fix: name another file", file=sys.stderr)
         return 2
@@ -59,17 +61,10 @@ def measure(minutes: float, file: Path) -> int:
         if "rows" in done["parts"].get(part.name, {}):
             continue
         done["parts"][part.name] = _result(part, machine, done["parts"], minutes_left=(until - time.monotonic()) / 60)
-        _write(file, done)
+        replace_file(file, json.dumps(done, indent=1))
     print(*page(done), sep="\n")
     results = [result for part in done["parts"].values() for result in part.get("rows", [{"passed": "left_out" in part}])]
     return int(any(result.get("passed") is False for result in results))
-
-
-def _write(file: Path, done: Any) -> None:
-    """Replace the file as a whole, so that a machine that goes away leaves the parts before."""
-    unnamed = file.with_name(f"{file.name}.tmp")
-    unnamed.write_text(json.dumps(done, indent=1))
-    unnamed.replace(file)
 
 
 def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: float) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from moe.bench.gpu.part import Machine, Row, table
+from moe.calibrate.kernels import timed
+from moe.records.results import matmul_flops
 
-SIDE = {True: 8192, False: 128}  # of square matrices, on a GPU or not
-COPIED = {True: 2**31, False: 2**20}  # bytes
+COPIED = {True: 2**31, False: 2**20}  # bytes, on a GPU or not
 PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "deepspeed", "sonic-moe", "scattermoe", "pydantic")
 
 
@@ -39,7 +40,7 @@ def _about(machine: Machine) -> Row:
     return about
 
 
-def _version(package: str) -> str | None:
+def _version(package: str) -> str | None:  # not version_of of extensions.py, which needs psutil
     try:
         return version(package)
     except PackageNotFoundError:
@@ -49,13 +50,9 @@ def _version(package: str) -> str | None:
 def _copy(machine: Machine) -> Row:
     source = torch.ones(COPIED[machine.gpu] // 2, dtype=torch.bfloat16, device=machine.device)
     target = torch.empty_like(source)
-    return {"ceiling": "copy", "rate": 2 * source.nbytes / machine.seconds(lambda: target.copy_(source)) / 1e9, "unit": "GB/s"}
+    return {"ceiling": "copy", "rate": 2 * source.nbytes / timed(lambda: target.copy_(source), machine.device) / 1e9, "unit": "GB/s"}
 
 
 def _product(machine: Machine, dtype: torch.dtype) -> Row:
     """Return the rate of a large product. In fp32 without TF32, which torch leaves off."""
-    n = SIDE[machine.gpu]
-    a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    seconds = machine.seconds(lambda: torch.mm(a, b, out=out))
-    return {"ceiling": str(dtype).removeprefix("torch."), "rate": 2 * n**3 / seconds / 1e12, "unit": "TF/s"}
+    return {"ceiling": str(dtype).removeprefix("torch."), "rate": matmul_flops(dtype, machine.device) / 1e12, "unit": "TF/s"}

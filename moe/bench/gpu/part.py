@@ -8,14 +8,13 @@ The parts are listed in moe/bench/gpu/__main__.py. `packages`: what a part needs
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moe.bench.timing import wait
+from moe.records.results import hardware
 
 Row = dict[str, Any]
 
@@ -32,19 +31,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.gpu else "cpu"
-
-    def seconds(self, work: Callable[[], object], *, least_s: float = 0.3) -> float:
-        """Return the median seconds of a call of work(). Calls are repeated for `least_s` seconds on a GPU, and twice on a CPU."""
-        work()  # compiles
-        wait(self.device)
-        taken, until = list[float](), time.perf_counter() + (least_s if self.gpu else 0.0)
-        while len(taken) < 2 or time.perf_counter() < until:
-            started = time.perf_counter()
-            work()
-            wait(self.device)
-            taken.append(time.perf_counter() - started)
-        return sorted(taken)[len(taken) // 2]
+        return hardware(self.device)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # these need pydantic, which a machine with a GPU may lack: _
     from moe.model.transformer import Transformer
     from moe.recipe import sections
 
-# name -> (model, experts, router, vocabulary, sequences, steps), on a GPU or not
+# on a GPU or not -> name -> sections of a recipe, vocabulary, sequences of a step
 MODELS: dict[bool, dict[str, dict[str, Any]]] = {
     True: {
         "dense 1.3B": {

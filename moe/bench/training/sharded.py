@@ -114,9 +114,8 @@ def load_engines(kinds: list[ShardedKind]) -> None:
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Training:
     """Start training on this rank with a recipe (section -> key -> value), for a peer in DeepSpeed's own engine. Collective."""
     peer = partial(DeepSpeedAlone, stage=kind.stage) if kind.is_peer else None
-    return Training.start(
-        values, World(rank, ranks, place="cpu"), peer=cast(Peer | None, peer)
-    )  # it has the methods that a training step calls
+    world = World(rank, ranks, place="cpu")
+    return Training.start(values, world, peer=cast(Peer | None, peer))  # it has the methods that a training step calls
 
 
 def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -59,9 +59,8 @@ def compute(
     def gathered(values: Tensor) -> Tensor:
         return all_gather(torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:]))), etp)
 
-    order_A = by_bin(
-        counts_PE, total=sum(rows_P), stride=longest
-    )  # positions of all ranks' real rows in the padded blocks, sorted by expert
+    # positions of all ranks' real rows in the padded blocks, sorted by expert
+    order_A = by_bin(counts_PE, total=sum(rows_P), stride=longest)
     rows_AD = collect(gathered(rows_RD), order_A)
     dropped_AF = None
     if dropout is not None and position_R is not None:

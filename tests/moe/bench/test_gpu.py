@@ -16,6 +16,7 @@ import torch
 from moe.bench.gpu import __main__ as gpu
 from moe.bench.gpu.part import Machine, Part, Row
 from moe.bench.layers.layers import Shape
+from moe.records.results import hardware
 
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
 
@@ -41,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_every_part_runs_and_is_on_the_page(whole: tuple[Path, str]) -> None:
     file, page = whole
     done = json.loads(file.read_text())
-    assert done["device"] == "cpu" and list(done["parts"]) == NAMES
+    assert done["device"] == hardware(torch.device("cpu")) and list(done["parts"]) == NAMES
     assert all(f"## {name}" in page for name in NAMES) and not any(word in page for word in ("WRONG", "FAILED", "ANOTHER RESULT"))
     rows: dict[str, list[Row]] = {name: part["rows"] for name, part in done["parts"].items()}
     assert {row["ceiling"] for row in rows["machine"][1:]} == {"copy", "bfloat16", "float16", "float32"}
