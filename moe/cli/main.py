@@ -19,6 +19,7 @@ from moe.cli.flags import read_words
 from moe.cli.help import print_bench, print_completion, print_help, print_list, print_verbs
 from moe.cli.run import call
 from moe.cli.run.bench import about_bench, arguments_of_main, bench, bench_file, bench_names
+from moe.cli.run.published import with_recipe
 from moe.cli.run.recipes import plan, recipes, show
 from moe.cli.run.runs import convert, evaluate, generate, report, verify
 from moe.cli.run.train import rehearse, train
@@ -91,7 +92,8 @@ def _run(words: list[str]) -> int:
     flags = read_words(verb, verbs.VERBS[verb], rest)
     if (results := getattr(flags, "json", None)) is not None:
         check_writable(user_path(results, what="--json"), what="--json")
-    return FUNCTIONS[verb](flags, overrides)
+    with with_recipe(flags, overrides) as flags:
+        return FUNCTIONS[verb](flags, overrides)
 
 
 def _help(verb: str, rest: list[str]) -> None:

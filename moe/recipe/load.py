@@ -76,11 +76,11 @@ def recipe_path(name: str) -> Path:
         if path.is_file():
             return path
     if (hub := download_of(name)) is not None:
-        fix = f"{hub[0]}, then moe convert {hub[1]} runs/NAME"
-        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a YAML file", fix=fix)
+        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a YAML file", fix=f"{hub[0]}, then {hub[1]}")
     if name.startswith("hf:") or of_transformers(given):
-        fix = f"moe convert hf:{name.removeprefix('hf:')} runs/NAME, then moe train runs/NAME/recipe.yaml"
-        raise BadInput("recipe", got=f"{name}, a model of transformers", needed="a YAML file", fix=fix)
+        raise BadInput(
+            "recipe", got=f"{name}, a model of transformers", needed="a YAML file, or hf:DIR", fix=f"hf:{name.removeprefix('hf:')}"
+        )
     if (given / "recipe.yaml").is_file():
         raise BadInput("recipe", got=f"{name}, the folder of a run", needed="a YAML file", fix=f"{given / 'recipe.yaml'}")
     if given.exists() and not given.is_dir():

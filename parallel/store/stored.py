@@ -41,6 +41,7 @@ _DTYPES = {  # name in the safetensors format -> torch's dtype
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 
 
@@ -135,6 +136,7 @@ def finite(tensor: Tensor) -> bool:
     """Return whether the tensor has no NaN and no infinity. Minimum and maximum, which are NaN if any value is, need no copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
+    tensor = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch has no aminmax of 8 bits
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
 
 

@@ -161,12 +161,7 @@ CASES: list[tuple[str, str, str]] = [
     ("train switch_t5_tiny --model.max_length 2", "model.max_length: got 2, needed at least 3", "set it to 3"),
     ("train switch_t5_tiny --model.kind decoder", "data.objective: got span_corruption with model.kind=decoder", "encoder_decoder"),
     # other systems' or older versions' names for a recipe or a run
-    (
-        "train hf:model",
-        "recipe: got hf:model, a model of transformers",
-        "moe convert hf:model runs/NAME, then moe train runs/NAME/recipe.yaml",
-    ),
-    ("show model", "recipe: got model, a model of transformers", "moe convert hf:model runs/NAME"),
+    ("show model", "recipe: got model, a model of transformers", "hf:model"),
     ("train old", "recipe: got old, the folder of a run", "old/recipe.yaml"),
     ("generate model", "RUN_DIR: got model, a model of transformers", "moe convert hf:model runs/NAME"),
     ("eval hf:model", "RUN_DIR: got hf:model, a model of transformers", "moe convert hf:model runs/NAME"),
@@ -184,7 +179,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         "train Qwen/Qwen3",
         "recipe: got Qwen/Qwen3, which is not here",
-        "hf download Qwen/Qwen3 --local-dir Qwen3, then moe convert hf:Qwen3",
+        "hf download Qwen/Qwen3 --local-dir Qwen3, then hf:Qwen3",
     ),
     ("eval Qwen/Qwen3", "RUN_DIR: got Qwen/Qwen3, which is not here", "hf download Qwen/Qwen3"),
     (

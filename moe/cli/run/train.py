@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +41,11 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     check_allowed(allowed)
     _check_restarts(flags)
     smaller: list[int] = []
-    if flags.elastic is not None and not _is_rank(os.environ):
+    if flags.elastic is not None and not is_rank():
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    if not (alone and _is_rank(os.environ)):  # a rank of another launcher checks later, with that launcher's number of ranks
+    if not (alone and is_rank()):  # a rank of another launcher checks later, with that launcher's number of ranks
         check_for_user(run, world, origins)
         check_installed(run)
         check_begins(run, _out(flags), fresh=flags.fresh, source=source)
@@ -85,7 +84,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     base = out / "base"
     if not flags.fresh and has_checkpoint(out):
         return base
-    if _is_rank(os.environ):
+    if is_rank():
         needed = "a run, because all ranks of a launcher read it at the same time"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
     from moe.convert.huggingface.convert import begin_from
@@ -108,7 +107,7 @@ def _check_restarts(flags: Train) -> None:
         return
     if flags.restarts < 0:
         raise BadInput("--restarts", got=flags.restarts, needed="at least 0", fix="--restarts 3")
-    if _is_rank(os.environ):
+    if is_rank():
         got = "it on a rank of another launcher; only that launcher can restart its ranks"
         fix = "torchrun --max-restarts N, or #SBATCH --requeue: a rank that is started again resumes"
         raise BadInput("--restarts", got=got, needed="moe train as the parent of its ranks", fix=fix)
@@ -139,8 +138,9 @@ def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tup
     return left, smaller, whole.degrees.dp
 
 
-def _is_rank(environment: Mapping[str, str]) -> bool:
-    return "RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment or environment.get("SLURM_NTASKS", "1") != "1"
+def is_rank() -> bool:
+    """Return whether a launcher started this process as one of its ranks."""
+    return "RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ or os.environ.get("SLURM_NTASKS", "1") != "1"
 
 
 def rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:

@@ -54,6 +54,7 @@ ORIGINAL_DTYPES = "dtypes.json"  # name of the kept file with the dtypes that th
 _COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
+MOST_FURTHER = 64  # most layers for multi-token prediction; published models have one
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -91,19 +92,24 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str]:
-    """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists."""
-    config = _config(source)
+def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False) -> list[str]:
+    """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists.
+    `without_mtp`: leaves out the files' layers for multi-token prediction, which transformers does not load either."""
+    config = config_in(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinels
     tokenizer, said = read_tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
     read_as = {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
     values["data"] = values.get("data", {}) | ({"tokenizer": "bytes"} if tokenizer["kind"] == Bytes.name else read_as)
-    family, files = family_of(config), Source(source)
+    family, files = family_of(config), Source(source, config.get("quantization_config"))
+    further = [f"model.layers.{config['num_hidden_layers'] + depth}." for depth in range(_further_layers(config))]
+    if without_mtp and not any(key.startswith(tuple(further)) for key in files.files):
+        got, needed = f"{source} without such layers", "files with layers for multi-token prediction"
+        raise BadInput("--without_mtp", got=got, needed=needed, fix="leave out --without_mtp")
     with _whole(out, "TO_RUN") as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
         shapes, biases = shapes_of(run), biases_of(run)
-        files.check(family, shapes | biases, tied=run.model.tied_embeddings)
+        files.check(family, shapes | biases, tied=run.model.tied_embeddings, further=tuple(further), without_further=without_mtp)
         kinds = dict.fromkeys(shapes, "weight") | dict.fromkeys(biases, EXTRA)
         held = ((kinds[name], Piece(name, shape, (0,) * len(shape), files.tensor(name))) for name, shape in (shapes | biases).items())
         state = {
@@ -120,30 +126,48 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     longest = config.get("max_position_embeddings", run.model.max_length)
     if "model.max_length" not in overrides and run.model.max_length < longest:
         said.append(f"model.max_length is {run.model.max_length} of {longest}: --model.max_length changes that")
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if config.get(key):
-            said.append(f"{key} is {config[key]}: layers of multi-token prediction are not converted; the main model does not use them")
+    if _further_layers(config):
+        said.append(f"{len(further)} layers for multi-token prediction are not converted; the main model does not use them")
+    if quantization := config.get("quantization_config"):
+        said.append(f"weights in {quantization['quant_method']} were decoded to bf16")
     verb = "eval" if run.model.kind == "encoder_decoder" else "generate"
     return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"continue with: moe {verb} {out}"]
+
+
+def _further_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of layers for multi-token prediction, which follow the main model's layers in the files."""
+    counts = {key: config.get(key) or 0 for key in ("num_nextn_predict_layers", "num_mtp_layers")}
+    for key, count in counts.items():
+        if type(count) is not int or not 0 <= count <= MOST_FURTHER:
+            fix = "take the config.json that belongs to the files"
+            raise BadInput(f"config.json: {key}", got=count, needed=f"a number from 0 to {MOST_FURTHER}", fix=fix)
+    return max(counts.values())
 
 
 def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str, Any]) -> list[str]:
     """Convert the folder of `--init_from hf:PATH` to the run `base`, whose weights the run of `recipe` then loads. Returns lines to print.
     An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model."""
     run = load(recipe, overrides)[0]
-    differs = _differences(run, shapes_of(run), _config(source))
+    differs = _differences(run, shapes_of(run), config_in(source))
     if differs:
         first = differs[0]
         got = f"{first.key} {first.before}" if isinstance(first, Change) else first
         needed = f"the model of {source}" + (f", with {first.key} {first.after}" if isinstance(first, Change) else "")
         fix = f"moe convert {PREFIX}{source} runs/BASE writes its recipe, runs/BASE/recipe.yaml; then --init_from runs/BASE"
         raise BadInput(f"--init_from {PREFIX}{source}", got=got, needed=needed, fix=fix)
+    return into_base(source, base)
+
+
+def into_base(source: Path, base: Path) -> list[str]:
+    """Convert the folder `source` to the run `base`, with which another run begins. Returns lines to print. An earlier conversion in `base`
+    is replaced."""
     if (base / KEPT).is_dir() and (base / "checkpoints").is_dir():
         shutil.rmtree(base)
     return to_run(source, base, overrides={})[:-1]
 
 
-def _config(source: Path) -> dict[str, Any]:
+def config_in(source: Path) -> dict[str, Any]:
+    """Return config.json of a folder of transformers. Raises BadInput if there is none that can be read."""
     try:
         config = json_text.loads(read_text(source / "config.json"))
         if not isinstance(config, dict):
@@ -191,7 +215,8 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     own = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)).dtype for name, shape in shapes.items()}
     dtypes = _dtypes(own, kinds, came, asked=dtype, trained=reader.state["counters"]["step"] > 0)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
-    config.pop("torch_dtype", None)
+    for key in ("torch_dtype", "quantization_config"):  # weights are written as they are
+        config.pop(key, None)
 
     def read(name: str) -> Tensor:
         found = reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name])).to(dtypes[name])
@@ -272,10 +297,13 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
-def main(source: str, to: str, *, overrides: dict[str, str], dtype: str | None = None, json: str | None = None) -> int:
+def main(
+    source: str, to: str, *, overrides: dict[str, str], dtype: str | None = None, without_mtp: bool = False, json: str | None = None
+) -> int:
     """Convert the folder `source` = hf:PATH to the run `to`, or else the run `source` to the folder `to`; print what was done."""
     if source.startswith(PREFIX):
-        said = to_run(user_path(source.removeprefix(PREFIX), what="hf:PATH"), Path(to), overrides=overrides)
+        folder = user_path(source.removeprefix(PREFIX), what="hf:PATH")
+        said = to_run(folder, Path(to), overrides=overrides, without_mtp=without_mtp)
     else:
         said = from_run(Path(source), user_path(to.removeprefix(PREFIX), what="hf:PATH"), dtype=dtype)
     print("\n".join(said))

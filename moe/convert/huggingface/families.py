@@ -152,12 +152,12 @@ _ALWAYS_OF_T5 = {"model.kind": "encoder_decoder", "model.norm": "rmsnorm", "mode
 _Must = Mapping[str, tuple[Any, ...]]
 _MUST: _Must = {
     "hidden_act": ("silu",), "mlp_bias": (False, None), "clip_qkv": (None,), "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,), "pretraining_tp": (1, None),
+    "pretraining_tp": (1, None),
 }  # fmt: skip
 _MUST_OF_DEEPSEEK = {**_MUST, "attention_bias": (False, None), "moe_layer_freq": (1, None)}
 _MUST_OF_T5: _Must = {
     "relative_attention_num_buckets": (32,), "relative_attention_max_distance": (128,), "decoder_start_token_id": (0, None),
-    "is_encoder_decoder": (True,), "quantization_config": (None,),
+    "is_encoder_decoder": (True,),
 }  # fmt: skip
 
 
@@ -297,10 +297,11 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
+SAME = {"kimi_k2": "deepseek_v3"}  # model_type of remote code -> the family that it copies
 # keys of config.json without an effect on what the model computes
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
-    use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling
+    quantization_config use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling
     max_window_layers layer_types sliding_window use_sliding_window
     initial_context_length experts_per_token
     qk_head_dim num_mtp_layers num_nextn_predict_layers aux_loss_alpha seq_aux ep_size first_k_dense_replace n_group topk_group

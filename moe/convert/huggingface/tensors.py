@@ -22,6 +22,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe.convert.huggingface.blocks import Plain, Stored, decoded
 from moe.convert.huggingface.families import EXPERTS, NOT_READ, Family, Row
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box
@@ -86,11 +87,13 @@ def _pattern(ours: str) -> re.Pattern[str]:
 
 @dataclass
 class Source:
-    """The safetensors files of a folder. Raises BadInput if there are none, or a damaged one. `files`: key of a tensor -> its file. `found`
-    and `shapes`: name of a parameter -> its location and shape, once `check` was called."""
+    """The safetensors files of a folder. Raises BadInput if there are none, or a damaged one. `quantization`: quantization_config of its
+    config.json. `files`: key of a tensor -> the tensor, decoded to bf16 if it is quantised. `found` and `shapes`: name of a parameter ->
+    its location and shape, once `check` was called."""
 
     folder: Path
-    files: dict[str, TensorFile] = field(default_factory=dict)
+    quantization: Any = None
+    files: dict[str, Stored] = field(default_factory=dict)
     found: dict[str, Location] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
@@ -100,6 +103,7 @@ class Source:
             others = sorted({path.suffix for pattern in _OTHERS for path in self.folder.glob(pattern)})
             fix = "save it again with transformers: model.save_pretrained(PATH)"
             raise BadInput("hf:PATH", got=f"{self.folder} with {', '.join(others) or 'no tensors'}", needed="*.safetensors", fix=fix)
+        plain: dict[str, Plain] = {}
         for path in paths:
             try:
                 file = TensorFile(path)
@@ -110,13 +114,17 @@ class Source:
                 fix = "copy it again"
                 raise BadInput(str(path), got=f"a damaged file ({error})", needed="a whole safetensors file", fix=fix) from None
             for key in file.places:
-                if key in self.files:
-                    got = f"{key} in {self.files[key].path.name} and {path.name}"
+                if key in plain:
+                    got = f"{key} in {plain[key].file.path.name} and {path.name}"
                     raise BadInput(str(self.folder), got=got, needed="each tensor once", fix="keep the files of one model alone")
-                self.files[key] = file
+                plain[key] = Plain(file, key)
+        self.files = decoded(plain, self.quantization)
 
-    def check(self, family: Family, shapes: Mapping[str, Shape], *, tied: bool) -> None:
-        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape."""
+    def check(
+        self, family: Family, shapes: Mapping[str, Shape], *, tied: bool, further: tuple[str, ...] = (), without_further: bool = False
+    ) -> None:
+        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape. `further`: how the
+        keys of layers for multi-token prediction begin; `without_further`: these are not read."""
         self.shapes, experts = shapes, _experts(shapes)
         for name, shape in shapes.items():
             candidates = list(locations(name, family))
@@ -124,7 +132,7 @@ class Source:
             if location is None:
                 needed = " or ".join(dict.fromkeys(location.key for location in candidates)) or "no such parameter in this family"
                 raise BadInput(str(self.folder), got=f"no tensor for {name}", needed=needed, fix="take all files of the model")
-            stored_shape = self.files[location.key].places[location.key].shape
+            stored_shape = self.files[location.key].shape
             needs = location.whole(shape, experts.get(name.partition(".experts.")[0], 0))
             if stored_shape != needs:
                 fix = "take the config.json that belongs to the files"
@@ -132,6 +140,11 @@ class Source:
             self.found[name] = location
         used = {location.key for location in self.found.values()} | ({"lm_head.weight"} if tied else set())
         left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
+        mtp = [key for key in left if further and key.startswith(further)]
+        if mtp and not without_further:
+            got, needed = f"{len(mtp)} tensors of layers for multi-token prediction", "the main model alone: these layers are not converted"
+            raise BadInput(f"tensor {mtp[0]}", got=got, needed=needed, fix="leave them out: moe convert hf:PATH runs/NAME --without_mtp")
+        left = [key for key in left if key not in mtp]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             needed, fix = "only tensors with a parameter in the recipe's model", "this model is not covered: see docs/use/huggingface.md"
@@ -143,15 +156,14 @@ class Source:
 
     def dtypes(self) -> dict[str, Any]:
         """Return {"most": the dtype of most parameters, "others": dtypes of the others by name}. Call `check` first."""
-        places = {name: self.files[location.key].places[location.key] for name, location in self.found.items()}
-        found = {name: str(place.dtype).removeprefix("torch.") for name, place in places.items()}
+        found = {name: str(self.files[location.key].dtype).removeprefix("torch.") for name, location in self.found.items()}
         most = Counter(found.values()).most_common(1)[0][0]
         return {"most": most, "others": {name: dtype for name, dtype in found.items() if dtype != most}}
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter in the dtype of its file. Raises BadInput for numbers that are not finite. Call `check` first."""
         location, shape = self.found[name], self.shapes[name]
-        read = self.files[location.key].read(location.key, location.box(shape))
+        read = self.files[location.key].read(location.box(shape))
         if not read.is_floating_point() or not finite(read):
             got = "values that are not finite" if read.is_floating_point() else f"values of {str(read.dtype).removeprefix('torch.')}"
             fix = "copy the file again, or save the model again"
@@ -159,7 +171,7 @@ class Source:
         return location.of_box(read).contiguous()
 
     def _read(self, key: str) -> Tensor:
-        return self.files[key].read(key, tuple(slice(0, n) for n in self.files[key].places[key].shape))
+        return self.files[key].read(tuple(slice(0, n) for n in self.files[key].shape))
 
 
 def _of_the_model(folder: Path) -> list[Path]:

@@ -120,18 +120,6 @@ def test_a_run_without_its_config_is_written_as_its_family(family: str, tmp_path
     assert torch.equal(logits(again), logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()))
 
 
-def test_multi_token_prediction_layers_are_not_converted(tmp_path: Path) -> None:
-    """A config.json with such layers gives a line if the files have none of their tensors; files with their tensors are refused."""
-    made(tmp_path / "a", "DeepseekV3")
-    config, weights = tmp_path / "a/config.json", tmp_path / "a/model.safetensors"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
-    said = to_run(tmp_path / "a", tmp_path / "run", overrides={})
-    assert sum(line.startswith("num_nextn_predict_layers is 1: ") for line in said) == 1
-    save_file(load_file(weights) | {"model.layers.2.eh_proj.weight": torch.ones(24, 48)}, weights)
-    with pytest.raises(BadInput, match=r"model\.layers\.2\.eh_proj"):
-        to_run(tmp_path / "a", tmp_path / "other", overrides={})
-
-
 def test_files_may_be_many_and_experts_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bf16 model in many files without an index, and one with stacked experts, give the same run, which is written back as many files."""
     theirs = made(tmp_path / "a", "Qwen3Moe", dtype=torch.bfloat16, max_shard_size="20KB")

@@ -1,0 +1,84 @@
+"""`hf:DIR` in place of a recipe: the model that the config.json of this folder describes, in every verb that takes a recipe.
+
+moe plan hf:models/qwen --cluster h100-8        config.json alone is read
+moe train hf:models/qwen --data.path texts/     tensors too: converted into RUN/base, with which the run begins
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moe.cli.run.train import is_rank
+from moe.cli.verbs import Train
+from parallel.errors import BadInput
+from parallel.store.files import user_path
+
+PREFIX = "hf:"
+
+
+@contextmanager
+def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
+    """Yield the flags with the path of a YAML file in place of a recipe hf:DIR; without such a recipe, the flags as they are. Raises
+    BadInput for a folder that cannot be converted, and for a name on the hub."""
+    name = getattr(flags, "recipe", None)
+    if not isinstance(name, str) or not name.startswith(PREFIX):
+        yield flags
+        return
+    from moe.recipe.load import ON_HUB, download_of
+
+    if (hub := download_of(name)) is not None:
+        fix = f"{hub[0]}, then {hub[1]}"
+        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder of this machine", fix=fix)
+    source = user_path(name.removeprefix(PREFIX), what="recipe")
+    if isinstance(flags, Train) and not flags.dry_run:
+        yield _converted(flags, overrides, source)
+        return
+    with _described(source) as path:
+        yield dataclasses.replace(flags, recipe=str(path))
+
+
+@contextmanager
+def _described(source: Path) -> Iterator[Path]:
+    """Yield a temporary recipe of the model that source/config.json describes."""
+    import yaml
+
+    from moe.convert.huggingface.config import recipe_values
+    from moe.convert.huggingface.convert import config_in
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{source.resolve().name}.yaml"
+        path.write_text(yaml.safe_dump(recipe_values(config_in(source))), encoding="utf-8")
+        yield path
+
+
+def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
+    """Return flags for a run that begins with the model in `source`. It is converted into RUN/base now, unless the run has a checkpoint."""
+    from moe.checks.begins import has_checkpoint
+    from moe.convert.huggingface.convert import into_base
+    from moe.recipe.load import load
+    from parallel.store.lock import alone_in
+
+    if flags.init_from is not None:
+        got = f"it with {PREFIX}{source}"
+        raise BadInput("--init_from", got=got, needed="one model to begin with", fix="remove --init_from, or give a recipe")
+    out = Path("runs") / source.resolve().name if flags.out is None else user_path(flags.out, what="--out")
+    base = out / "base"
+    recipe = base / "recipe.yaml"
+    if flags.fresh or not has_checkpoint(out):
+        if is_rank():
+            got, needed = f"{PREFIX}{source}", "a run, because all ranks of a launcher read it at the same time"
+            fix = f"moe convert {got} runs/BASE, then moe train runs/BASE/recipe.yaml --init_from runs/BASE"
+            raise BadInput("recipe", got=got, needed=needed, fix=fix)
+        with _described(source) as described:
+            load(str(described), overrides)  # only to raise BadInput for a wrong override before tensors are read
+        with alone_in(out):
+            print("\n".join(into_base(source, base)))
+    elif not recipe.is_file():
+        fix = f"moe train {out / 'recipe.yaml'} continues it; or choose another --out"
+        raise BadInput("recipe", got=f"{PREFIX}{source}, and a run in {out} of another recipe", needed="a run of this model", fix=fix)
+    return dataclasses.replace(flags, recipe=str(recipe), init_from=base, out=out)

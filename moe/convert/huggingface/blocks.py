@@ -1,0 +1,161 @@
+"""Reads tensors that published files hold in few bits with a scale for each block of elements, as bf16.
+
+    MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16]: 2 elements of 4 bits a byte, the low bits first
+                        key_scales uint8 [E, N, G]: an exponent for 32 elements
+                        element = FP4[4 bits] * 2 ** (scale - 127); the tensor `key` is [E, 32 G, N], as transformers stores it in bf16
+    FP8 (DeepSeek-V3)   key fp8 e4m3 [M, N], and key_scale_inv fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
+                        element = fp8 * factor, rounded to bf16
+
+The 4-bit format is that of the OCP Microscaling specification, version 1.0. `quantization_config` of config.json names the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.errors import BadInput
+from parallel.mesh.layout import Box
+from parallel.store.stored import TensorFile
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
+MXFP4_BLOCK = 32  # elements with one scale
+_BLOCKS, _SCALES, _FACTORS = "_blocks", "_scales", "_scale_inv"
+_AS_BF16 = "save the model in bf16 with transformers: from_pretrained(PATH, dtype=torch.bfloat16), save_pretrained(NEW)"
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor as it is in its file."""
+
+    file: TensorFile
+    key: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.file.places[self.key].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.places[self.key].shape
+
+    def read(self, box: Box) -> Tensor:
+        """Return a box of the tensor."""
+        return self.file.read(self.key, box)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """A stack of experts' matrices in MXFP4, [E, in, out] in bf16."""
+
+    blocks: Plain
+    scales: Plain
+    dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, out, groups, _ = self.blocks.shape
+        return experts, groups * MXFP4_BLOCK, out
+
+    def read(self, box: Box) -> Tensor:
+        """Return a box of the tensor. Only the blocks that it needs are read."""
+        experts, rows, columns = box
+        groups = slice(rows.start // MXFP4_BLOCK, -(-rows.stop // MXFP4_BLOCK))
+        packed = self.blocks.read((experts, columns, groups, slice(0, MXFP4_BLOCK // 2)))
+        exponents = self.scales.read((experts, columns, groups)).to(torch.int32) - 127
+        values = torch.tensor((*FP4, *(-value for value in FP4)), dtype=torch.float32)
+        pairs = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)  # [E, out, G, 16, 2]
+        decoded = torch.ldexp(values[pairs], exponents[..., None, None]).to(torch.bfloat16).flatten(2)
+        first = groups.start * MXFP4_BLOCK
+        return decoded[:, :, rows.start - first : rows.stop - first].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A matrix in fp8 with a factor for each block of `size` = (rows, columns) elements, [M, N] in bf16."""
+
+    values: Plain
+    factors: Plain
+    size: tuple[int, int]
+    dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read(self, box: Box) -> Tensor:
+        """Return a box of the matrix."""
+        over = [slice(part.start // size, -(-part.stop // size)) for part, size in zip(box, self.size, strict=True)]
+        factors = self.factors.read(tuple(over)).to(torch.float32)
+        for dim, (part, size) in enumerate(zip(box, self.size, strict=True)):
+            first = over[dim].start * size
+            factors = factors.repeat_interleave(size, dim)[(slice(None),) * dim + (slice(part.start - first, part.stop - first),)]
+        return (self.values.read(box).to(torch.float32) * factors).to(torch.bfloat16)
+
+
+Stored = Plain | Mxfp4 | Fp8
+
+
+def decoded(tensors: Mapping[str, Plain], quantization: Any) -> dict[str, Stored]:
+    """Return key -> tensor, with one tensor for each pair of blocks and scales. `quantization`: quantization_config of config.json, or
+    None. Raises BadInput for another format, and for a tensor without its scales, or with scales of another shape."""
+    if quantization is None:
+        fp8 = next((key for key, tensor in tensors.items() if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point), None)
+        if fp8 is not None:
+            raise BadInput(
+                f"tensor {fp8}", got="fp8", needed="quantization_config in config.json, with the size of its blocks", fix=_AS_BF16
+            )
+        return dict(tensors)
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method == "mxfp4":
+        return _decoded_mxfp4(tensors)
+    size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    if method == "fp8" and isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return _decoded_fp8(tensors, (size[0], size[1]))
+    got = f"{method}" + (f" with weight_block_size {size}" if method == "fp8" else "")
+    raise BadInput("config.json: quantization_config", got=got, needed="mxfp4, or fp8 with weight_block_size [rows, columns]", fix=_AS_BF16)
+
+
+def _decoded_mxfp4(tensors: Mapping[str, Plain]) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
+    for key, tensor in tensors.items():
+        name = key.removesuffix(_BLOCKS)
+        if name != key:
+            scales = _scales(tensors, key, name + _SCALES, tensor.shape[:-1])
+            if len(tensor.shape) != 4 or tensor.shape[-1] != MXFP4_BLOCK // 2 or {tensor.dtype, scales.dtype} != {torch.uint8}:
+                raise _wrong(key, tensor, "bytes of shape [experts, outputs, inputs / 32, 16]")
+            found[name] = Mxfp4(tensor, scales)
+        elif not (key.endswith(_SCALES) and key.removesuffix(_SCALES) + _BLOCKS in tensors):
+            found[key] = tensor
+    return found
+
+
+def _decoded_fp8(tensors: Mapping[str, Plain], size: tuple[int, int]) -> dict[str, Stored]:
+    found: dict[str, Stored] = {}
+    for key, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            if len(tensor.shape) != 2:
+                raise _wrong(key, tensor, "a matrix")
+            blocks = tuple(-(-n // block) for n, block in zip(tensor.shape, size, strict=True))
+            found[key] = Fp8(tensor, _scales(tensors, key, key + _FACTORS, blocks), size)
+        elif not (key.endswith(_FACTORS) and key.removesuffix(_FACTORS) in tensors):
+            found[key] = tensor
+    return found
+
+
+def _scales(tensors: Mapping[str, Plain], key: str, name: str, shape: tuple[int, ...]) -> Plain:
+    scales = tensors.get(name)
+    if scales is None:
+        raise BadInput(f"tensor {key}", got=f"no {name}", needed="the scales of its blocks", fix="take all files of the model")
+    if scales.shape != shape:
+        raise _wrong(name, scales, f"shape {list(shape)}")
+    return scales
+
+
+def _wrong(key: str, tensor: Plain, needed: str) -> BadInput:
+    got = f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+    return BadInput(f"tensor {key}", got=got, needed=needed, fix="take the config.json that belongs to the files")
