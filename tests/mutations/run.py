@@ -32,13 +32,17 @@ from moe.verify.layouts import Ran, run_world
 from moe.verify.verify import Say, judged, say_now
 from moe.verify.where import Deviation, Standard, last_module
 from parallel.errors import BadInput, cut
-from tests.mutations.every import MUTATIONS
+from tests.mutations.every import MUTATIONS, listed
 from tests.mutations.mutation import Mutation, applied
 
 
-def main(*, json: str | None = None, only: str | None = None, say: tyro.conf.Suppress[Say] = say_now) -> int:
+def main(*, json: str | None = None, only: str | None = None, list: bool = False, say: tyro.conf.Suppress[Say] = say_now) -> int:
     """Print the table. Return 1 if a fault is not found, or found without a place. only: runs only mutations with this text in their name.
-    Raises AttributeError or ModuleNotFoundError if a mutation's target does not exist."""
+    list: prints the faults and their sources, and runs nothing. Raises AttributeError or ModuleNotFoundError if a mutation's target does
+    not exist."""
+    if list:
+        say(listed())
+        return 0
     torch.set_num_threads(1)  # like `moe verify`, so that sums are rounded equally
     started = time.perf_counter()
     chosen = [m for m in MUTATIONS if only is None or only in m.name]

@@ -13,12 +13,11 @@ import pytest
 from moe.verify.cases import Case
 from moe.verify.kinds import KINDS, cases
 from tests.mutations import run
-from tests.mutations.every import MUTATIONS
+from tests.mutations.every import MUTATIONS, SUBJECTS, UNREPORTED
 from tests.mutations.mutation import Edit, Mutation, applied
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, RUN = DOCS / "inside" / "mutations.md", DOCS / "benchmarks" / "verify-mutations.json"
-UNREPORTED = "no public report known to us; reasoned from "
 ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
 
 
@@ -48,12 +47,23 @@ def _there(test: str) -> bool:
     return f"def {name}(" in (DOCS.parent / file).read_text(encoding="utf-8")
 
 
-def test_the_docs_page_equals_the_recorded_run() -> None:
-    """docs/inside/mutations.md lists every mutation in the order of the table, with the kind of layout and the place from the JSON."""
-    rows = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
-    cells = re.findall(r"^\| `(\w+)` .* \| (\w+): (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
-    assert [name for name, _, _ in cells] == [m.name for m in MUTATIONS]
-    assert cells == [(row["mutation"], row["found_by"].split(":")[0], row["layer"]) for row in rows]
+def test_the_docs_page_and_the_recorded_run_have_every_mutation() -> None:
+    """docs/inside/mutations.md has the number of each subject and names only mutations of it; the JSON has every mutation, found."""
+    rows = re.findall(r"^\| (.+) \| (\d+) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    assert [(subject, int(number)) for subject, number, _ in rows] == [(subject, len(some)) for subject, some in SUBJECTS.items()]
+    for subject, _, examples in rows:
+        assert set(re.findall(r"`(\w+)`", examples)) <= {m.name for m in SUBJECTS[subject]}
+    run = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
+    assert [(row["mutation"], row["passed"]) for row in run] == [(m.name, True) for m in MUTATIONS]
+
+
+def test_the_list_has_a_row_with_its_source_for_every_mutation() -> None:
+    said = list[str]()
+    assert run.main(list=True, say=said.append) == 0
+    rows = re.findall(r"^\| `(\w+)`: .+ \| (.+) \| \w+ \|$", said[0], flags=re.M)
+    assert [name for name, _ in rows] == [m.name for m in MUTATIONS] and all(
+        "](https://" in source or "none; " in source for _, source in rows
+    )
 
 
 def _nothing(real: Any) -> Any:
