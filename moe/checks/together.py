@@ -150,8 +150,9 @@ def _check_data(run: Run) -> None:
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:
         fix = Set("it", run.vocab_size - 1, said=f"at most {run.vocab_size - 1}")
         raise BadInput("model.document_separator", got=separator, needed=f"an id of the vocabulary of {run.vocab_size}", fix=fix)
-    if d.is_own:
+    if d.is_own or d.source == "chat":
         _check_given(d)
+    if d.is_own:
         return
     if d.path is None and not d.sources:
         if d.source != "python_stdlib" or d.tokenizer == "ids":
@@ -165,8 +166,11 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Refuse keys that need text if a user's program or plug-in gives the samples, which are token ids. Only a plug-in reads data.path."""
-    if d.tokenizer == "bpe":
+    """Refuse keys that need plain text if a user's program or plug-in gives the samples, which are token ids, or if chats are read. The
+    program alone reads no data.path."""
+    if d.source == "chat" and d.tokenizer == "ids":
+        raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
+    if d.tokenizer == "bpe" and d.source != "chat":
         needed, fix = "ids, which the samples are, or bytes", Set("it", "ids", said="ids, and data.vocab_size")
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources)):

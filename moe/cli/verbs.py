@@ -78,6 +78,7 @@ class Generate:
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
     prompt: str | None = _flag("the text to continue")
     prompt_file: Path | None = _flag('file of prompts, one a line; in a .jsonl file one {"prompt": TEXT} a line')
+    chat: bool = _flag("write each prompt as a user's message, by the model's chat template", False)
     tokens: int | None = _flag("maximum number of tokens to add; a separator token ends a text earlier")
     samples: int | None = _flag("number of continuations of each prompt")
     temperature: float | None = _flag("divides the logits before sampling; 0 always takes the most likely token")

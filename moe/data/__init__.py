@@ -2,6 +2,7 @@
 
 corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
 tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
+chat.py    chats, of which parts are predicted    ->  given.py      samples of a program
 ids.py     ids from other programs, read in place ->  mixture.py    sequences of several sources, with weights
                                                       span_corruption.py  for an encoder-decoder: sequences with spans hidden
 """
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moe.data.chat import read_chats
 from moe.data.corpus import find_corpus
 from moe.data.given import Stream, open_given
 from moe.data.ids import open_ids
@@ -77,6 +79,8 @@ def open_data(
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
+    if data_config.source == "chat":
+        return _chats(data_config, tokenizer, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
     cache = cache or cache_folder()
     opened = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
     if data_config.objective == "span_corruption":
@@ -124,6 +128,20 @@ def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: in
     share, ids = data.validation_share, tokenizer.vocab_size
     found = open_given(given, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
     return Dataset(found.train, found.validation, tokenizer, {"key": found.key}, found.key)
+
+
+def _chats(
+    data: Data, description: dict[str, Any] | None, *, max_length: int, vocab_size: int, seed: int, log: Callable[[str], object]
+) -> Dataset:
+    assert data.path is not None  # checked with the recipe
+    tokenizer = Bytes() if description is None else load(description)
+    if vocab_size < tokenizer.vocab_size:
+        needed = f"at least the tokenizer's {tokenizer.vocab_size}"
+        raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))
+    chats = read_chats(data.path, tokenizer, data.chat_template, max_length=max_length, log=log)
+    share, ids = data.validation_share, tokenizer.vocab_size
+    found = open_given(chats, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
+    return Dataset(found.train, found.validation, tokenizer, {"key": chats.key}, chats.key)
 
 
 def _mixed(made: list[Dataset], weights: tuple[float, ...], seed: int) -> Dataset:

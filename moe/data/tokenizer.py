@@ -76,6 +76,10 @@ class Tokenizer(ABC):
         """Return the ids of a text, [number of tokens] int64."""
         return np.concatenate([np.zeros(0, np.int64), *self.encode_pieces(list(pieces(text)))])
 
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the ids of a text [n], and the characters [start, end) of the text that each stands for, [n, 2]."""
+        raise BadInput("data.tokenizer", got=self.name, needed="a tokenizer of text", fix=Set("data.tokenizer", "bytes"))
+
     def beginning(self, prompt: str) -> list[int]:
         """Return the ids to continue from: the prompt's, or the separator for an empty prompt."""
         return self.encode(prompt).tolist() or [self.separator]
@@ -98,6 +102,11 @@ class Bytes(Tokenizer):
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         return [np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64) for part in parts]
+
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        text = _NOT_TEXT.sub("\ufffd", text)
+        places = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return self.encode_pieces([text])[0], np.stack((places, places + 1), axis=1)
 
     @staticmethod
     def for_others() -> dict[str, Any]:
@@ -140,6 +149,15 @@ class _OfLibrary(Tokenizer):
             raise _bad_description(f"one that cannot encode this text ({error})") from None
         return [np.array(one.ids, dtype=np.int64) for one in found]
 
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        try:
+            found = self._library.encode(_NOT_TEXT.sub("\ufffd", text), add_special_tokens=False)
+        except BaseException as error:
+            if not _from_library(error):
+                raise
+            raise _bad_description(f"one that cannot encode this text ({error})") from None
+        return np.array(found.ids, dtype=np.int64), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"model": self._model}
 
@@ -159,18 +177,22 @@ class Bpe(_OfLibrary):
 
 @final
 class Given(_OfLibrary):
-    """A tokenizer.json from any source. `separator`: the id that ends a text. Text that spells a special token becomes that token."""
+    """A tokenizer.json from any source. `separator`: the id that ends a text. Text that spells a special token becomes that token. `chat`:
+    {"template": a chat template, "tokens": name -> text of special tokens}, if the model came with one."""
 
     name = "given"
 
-    def __init__(self, model: dict[str, Any], separator: int | None) -> None:
+    def __init__(self, model: dict[str, Any], separator: int | None, chat: dict[str, Any] | None = None) -> None:
         if separator is None:
             raise _bad_description("no eos_token_id")
         spelled, special = _spelled_by(model), {token["content"] for token in model.get("added_tokens") or ()}
         super().__init__(model, lambda token: token.encode() if token in special else spelled(token))
         if not 0 <= separator < self.vocab_size:
             raise _bad_description(f"separator {separator} of {self.vocab_size} ids")
-        self.separator = separator
+        self.separator, self.chat = separator, chat
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | ({"chat": self.chat} if self.chat else {})
 
     def beginning(self, prompt: str) -> list[int]:
         """Return the prompt's ids, after the tokenizer's prefix (BOS) if the prompt does not spell it."""
@@ -300,8 +322,18 @@ def load(description: Any) -> Tokenizer:
     if kind == Given.name and isinstance(model, dict):
         if not isinstance(separator, int):
             raise _bad_description(f"separator {separator!r}")
-        return Given(model, separator)
+        return Given(model, separator, _chat(held.get("chat")))
     raise _bad_description(f"kind {kind!r}")
+
+
+def _chat(held: Any) -> dict[str, Any] | None:
+    """Return a description's chat template and special tokens, or None. Raises BadInput for values of other types."""
+    if held is None:
+        return None
+    tokens = held.get("tokens") if isinstance(held, dict) else None
+    if not isinstance(tokens, dict) or not all(isinstance(text, str) for text in (held.get("template"), *tokens.values())):
+        raise _bad_description("a chat template of another form")
+    return dict(held)
 
 
 def _bad_description(got: object) -> BadInput:

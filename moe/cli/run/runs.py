@@ -71,9 +71,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
     if of_transformers(Path(flags.from_run)):
         got, needed = f"{flags.from_run}, a model of transformers", f"hf:{flags.from_run}"
         raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"moe convert {needed} {flags.to_run}")
-    refuse(
-        {"dtype": flags.dtype, "without_mtp": flags.without_mtp or None}, got="it without hf:", needed="hf:PATH, for its weights"
-    )
+    refuse({"dtype": flags.dtype, "without_mtp": flags.without_mtp or None}, got="it without hf:", needed="hf:PATH, for its weights")
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)

@@ -31,7 +31,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
         content = _without_sentinels(content, run)
         if _is_bytes(content, _ends(source, config)):
             return Bytes().describe(), []
-        made = Given(content, _ends(source, config))
+        made = Given(content, _ends(source, config), _chat(source))
         if made.vocab_size > room:
             raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
         return made.describe(), _other_sentinels(content, run)
@@ -39,6 +39,21 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
         why = error.got if isinstance(error, BadInput) else error
         line = f"tokenizer.json is not used ({why}): texts are read as bytes, although the model was not trained on them"
         return Bytes().describe(), [line]
+
+
+def _chat(source: Path) -> dict[str, Any] | None:
+    """Return the model's chat template with its special tokens, or None. Of several templates, `default`."""
+    about = loaded(source / "tokenizer_config.json")
+    template = about.get("chat_template")
+    if isinstance(template, list):
+        template = next((one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"), None)
+    if (file := source / "chat_template.jinja").is_file():
+        template = read_text(file)
+    if not isinstance(template, str):
+        return None
+    named = loaded(source / "special_tokens_map.json") | about
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items() if name.endswith("_token")}
+    return {"template": template, "tokens": {name: text for name, text in sorted(texts.items()) if isinstance(text, str)}}
 
 
 def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:

@@ -19,12 +19,13 @@ class Source(Section):
 
 
 class Data(Section, alters="training"):
-    source: Literal["python_stdlib", "text", "jsonl", "given"] | Plugin = key(
-        "python_stdlib", "text and jsonl need path; given: from Python, train(run, data=...)"
+    source: Literal["python_stdlib", "text", "jsonl", "chat", "given"] | Plugin = key(
+        "python_stdlib", "others need path; chat: JSONL of chats, whose assistant is predicted; given: from Python, train(run, data=...)"
     )
     path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight} or {path, weight, text_key}")
     text_key: str = key("text", "the field of a JSONL line, or the column of a table, that holds the text")
+    chat_template: str | None = key(None, "a Jinja file; null: the model's own chat template", of="data.source=chat")
     tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
     vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
     validation_share: float = key(0.05, "share of the files that is held out", gt=0, lt=1)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from moe.data import Tokenizer
+from moe.data.chat import NO_TEMPLATE, template_of
 from moe.data.span_corruption import WithSentinels, strange
 from moe.model.transformer import Output, Transformer
 from moe.recipe.shapes import START
 from moe.records.results import write_json
 from moe.records.summary import printable
-from moe.train.start.restore import load_model
+from moe.train.start.restore import choose, load_model
+from moe.train.start.state import opened
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, can_cache, continued, for_continuing
 from parallel.errors import BadInput, counted
 from parallel.store.files import read_text
@@ -151,6 +153,7 @@ def main(
     *,
     prompt: str | None = None,
     prompt_file: str | None = None,
+    chat: bool = False,
     tokens: int = 200,
     samples: int = 1,
     temperature: float = 0.8,
@@ -171,6 +174,8 @@ def main(
     halves = model.config.kind == "encoder_decoder"
     usual = "def <extra_id_0>(self):" if halves else "def "
     prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
+    if chat:
+        prompts = _as_messages(prompts, tokenizer, opened(choose(Path(run_dir), step=at)).state["recipe"]["data"].get("chat_template"))
     if halves and (other := strange(prompts, model.config.spans.num_spans)) is not None:
         count = model.config.spans.num_spans
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
@@ -188,6 +193,14 @@ def main(
     if json:
         rows = [{"prompt": f.prompt, "sample": f.sample, "text": f.text, "tokens": len(f.ids), "ended": f.ended} for f in found]
         write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)
+
+
+def _as_messages(prompts: list[str], tokenizer: Tokenizer, file: str | None) -> list[str]:
+    """Return the text of each prompt as a user's message, up to where the assistant begins. `file`: the recipe's data.chat_template."""
+    template = template_of(file, tokenizer)
+    if template is None:
+        raise BadInput("--chat", got="it", needed=NO_TEMPLATE, fix="write the prompt as the model knows it, without --chat")
+    return [template.render([{"role": "user", "content": prompt}], prompt=True) for prompt in prompts]
 
 
 def _prompts(path: str) -> list[str]:
