@@ -153,5 +153,5 @@ def _encoded(text: Text, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int64], n
     for start, end in text.spans:
         predicted |= (places[:, 0] < end) & (places[:, 1] > start)
     if text.ends:
-        ids, predicted = np.append(ids, tokenizer.separator), np.append(predicted, True)
+        ids, predicted = np.concatenate((ids, [tokenizer.separator])), np.concatenate((predicted, [True]))
     return ids, predicted

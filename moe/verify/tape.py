@@ -101,7 +101,7 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 def listen(model: nn.Module, tape: Tape) -> None:
     """Add hooks to the model that record its modules' outputs on the tape, unless gradients are off."""
     assert isinstance(model, Transformer)
-    now = threading.local()  # for each thread, since replicas of kind dp are threads
+    now = threading.local()  # .contexts of the tokens that last entered each layer; for each thread, since replicas of kind dp are threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
@@ -113,29 +113,30 @@ def listen(model: nn.Module, tape: Tape) -> None:
         each = len(context.position_T) // len(context.sequence_B) // axis.size
         return context.of_columns(slice(axis.index * each, (axis.index + 1) * each))
 
-    def noted(name: str, pick: Callable[[Any], Tensor]) -> Callable[..., None]:
+    def noted(name: str, pick: Callable[[Any], Tensor], layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             context = _context(args, kwargs)
             if context is not None and pick is not _gates:
                 context = between(context)
-            second_pass = context is None and _seen(tape, name, now)
+            second_pass = context is None and _seen(tape, name, now.contexts[layer])
             if torch.is_grad_enabled() and not second_pass:
-                context = context or now.context
+                context = context or now.contexts[layer]
                 tape.note(context.step, name, context.position_T, pick(output), first=0 if pick is _gates else first)
 
         return hook
 
     def entered(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            now.context = between(_context(args, kwargs))
+            context = between(_context(args, kwargs))
+            now.contexts = getattr(now, "contexts", {}) | {layer: context}
             if layer == 0 and torch.is_grad_enabled():
-                tape.note(now.context.step, "embedding", now.context.position_T, args[0], first=first)
+                tape.note(context.step, "embedding", context.position_T, args[0], first=first)
 
         return hook
 
-    def after(module: nn.Module | None, name: str, pick: Callable[[Any], Tensor]) -> None:
+    def after(module: nn.Module | None, name: str, pick: Callable[[Any], Tensor], layer: int) -> None:
         if module is not None:
-            module.register_forward_hook(noted(name, pick), with_kwargs=True)
+            module.register_forward_hook(noted(name, pick, layer), with_kwargs=True)
 
     for number, block in enumerate(model.layers):
         if block is None:  # on another stage
@@ -143,14 +144,15 @@ def listen(model: nn.Module, tape: Tape) -> None:
         assert isinstance(block, Block)
         block.register_forward_pre_hook(entered(number), with_kwargs=True)
         for name in ("attention", "cross", "ffn"):
-            after(getattr(block, name), f"layers.{number}.{name}", lambda x: x)
+            after(getattr(block, name), f"layers.{number}.{name}", lambda x: x, number)
         if block.moe is not None:
-            after(block.moe.router, f"layers.{number}.router", _gates)
-            after(block.moe, f"layers.{number}.moe", lambda out: out[0])
-        after(block, f"layers.{number}", lambda out: out[0])
-    if held is None:  # a stage with only the head has no layer hook that sets now.context
+            after(block.moe.router, f"layers.{number}.router", _gates, number)
+            after(block.moe, f"layers.{number}.moe", lambda out: out[0], number)
+        after(block, f"layers.{number}", lambda out: out[0], number)
+    layers = [number for number, block in enumerate(model.layers) if block is not None]
+    if not layers:  # a stage with only the head has no layer whose hook sets now.contexts
         model.register_forward_pre_hook(entered(-1), with_kwargs=True)
-    after(model.norm, "norm", lambda x: x)
+    after(model.norm, "norm", lambda x: x, max(layers, default=-1))
 
 
 def _gates(routing: Any) -> Tensor:
@@ -162,7 +164,7 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return next((value for value in (*args, *kwargs.values()) if hasattr(value, "position_T")), None)
 
 
-def _seen(tape: Tape, name: str, now: threading.local) -> bool:
-    """Whether outputs of the module `name` for the current tokens are already recorded, so that this is recompute."""
-    held = tape.forward.get((now.context.step, name), ())
-    return any(torch.equal(now.context.position_T, places) for places, *_ in held)
+def _seen(tape: Tape, name: str, context: Any) -> bool:
+    """Whether outputs of the module `name` for these tokens are already recorded, so that this is recompute."""
+    held = tape.forward.get((context.step, name), ())
+    return any(torch.equal(context.position_T, places) for places, *_ in held)

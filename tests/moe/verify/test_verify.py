@@ -291,6 +291,16 @@ def test_first_deviation_names_the_cross_attention_of_an_encoder_decoder(monkeyp
         assert str(standard.first_deviation(tape, compute(case, tape=tape), case)).startswith(where)
 
 
+@pytest.mark.usefixtures("five_steps")
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe_v"])
+def test_recompute_in_a_two_way_pipeline_names_nothing_if_nothing_is_wrong(schedule: str) -> None:
+    """A rank recomputes a layer after other micro-batches have passed its other layers: its outputs are recorded as this micro-batch's."""
+    case = next(c for c in cases(2, kinds=("pipeline",)) if (c.schedule, c.model, c.recompute) == (schedule, "dense", "full"))
+    ((_, ran),) = layouts.run_world([case], 2, taped=True)
+    assert not isinstance(ran, str) and ran[1] is not None
+    assert Standard(Expected.of(twin_of(case))).first_deviation(ran[1], ran[0], case) is None
+
+
 def test_only_without_a_matching_row_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="--only: got no such layout, needed a part of a row's text"):
         judged(tmp_path, "no such layout")
