@@ -142,9 +142,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors
+        if not saved:
             return ctx.moves.gather(grad_TD, ctx.plan.choice_R, ctx.plan.row_TK.shape[1]), None, None, None
-        return *ctx.moves.combine_backward(grad_TD, *ctx.saved_tensors, ctx.plan), None, None
+        return *ctx.moves.combine_backward(grad_TD, *saved, ctx.plan), None, None
 
 
 @in_region("dispatch")

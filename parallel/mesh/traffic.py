@@ -51,7 +51,7 @@ class Load(NamedTuple):
 
 def distinct(choices: float, targets: float) -> float:
     """Return the expected number of different ones of `targets` that `choices` random, independent choices hit."""
-    return targets * (1 - (1 - 1 / targets) ** choices)
+    return targets * (1 - float((1 - 1 / targets) ** choices))
 
 
 class Message(NamedTuple):

@@ -53,17 +53,19 @@ class Hierarchical(Dispatcher):
 
     def traffic(self, load: Load) -> Traffic:
         inner = gcd(self.settings.node_size or 1, load.ranks)
-        nodes, numbers = load.ranks // inner, load.choices  # a copy carries a gate in fp32 and a place in int32 for each choice
-        counts, there, sums, gradients = list[Message](), list[Message](), list[Message](), list[Message]()
-        for axis, ranks, stride, targets, columns in (("ep_outer", nodes, inner, nodes, 2 * inner + 2), ("ep_inner", inner, 1, load.ranks, 3)):
-            copies = load.copies(targets)
-            rows = Message(axis, "all_to_all", 0, ranks, stride, busiest=min(load.busiest, targets / copies))
-            per_byte = load.tokens * copies
+        outer = load.ranks // inner
+        counts, forward, backward = list[Message](), list[Message](), list[Message]()
+        hops = (("ep_outer", outer, inner, outer, 2 * inner + 2), ("ep_inner", inner, 1, load.ranks, 3))
+        for axis, ranks, stride, targets, columns in hops:
+            copies = load.tokens * load.copies(targets)
+            busiest = min(load.busiest, targets / load.copies(targets))
+            rows = Message(axis, "all_to_all", copies * load.row_bytes, ranks, stride, busiest=busiest)
+            gates = rows._replace(handed=copies * 4 * load.choices)  # fp32
+            places = gates  # int32
             counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
-            there += [rows._replace(handed=per_byte * load.row_bytes), rows._replace(handed=per_byte * 8 * numbers, calls=2)]
-            sums.append(rows._replace(handed=per_byte * load.row_bytes))
-            gradients += [rows._replace(handed=per_byte * load.row_bytes), rows._replace(handed=per_byte * 4 * numbers)]
-        return Traffic(tuple(counts), (*there, *sums), (*sums, *gradients))
+            forward += [rows, gates, places, rows]
+            backward += [rows, rows, gates]
+        return Traffic(tuple(counts), tuple(forward), tuple(backward))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         return OncePerNode.over(("ep_outer", "ep_inner"), mesh, sizes)
