@@ -74,10 +74,13 @@ class Experts:
         return 1.0 if self.rows is None else self.rows
 
     def reached(self, targets: int) -> float:
-        """Expected number of different ones of `targets` ranks or nodes that get a token's rows, if choices in open groups are random."""
-        few, groups = self.open_groups
-        rows = self.choices * self.mean_rows
-        return rows if self.apart else distinct(rows, min(targets, max(few, targets * few / groups)))
+        """Expected number of different ones of `targets` ranks or nodes that get a token's rows. Choices are spread evenly over the open
+        groups, and are random in each."""
+        rows, (few, groups) = self.choices * self.mean_rows, self.open_groups
+        if self.apart:
+            return rows
+        used = min(few, rows)
+        return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)
 
     def share(self, ep: int) -> float:
         """Computed rows of the busiest of `ep` ranks / mean over ranks. Capacities limit it; without them, all tokens do."""
