@@ -6,8 +6,7 @@
 
 Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. A token's copy carries the gates and places of its choices.
 The destination computes these choices with its own experts, as a process with all experts would (Local). A second count
-needs the first one's result, but not on the host, so the host waits once for all. Sources: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2),
-Tutel (arXiv 2206.03382, section 3.4).
+needs the first one's result, but not on the host, so the host waits once for all. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
 
 from __future__ import annotations
