@@ -5,8 +5,8 @@
     y  <--sum over nodes, one row each--  (1, i)  <--sum over ranks, one row each--
 
 Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. A token's copy carries the gates and places of its choices.
-The destination computes these choices with its own experts, as a process with all experts would (Local). A second count
-needs the first one's result, but not on the host, so the host waits once for all. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
+The last rank sums the outputs of its own experts, as a process with all experts would (Local). The second exchange's counts are computed
+on the device from the first one's, so the host waits once for both. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """The exchange over one axis, whose ranks or nodes have `places` places each. `send`, `receive`: tokens to and from each of them.
+    """The exchange over one axis. Each of its ranks or nodes has `places` places. `send`, `receive`: copies to and from each of them.
     `choices`: the largest K of all senders, since K differs between ranks if experts choose.
     """
 
@@ -163,14 +163,14 @@ class OncePerNode(Exchange):
         to_node_O, to_rank_P = tokens.reached(places * size, outer.size).sum(0), tokens.reached(places, ranks).sum(0)
         choices_P = self.kernels.plan(tokens.target_TK(places, ranks), kept_TK, num_experts=ranks).counts_E
         width_O = torch.full_like(to_node_O, kept_TK.shape[1])
-        # what each node must know: tokens for it, tokens and choices for each of its ranks, and K
+        # each node is told: tokens for it, tokens and choices for each of its ranks, and K
         told = torch.cat([to_node_O.unsqueeze(1), to_rank_P.view(-1, size), choices_P.view(-1, size), width_O.unsqueeze(1)], 1)
         heard = exchange_counts(told, outer)
         most = heard[:, -1].max()
         forward_I, choices_I = heard[:, 1:-1].sum(0).split(size)
         arriving = exchange_counts(torch.stack([forward_I, choices_I, most.expand(size)], 1), inner)
-        sends, receives, widest, forward, last = read_later(to_node_O, heard[:, 0], most, forward_I, arriving)()
-        from_ranks, rows, widths = zip(*last, strict=True)
+        sends, receives, widest, forward, arrivals = read_later(to_node_O, heard[:, 0], most, forward_I, arriving)()
+        from_ranks, rows, widths = zip(*arrivals, strict=True)
         between = Hop(outer, self.kernels, places * size, sends, receives, widest)
         return between, Hop(inner, self.kernels, places, forward, list(from_ranks), max(widths)), sum(rows)
 
