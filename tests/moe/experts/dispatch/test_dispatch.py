@@ -196,7 +196,7 @@ def _bits_on_rank(rank: int) -> list[list[Tensor]]:
     return [run_once(exchange, experts_of(mesh, None), rank, "drops", 2, torch.float32, False) for exchange in exchanges]
 
 
-def test_rows_reach_an_expert_in_the_same_order_by_every_dispatcher() -> None:
+def test_rows_reach_an_expert_in_the_same_order_by_all_to_all_and_padded() -> None:
     """Rows arrive sorted by source rank, then token, so results are bitwise equal. Overlapped chunks are left out: they multiply the same
     rows in other blocks (moe/kernels/grouped.py), which round differently.
     """
