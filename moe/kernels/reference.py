@@ -75,11 +75,13 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF
     return torch.cat(outs)
 
 
-def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. A token without kept choices gets zeros."""
+def combine(rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan) -> Tensor:
+    """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. Without gates, sum the rows.
+    A token without kept choices gets zeros.
+    """
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    y_TD = rows_RD.new_zeros(gate_TK.shape[0], rows_RD.shape[1], dtype=wide)
-    weighted_RD = rows_RD.to(wide) * gate_TK.flatten()[plan.choice_R].unsqueeze(1)
+    y_TD = rows_RD.new_zeros(len(plan.row_TK), rows_RD.shape[1], dtype=wide)
+    weighted_RD = rows_RD.to(wide) * (1 if gate_TK is None else gate_TK.flatten()[plan.choice_R].unsqueeze(1))
     return y_TD.index_add(0, plan.token_R, weighted_RD).to(rows_RD.dtype)
 
 

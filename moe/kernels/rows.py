@@ -2,7 +2,7 @@
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
-combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate
+combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate (no gates: 1)
 """
 
 from __future__ import annotations
@@ -133,15 +133,19 @@ class _Reorder(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor, plan: Plan, moves: Moves) -> Tensor:
-        ctx.save_for_backward(rows_RD, gate_TK)
+    def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan, moves: Moves) -> Tensor:
+        if gate_TK is not None:
+            ctx.save_for_backward(rows_RD, gate_TK)
         ctx.plan, ctx.moves = plan, moves
         return moves.total(rows_RD, plan.row_TK, gate_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.moves.combine_backward(grad_TD, *ctx.saved_tensors, ctx.plan), None, None
+        saved = ctx.saved_tensors
+        if not saved:
+            return ctx.moves.gather(grad_TD, ctx.plan.choice_R, ctx.plan.row_TK.shape[1]), None, None, None
+        return *ctx.moves.combine_backward(grad_TD, *saved, ctx.plan), None, None
 
 
 @in_region("dispatch")
@@ -157,6 +161,6 @@ def reorder(rows_RD: Tensor, index_R: Tensor, moves: Moves = TORCH) -> Tensor:
 
 
 @in_region("combine")
-def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan, moves: Moves = TORCH) -> Tensor:
+def combine(rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan, moves: Moves = TORCH) -> Tensor:
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan, moves)
     return out

@@ -9,6 +9,7 @@ meshes of one process count separately.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks.
     tokens: tokens of the rank, each for `choices` bins. rows: rows that the rank sends, without dropped ones. slots: number of slots,
     filled or empty; None: slots are not limited. width: numbers in a row. row_bytes: bytes of a row. busiest: rows that arrive at the rank
-    with the most / rows that it sends; 1 if each of the `bins` gets equally many."""
+    with the most / rows that it sends; 1 if each of the `bins` gets equally many. reached: number of targets -> how many of them a token's
+    rows go to, if each target (a rank or a node) has equally many of the bins, in order; None: rows go to random targets."""
 
     tokens: float
     choices: int
@@ -40,6 +42,16 @@ class Load(NamedTuple):
     bins: int
     ranks: int
     busiest: float = 1.0
+    reached: Callable[[int], float] | None = None
+
+    def copies(self, targets: int) -> float:
+        """Return the mean number of different targets of a token's rows, of `targets` ranks or nodes."""
+        return distinct(self.rows / self.tokens, targets) if self.reached is None else self.reached(targets)
+
+
+def distinct(choices: float, targets: float) -> float:
+    """Return the expected number of different ones of `targets` that `choices` random, independent choices hit."""
+    return targets * (1 - float((1 - 1 / targets) ** choices))
 
 
 class Message(NamedTuple):

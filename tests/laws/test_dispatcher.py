@@ -167,10 +167,11 @@ def _counted_on_rank(rank: int, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", [*examples(), Ring.name])
 def test_it_sends_what_it_states_and_the_watchdog_knows_where(name: str, listed: None) -> None:
-    """Counted calls and bytes of every collective equal `traffic`. All ranks record the same collectives, labelled by layer and pass."""
+    """Counted calls and bytes of every collective equal `traffic`. All ranks record the same collectives, labelled by layer and pass.
+    Each token's two choices are on two ranks of two nodes."""
     section = sections.Dispatch.model_construct(**sections.Dispatch().model_dump() | examples()[name])
     stated: Counter[tuple[str, str, str]] = Counter()
-    for message in dispatcher_of(section).traffic(Load(12, 2, 24, E * 5, D, 4 * D, E, 4)).every:
+    for message in dispatcher_of(section).traffic(Load(12, 2, 24, E * 5, D, 4 * D, E, 4, reached=lambda _: 2)).every:
         stated[message.axis, message.name, "calls"] += message.calls
         stated[message.axis, message.name, "sent"] += message.sent
     ranks = run_on_ranks(_counted_on_rank, 4, name, timeout_s=60)

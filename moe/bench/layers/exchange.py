@@ -26,8 +26,9 @@ from moe.experts.dispatch.catalog import dispatcher_of, examples, open_exchange
 from moe.experts.dispatch.dispatcher import Exchange, Sizes
 from moe.experts.dispatch.placement import balanced_placement
 from moe.experts.dispatch.steps import Steps
-from moe.experts.experts import Experts
+from moe.experts.experts import Experts, Routed
 from moe.kernels import choose
+from moe.kernels.cpu import combine, permute
 from moe.recipe import sections
 from moe.router.router import Routing
 from parallel.errors import BadInput
@@ -44,8 +45,13 @@ SHAPE = Shape(tokens=2048, width=256, hidden=512, experts=16, k=2)
 
 def load_of(shape: Shape, ranks: int, number_bytes: int) -> Load:
     """Return a rank's Load (numbers of tokens, rows and slots) if routing is balanced. number_bytes: bytes of one number in a row."""
-    slots = shape.experts * _slots(shape)
-    return Load(shape.tokens, shape.k, shape.rows, slots, shape.width, shape.width * number_bytes, shape.experts, ranks)
+    slots, row_bytes = shape.experts * _slots(shape), shape.width * number_bytes
+
+    def reached(targets: int) -> float:
+        target_TK = _routing(shape).expert_TK * targets // shape.experts
+        return sum(len(set(targets_K)) for targets_K in target_TK.tolist()) / shape.tokens
+
+    return Load(shape.tokens, shape.k, shape.rows, slots, shape.width, row_bytes, shape.experts, ranks, reached=reached)
 
 
 def _slots(shape: Shape) -> int:
@@ -53,27 +59,33 @@ def _slots(shape: Shape) -> int:
 
 
 def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
-    """A Routing in which all experts are chosen equally often. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
+    """A Routing in which all experts are chosen equally often. A token's experts are neighbours, or (every other E / k tokens) as far apart
+    as possible. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
         weight_TE = weight_E.expand(shape.tokens, -1)
         expert_TK = torch.multinomial(weight_TE, shape.k, generator=torch.Generator().manual_seed(rank))
     else:
-        expert_TK = torch.arange(shape.rows).view(shape.tokens, shape.k) % shape.experts
+        order_E = torch.arange(shape.experts)
+        both_NK = torch.cat((order_E.view(-1, shape.k), order_E.view(shape.k, -1).t()))
+        expert_TK = both_NK.repeat(-(-shape.tokens // len(both_NK)), 1)[: shape.tokens]
     gate_TK = torch.full(expert_TK.shape, 1 / shape.k, requires_grad=True)
     scores_TE = torch.zeros(shape.tokens, shape.experts)
     return Routing(expert_TK, gate_TK, torch.ones_like(expert_TK, dtype=torch.bool), scores_TE, scores_TE, _slots(shape), 1)
 
 
 class _Identity:
-    """Experts that return their input. ranks: number of etp ranks; their outputs are summed, so each returns input / ranks."""
+    """Experts that return their input, or the sum of each token's rows times their gates. ranks: number of etp ranks; their outputs are
+    summed, so each returns input / ranks."""
 
     hidden = slice(0, 1)
 
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = ranks
 
-    def __call__(self, rows_RD: Tensor, **_: Any) -> Tensor:
+    def __call__(self, rows_RD: Tensor, *, counts: Tensor | Routed, **_: Any) -> Tensor:
+        if isinstance(counts, Routed):
+            return combine(permute(rows_RD, counts.plan), counts.gate_TK, counts.plan)
         return rows_RD if self.ranks == 1 else rows_RD / self.ranks
 
     def chunks(self, count: int, _: torch.dtype) -> list[None]:

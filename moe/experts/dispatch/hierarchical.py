@@ -1,21 +1,35 @@
-"""All-to-all in two steps: within the node to the rank with the destination's local rank, then between nodes.
+"""Sends a token once to each node that holds some of its experts, and there once to each rank. Partial sums come back the same way.
 
-    ep 4 = 2 nodes x 2        rank 0 (node 0, local 0) --step 1: node 0--> rank 1 (node 0, local 1) --step 2: local 1--> rank 3
-    row for an expert         of rank 3 (node 1, local 1)
+    token of rank (0, i), experts on (1, 0) and (1, 2)     --between nodes-->  (1, i)  --within the node-->  (1, 0): g E(x)
+                                                                                  |                ------->  (1, 2): g E(x) + g' E'(x)
+    y  <--sum over nodes, one row each--  (1, i)  <--sum over ranks, one row each--
 
-Between nodes, a rank sends `node_size` times fewer and larger messages with the same bytes; within the node it sends more bytes. Rank
-(o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. Source: Tutel (arXiv 2206.03382, section 3.4).
+Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. A token's copy carries the gates and places of its choices.
+The last rank sums the outputs of its own experts, as a process with all experts would (Local). The second exchange's counts are computed
+on the device from the first one's, so the host waits once for both. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.mesh.mesh import Mesh, divisors
+from parallel.mesh.mesh import Axis, Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe.experts.dispatch.network import Dropout
+    from moe.experts.experts import Experts
+    from moe.kernels.rows import Plan
+    from moe.router.router import Routing
+
+# T tokens held here, of this rank or arrived, D model, K choices, R rows, P ranks, O nodes, I ranks of a node
 
 
 class Hierarchical(Dispatcher):
@@ -24,6 +38,7 @@ class Hierarchical(Dispatcher):
     reads = {"node_size": "only hierarchical knows nodes"}
     examples = {"hierarchical": {"node_size": 2}}
     least_ranks = 4
+    returns_rows = False
 
     def check(self, *, ranks: int, held: int) -> None:
         size = self.settings.node_size
@@ -37,13 +52,139 @@ class Hierarchical(Dispatcher):
 
     def traffic(self, load: Load) -> Traffic:
         inner = gcd(self.settings.node_size or 1, load.ranks)
-        near, far = ("ep_inner", inner, 1), ("ep_outer", load.ranks // inner, inner)
-        row_bytes, most = load.rows * load.row_bytes, load.busiest
-        rows = [Message(axis, "all_to_all", row_bytes, ranks, stride, busiest=most) for axis, ranks, stride in (near, far)]
-        counts = [Message(axis, "counts", 8 * load.bins // stride, ranks, stride) for axis, ranks, stride in (near, far)]
-        return Traffic.there_and_back(*counts, rows=tuple(rows))
+        outer = load.ranks // inner
+        counts, forward, backward = list[Message](), list[Message](), list[Message]()
+        hops = (("ep_outer", outer, inner, outer, 2 * inner + 2), ("ep_inner", inner, 1, load.ranks, 3))
+        for axis, ranks, stride, targets, columns in hops:
+            copies = load.tokens * load.copies(targets)
+            busiest = min(load.busiest, targets / load.copies(targets))
+            rows = Message(axis, "all_to_all", copies * load.row_bytes, ranks, stride, busiest=busiest)
+            gates = rows._replace(handed=copies * 4 * load.choices)  # fp32
+            places = gates  # int32
+            counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
+            forward += [rows, gates, places, rows]
+            backward += [rows, rows, gates]
+        return Traffic(tuple(counts), tuple(forward), tuple(backward))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
-        from moe.experts.dispatch.steps import Steps
+        return OncePerNode.over(("ep_outer", "ep_inner"), mesh, sizes)
 
-        return Steps.over(("ep_inner", "ep_outer"), mesh, sizes)
+
+class Tokens(NamedTuple):
+    """Tokens held by a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py), counted from the first
+    place that these tokens can still reach; -1: dropped, or elsewhere. `position_T`: each token's index in the step, for dropout.
+    """
+
+    x_TD: Tensor
+    gate_TK: Tensor
+    place_TK: Tensor
+    position_T: Tensor | None
+
+    def target_TK(self, places: int, targets: int) -> Tensor:
+        """Return the target of each choice, if each of `targets` ranks or nodes has `places` places; `targets` if it has none."""
+        return (self.place_TK // places).where(self.place_TK >= 0, targets)
+
+    def reached(self, places: int, targets: int) -> Tensor:
+        """Return bool [T, targets]: whether a token has a choice at the target."""
+        import torch
+
+        found = torch.zeros(len(self.place_TK), targets + 1, dtype=torch.bool, device=self.place_TK.device)
+        return found.scatter_(1, self.target_TK(places, targets), True)[:, :targets]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """The exchange over one axis. Each of its ranks or nodes has `places` places. `send`, `receive`: copies to and from each of them.
+    `choices`: the largest K of all senders, since K differs between ranks if experts choose.
+    """
+
+    axis: Axis
+    kernels: Any
+    places: int
+    send: list[int]
+    receive: list[int]
+    choices: int
+
+    def there(self, tokens: Tokens) -> tuple[Tokens, Plan]:
+        """Send each token once to each target that it reaches. Return the tokens that arrived, and the plan of the copies sent.
+        Backward: gradients of copies come back, and each token sums them in fp32.
+        """
+        import torch
+        import torch.nn.functional as F
+
+        count, targets = len(tokens.x_TD), self.axis.size
+        target_TP = torch.arange(targets, device=tokens.x_TD.device).expand(count, -1)
+        plan = self.kernels.plan(target_TP, tokens.reached(self.places, targets), num_experts=targets).cut(sum(self.send))
+        more = (0, self.choices - tokens.place_TK.shape[1])
+        x_TD, gate_TK = self._sent(tokens.x_TD, plan), self._sent(F.pad(tokens.gate_TK, more), plan)
+        place_TK = self._sent(F.pad(tokens.place_TK, more, value=-1).int(), plan).long() - self.axis.index * self.places
+        place_TK = place_TK.where((place_TK >= 0) & (place_TK < self.places), -1)
+        position_T = None if tokens.position_T is None else self._sent(tokens.position_T.unsqueeze(1), plan).squeeze(1)
+        return Tokens(x_TD, gate_TK, place_TK, position_T), plan
+
+    def _sent(self, values: Tensor, plan: Plan) -> Tensor:
+        from parallel.mesh.collectives import all_to_all
+
+        return all_to_all(self.kernels.permute(values, plan), self.axis, send=self.send, receive=self.receive)
+
+    def back(self, sum_TD: Tensor, plan: Plan) -> Tensor:
+        """Send the partial sums of arrived tokens back, and add up those of each token in fp32. Backward: gradients of the sums go out."""
+        from parallel.mesh.collectives import all_to_all
+
+        rows_RD = all_to_all(sum_TD, self.axis, send=self.receive, receive=self.send)
+        y_TD: Tensor = self.kernels.combine(rows_RD, None, plan)
+        return y_TD
+
+
+class OncePerNode(Exchange):
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        from moe.experts.dispatch.placement import place_of
+
+        num_experts = routing.probs_TE.shape[1]
+        place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=self.placement).where(routing.kept_TK, -1)
+        tokens = Tokens(x_TD, routing.gate_TK, place_TK, None if dropout is None else dropout.position_T)
+        between, within, rows = self._agree(tokens, num_experts)
+        in_node, copies_to_nodes = between.there(tokens)
+        here, copies_to_ranks = within.there(in_node)
+        plan = self.kernels.plan(here.place_TK.clamp(min=0), here.place_TK >= 0, num_experts=within.places).cut(rows)
+        sum_TD = self._computed(here, plan, experts, dropout)
+        return between.back(within.back(sum_TD, copies_to_ranks), copies_to_nodes)
+
+    def _agree(self, tokens: Tokens, num_experts: int) -> tuple[Hop, Hop, int]:
+        """Return the exchange between nodes, the exchange within the node, and the number of choices that this rank will compute."""
+        import torch
+
+        from parallel.mesh.exchange import exchange_counts
+        from parallel.mesh.host import read_later
+
+        outer, inner = self.axes
+        ranks, size = outer.size * inner.size, inner.size
+        places, kept_TK = num_experts // ranks, tokens.place_TK >= 0
+        to_node_O, to_rank_P = tokens.reached(places * size, outer.size).sum(0), tokens.reached(places, ranks).sum(0)
+        choices_P = self.kernels.plan(tokens.target_TK(places, ranks), kept_TK, num_experts=ranks).counts_E
+        width_O = torch.full_like(to_node_O, kept_TK.shape[1])
+        # each node is told: tokens for it, tokens and choices for each of its ranks, and K
+        told = torch.cat([to_node_O.unsqueeze(1), to_rank_P.view(-1, size), choices_P.view(-1, size), width_O.unsqueeze(1)], 1)
+        heard = exchange_counts(told, outer)
+        most = heard[:, -1].max()
+        forward_I, choices_I = heard[:, 1:-1].sum(0).split(size)
+        arriving = exchange_counts(torch.stack([forward_I, choices_I, most.expand(size)], 1), inner)
+        sends, receives, widest, forward, arrivals = read_later(to_node_O, heard[:, 0], most, forward_I, arriving)()
+        from_ranks, rows, widths = zip(*arrivals, strict=True)
+        between = Hop(outer, self.kernels, places * size, sends, receives, widest)
+        return between, Hop(inner, self.kernels, places, forward, list(from_ranks), max(widths)), sum(rows)
+
+    def _computed(self, tokens: Tokens, plan: Plan, experts: Experts, dropout: Dropout | None) -> Tensor:
+        """Return the sum of gate * expert(x) over each token's choices of experts held here, [T, D]."""
+        from moe.experts.dispatch.network import compute
+        from moe.experts.experts import Routed
+
+        position_R = None if tokens.position_T is None else tokens.position_T[plan.token_R]
+        if self.etp.size == 1:
+            dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
+            sum_TD: Tensor = experts(tokens.x_TD, counts=Routed(tokens.gate_TK, plan), dropped_RF=dropped_RF)
+            return sum_TD
+        rows_RD = self.kernels.permute(tokens.x_TD, plan)
+        rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=plan.counts_E, position_R=position_R, dropout=dropout)
+        sum_TD = self.kernels.combine(rows_RD, tokens.gate_TK, plan)
+        return sum_TD

@@ -20,6 +20,7 @@ from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid
+from parallel.mesh.traffic import distinct
 from parallel.sequence import kinds as sequences
 from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
@@ -64,11 +65,22 @@ class Experts:
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     busiest: float = 1.0  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it
+    open_groups: tuple[int, int] = (1, 1)  # number of equal groups of experts from which a token chooses, and of all groups
+    apart: bool = False  # a token's choices are rows of their own from the start, because gates weigh the experts' inputs
 
     @property
     def mean_rows(self) -> float:
         """Computed rows / choices of all tokens, as a mean over ranks."""
         return 1.0 if self.rows is None else self.rows
+
+    def reached(self, targets: int) -> float:
+        """Expected number of different ones of `targets` ranks or nodes that get a token's rows. Choices are spread evenly over the open
+        groups, and are random in each."""
+        rows, (few, groups) = self.choices * self.mean_rows, self.open_groups
+        if self.apart:
+            return rows
+        used = min(few, rows)
+        return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)
 
     def share(self, ep: int) -> float:
         """Computed rows of the busiest of `ep` ranks / mean over ranks. Capacities limit it; without them, all tokens do."""

@@ -181,7 +181,8 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     e = network.experts
     assert e is not None
     slots = None if e.slots is None else tokens * e.choices * e.slots
-    load = Load(tokens, e.choices, rows, slots, network.width, network.width * number_bytes, e.count, plan.ep, e.share(plan.ep))
+    row_bytes, share = network.width * number_bytes, e.share(plan.ep)
+    load = Load(tokens, e.choices, rows, slots, network.width, row_bytes, e.count, plan.ep, share, e.reached)
     if e.exchange is not None:
         return e.exchange.traffic(load)
     return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest),))

@@ -21,7 +21,7 @@ from moe.plan.memory.kept import traffic_of
 from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import LINES
-from parallel.mesh.traffic import Message
+from parallel.mesh.traffic import Message, distinct
 from parallel.sequence.kinds import Attention
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> dtype of a product
@@ -140,7 +140,7 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
         found = 0.0
         for m in messages:
             group = group_of(m.ranks, m.stride * plan.etp, per_node, plan.world)
-            ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
+            ranks, nodes = (distinct(e.choices, n) / e.choices if program.dispatch == "by_node" else 1.0 for n in (plan.ep, group.nodes))
             found += collective(cluster, group, m.name, m.handed * m.busiest * ranks, copies=nodes / ranks)
         return found
 
@@ -151,8 +151,3 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     traffic, left = traffic_of(network, plan, tokens, rows, item), 1 - program.experts_overlap
     forward, backward = (Pass(experts=(seconds(of) + inner) * left, kernels=kernels) for of in traffic[1:])
     return Passes(forward, backward)
-
-
-def _copies(choices: int, targets: int) -> float:
-    """Expected number of different targets (ranks or nodes) of a token's `choices`, divided by `choices`, if choices are random."""
-    return targets * (1 - (1 - 1 / targets) ** choices) / choices

@@ -50,6 +50,9 @@ class GroupLimited(Method):
     def experts_needed(self, spec: RouterSpec) -> int:
         return -(-spec.num_choices // spec.top_groups) * spec.expert_groups
 
+    def open_groups(self, spec: RouterSpec) -> tuple[int, int]:
+        return spec.top_groups, spec.expert_groups
+
     def select(self, request: RoutingRequest) -> Tensor:
         spec = request.spec
         groups = {"expert_groups": spec.expert_groups, "top_groups": spec.top_groups, "best": 1 if spec.group_score == "best" else 2}

@@ -107,6 +107,10 @@ class Method:
             return self.busiest
         return BALANCED if spec.asks_balance or spec.bias_rate else UNBALANCED
 
+    def open_groups(self, spec: RouterSpec) -> tuple[int, int]:
+        """Return (groups of experts from which a token chooses at most, all groups); experts form equal groups in order."""
+        return 1, 1
+
     def select(self, request: RoutingRequest) -> Tensor:
         """Return the experts [T, K] int64, different ones for each token."""
         raise NotImplementedError

@@ -107,6 +107,7 @@ def test_permute_equals_the_reference(c: Case) -> None:
 def test_combine_equals_the_reference(c: Case) -> None:
     rows = int(c.kept_TK.sum())
     both(lambda kernels, t: kernels.combine(t[0], t[1], c.plan()), random(rows, D), random(*c.expert_TK.shape, seed=1))
+    both(lambda kernels, t: kernels.combine(t[0], None, c.plan()), random(rows, D))
 
 
 @CASES

@@ -149,6 +149,7 @@ def test_permute_and_combine_equal_the_reference(plan: Plan) -> None:
     rows = len(plan.choice_R)
     both(lambda kernels, t: kernels.permute(t[0], plan), random(T, D))
     both(lambda kernels, t: kernels.combine(t[0], t[1], plan), random(rows, D), random(*plan.row_TK.shape, seed=1))
+    both(lambda kernels, t: kernels.combine(t[0], None, plan), random(rows, D))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 300])
