@@ -7,9 +7,9 @@
 A block without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass needs no merge: given the
 final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
 
-On a CPU, torch's flash kernel computes blocks without documents, bias and window edge. Otherwise plain operations compute QUERIES
-queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources: Milakov and Gimelshein, arXiv 1805.02867
-(online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
+A fused kernel (parallel/numerics/fused_attention.py) computes blocks without documents, bias and window edge. Otherwise plain operations
+compute QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources: Milakov and Gimelshein, arXiv
+1805.02867 (online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from parallel.numerics.fused_attention import Fused, kernel_for
 from parallel.numerics.precision import sum_dtype
 from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
 
-QUERIES = 512  # queries computed at a time without the flash kernel
+QUERIES = 512  # queries computed at a time without a fused kernel
 
 Bucket = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [L], of keys [S]) -> rows of the table, int64 [L, S]
 
@@ -141,10 +142,9 @@ def attend(
     Pairs outside the window or of different documents, by `queries` and `keys`, are masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
+    if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:
+        return Partial(*fused.forward(q_BHLC, k_BKSC, v_BKSC, triangle))
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
-    if _flash(q_BHLC, queries, keys, bias):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLC, k_BHSC, v_BHSC, 0.0, triangle)
-        return Partial(*found)
     out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=sum_dtype(q_BHLC.dtype))
     for chunk in _query_chunks(q_BHLC.shape[2]):
         score = scores(q_BHLC[:, :, chunk], k_BHSC, queries=queries[chunk], keys=keys, bias=bias)
@@ -171,15 +171,10 @@ def attend_backward(
     """Return a block's gradients. `whole`: the merged result of all blocks of these queries, with out in q's dtype."""
     if queries.within(keys) == "none":
         return Gradients.zeros(q_BHLC, k_BKSC, v_BKSC, bias)
+    if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:
+        return Gradients(*fused.backward(grad_BHLC, q_BHLC, k_BKSC, v_BKSC, *whole, triangle), None)
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
     kv_heads = k_BKSC.shape[1]
-    if _flash(q_BHLC, queries, keys, bias):
-        # the kernel expects the memory layout of the forward kernel's lse
-        lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHLC, q_BHLC, k_BHSC, v_BHSC, whole.out_BHLC, lse_BHL, 0.0, triangle
-        )
-        return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), None)
     wide, scale = sum_dtype(q_BHLC.dtype), q_BHLC.shape[-1] ** -0.5
     delta_BHL = (grad_BHLC.to(wide) * whole.out_BHLC.to(wide)).sum(-1)
     dq = torch.empty_like(q_BHLC)
@@ -198,9 +193,9 @@ def attend_backward(
     return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), table)
 
 
-def _flash(q: Tensor, queries: Tokens, keys: Tokens, bias: Bias | None) -> bool:
-    """Return whether torch has a flash kernel for this block that also returns the log-sum-exp."""
-    return q.device.type == "cpu" and bias is None and queries.document_BS is None and queries.within(keys) == "all"
+def _fused(q: Tensor, queries: Tokens, keys: Tokens, bias: Bias | None) -> Fused | None:
+    """Return the fused kernel for this block; None if plain operations must compute it."""
+    return kernel_for(q) if bias is None and queries.document_BS is None and queries.within(keys) == "all" else None
 
 
 def _query_chunks(size: int) -> Iterator[slice]:
