@@ -70,11 +70,10 @@ class Stack:
     over_ranks: int = 0
 
 
-# This project computes norms and losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.
+# This project computes losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.
 # logits_shared: the gradients of the log-sum-exp and of the target's logit are separate tensors if tp ranks share the vocabulary.
 OURS = Stack(
     "moe",
-    norm=4,
     statistics=4,
     keys="repeated",
     gated=4,
@@ -94,5 +93,6 @@ OURS = Stack(
     gradients="freed",
     over_ranks=1,
 )
-# On a CPU, torch computes RMSNorm in several kernels and also keeps x / rms(x) in fp32; a bias is only possible with written scores.
-OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4, biased="scores")
+# On a CPU, norms read an fp32 copy; torch computes RMSNorm in several kernels and also keeps x / rms(x); a bias is only possible with
+# written scores.
+OURS_ON_CPU = replace(OURS, name="moe on a cpu", norm=4, rms=4, biased="scores")
