@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe.nn.attention import Attention
 from moe.nn.context import Context
-from moe.nn.core import Bias, attend, masked, repeated, softmax_core
+from moe.nn.core import Bias, attend, masked, softmax_core
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import Linear
 from moe.nn.routing_record import RoutingRecord
@@ -66,10 +66,10 @@ class KeyValueCache:
             given = {"context": context, "bias": bias, "sink_H": sink_H, "scale": layer.core_scale, "window": layer.window}
             return softmax_core(q_BHNC, k_BKNC, v_BKNC, **given)  # type: ignore[arg-type]
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
-        k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
+        k_BKSC, v_BKSC = (kept[:, :, places] for kept in self._kept[layer])
         sees_all = new == 1 and bias is None and context.document_BS is None  # then no mask is needed: `places` are the window
         mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
-        return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
+        return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
         """Replace a cross layer's `products`: keys and values are computed for the first token only, and reused."""

@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor
 
 from moe.nn.context import Context
+from parallel.numerics.fused_attention import flash_takes
 
 # B batch, L length (of queries; S of keys, if it differs), H heads, K key-value heads, C channels of a head, N chunks of W tokens
 
@@ -57,22 +58,21 @@ def softmax_core(
     """Compute causal attention over whole sequences on one device. `bias` (T5) is added to the logits, and `scale` is their factor (None: 1
     / sqrt(C)). `window`: number of tokens that a query sees, itself included (None: all earlier ones).
     """
-    k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
     if bias is None and context.document_BS is None:
         if window is None or window >= q_BHLC.shape[2]:
-            return attend(q_BHLC, k_BHLC, v_BHLC, scale=scale, sink_H=sink_H)
+            return attend(q_BHLC, k_BKLC, v_BKLC, scale=scale, sink_H=sink_H)
         if 2 * window <= q_BHLC.shape[2]:
-            return _in_chunks(q_BHLC, k_BHLC, v_BHLC, window=window, scale=scale, sink_H=sink_H)
+            return _in_chunks(q_BHLC, k_BKLC, v_BKLC, window=window, scale=scale, sink_H=sink_H)
     place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
     documents = None if context.document_BS is None else (context.document_BS, context.document_BS)
     mask = masked(place_L, place_L, documents, bias=bias, window=window, dtype=q_BHLC.dtype)
-    return attend(q_BHLC, k_BHLC, v_BHLC, mask=mask, scale=scale, sink_H=sink_H)
+    return attend(q_BHLC, k_BKLC, v_BKLC, mask=mask, scale=scale, sink_H=sink_H)
 
 
 def attend(
     q_BHLC: Tensor,
-    k_BHSC: Tensor,
-    v_BHSC: Tensor,
+    k_BKSC: Tensor,
+    v_BKSC: Tensor,
     *,
     scale: float | None,
     sink_H: Tensor | None,
@@ -84,18 +84,28 @@ def attend(
     value 0, visible to all tokens. One more channel holds it, so any kernel can compute it.
     """
     if sink_H is None:
-        return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, is_causal=causal and mask is None, scale=scale)
+        return _fused(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=causal and mask is None, scale=scale)
     scale = q_BHLC.shape[3] ** -0.5 if scale is None else scale
     channel_BHL1 = (sink_H / scale).to(q_BHLC.dtype).view(-1, 1, 1).expand(*q_BHLC.shape[:3], 1)
-    q, v = torch.cat([q_BHLC, channel_BHL1], dim=3), F.pad(v_BHSC, (0, 1, 1, 0))
-    sink_key = F.pad(k_BHSC.new_ones(*k_BHSC.shape[:2], 1, 1), (k_BHSC.shape[3], 0))
-    k = torch.cat([sink_key, F.pad(k_BHSC, (0, 1))], dim=2)
+    q, v = torch.cat([q_BHLC, channel_BHL1], dim=3), F.pad(v_BKSC, (0, 1, 1, 0))
+    sink_key = F.pad(k_BKSC.new_ones(*k_BKSC.shape[:2], 1, 1), (k_BKSC.shape[3], 0))
+    k = torch.cat([sink_key, F.pad(k_BKSC, (0, 1))], dim=2)
     if mask is not None:
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     if mask is not None or not causal:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., : v_BHSC.shape[3]]
+        return _fused(q, k, v, mask=mask, causal=False, scale=scale)[..., : v_BKSC.shape[3]]
     q = F.pad(q, (0, 0, 1, 0))  # one more query, because the sink is one more key: then is_causal still hides later keys
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[:, :, 1:, : v_BHSC.shape[3]]
+    return _fused(q, k, v, mask=None, causal=True, scale=scale)[:, :, 1:, : v_BKSC.shape[3]]
+
+
+def _fused(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """Call torch's attention. If it has no fused kernel for grouped heads, keys and values are repeated in memory: on a GPU, with a mask or
+    in fp32, in which torch would compute all scores in separate steps.
+    """
+    grouped = k_BKSC.shape[1] != q_BHLC.shape[1]
+    if grouped and q_BHLC.is_cuda and (mask is not None or not flash_takes(q_BHLC)):
+        k_BKSC, v_BKSC, grouped = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1]), False
+    return F.scaled_dot_product_attention(q_BHLC, k_BKSC, v_BKSC, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def masked(
@@ -111,12 +121,12 @@ def masked(
     return visible if bias is None else bias.of(query_L, key_S).masked_fill(~visible, -math.inf).to(dtype)
 
 
-def _in_chunks(q_BHLC: Tensor, k_BHLC: Tensor, v_BHLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
+def _in_chunks(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
     """Compute sliding-window attention in chunks of `window` queries. No token sees the padding of the last chunk."""
     length, heads = q_BHLC.shape[2], q_BHLC.shape[1]
-    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BHLC, v_BHLC))  # copies, because views would keep all of q, k and v
+    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BKLC, v_BKLC))  # copies, because views would keep all of q, k and v
     first_BHWC = attend(*first, scale=scale, sink_H=sink_H)
-    q, k, v = (F.pad(x, (0, 0, 0, -length % window)) for x in (q_BHLC, k_BHLC, v_BHLC))
+    q, k, v = (F.pad(x, (0, 0, 0, -length % window)) for x in (q_BHLC, k_BKLC, v_BKLC))
     queries = rearrange(q[:, :, window:], "b h (n w) c -> (b n) h w c", w=window)
     keys, values = (_with_previous_chunk(x, window) for x in (k, v))
     place_W, place_S = torch.arange(window, 2 * window, device=q.device), torch.arange(2 * window, device=q.device)
@@ -144,10 +154,9 @@ def open_core(
 ) -> Tensor:
     """Compute attention in which every token sees all keys: in an encoder, and (without bias) in cross attention."""
     assert sink_H is None
-    k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
     place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
     mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # GPUs' fused kernels need it contiguous
-    return attend(q_BHLC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=scale, sink_H=None)
+    return attend(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=scale, sink_H=None)
 
 
 def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
