@@ -12,8 +12,7 @@ into chunks of W, and each chunk attends to its own keys and to the chunk before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +21,9 @@ from torch import Tensor
 
 from moe.nn.context import Context
 from parallel.numerics.fused_attention import flash_takes
+from parallel.numerics.position_bias import Bias
 
 # B batch, L length (of queries; S of keys, if it differs), H heads, K key-value heads, C channels of a head, N chunks of W tokens
-
-
-class Bias(NamedTuple):
-    """A position bias added to logits: `table_UH`, fp32 [buckets, H], at `bucket(query positions, key positions)`, int64 [L, S]."""
-
-    table_UH: Tensor
-    bucket: Callable[[Tensor, Tensor], Tensor]
-
-    def of(self, query_L: Tensor, key_S: Tensor) -> Tensor:
-        return rearrange(self.table_UH[self.bucket(query_L, key_S)], "l s h -> h l s")
 
 
 class Core(Protocol):
@@ -63,9 +53,9 @@ def softmax_core(
             return attend(q_BHLC, k_BKLC, v_BKLC, scale=scale, sink_H=sink_H)
         if 2 * window <= q_BHLC.shape[2]:
             return _in_chunks(q_BHLC, k_BKLC, v_BKLC, window=window, scale=scale, sink_H=sink_H)
-    place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
+    places = range(q_BHLC.shape[2])
     documents = None if context.document_BS is None else (context.document_BS, context.document_BS)
-    mask = masked(place_L, place_L, documents, bias=bias, window=window, dtype=q_BHLC.dtype)
+    mask = masked(places, places, documents, bias=bias, window=window, like=q_BHLC)
     return attend(q_BHLC, k_BKLC, v_BKLC, mask=mask, scale=scale, sink_H=sink_H)
 
 
@@ -109,16 +99,17 @@ def _fused(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, mask: Tensor | Non
 
 
 def masked(
-    query_L: Tensor, key_S: Tensor, documents: tuple[Tensor, Tensor] | None, *, bias: Bias | None, window: int | None, dtype: torch.dtype
+    queries: range, keys: range, documents: tuple[Tensor, Tensor] | None, *, bias: Bias | None, window: int | None, like: Tensor
 ) -> Tensor:
-    """Return the causal mask [..., L, S] for queries and keys at these positions: values to add to the logits, or bool without a bias.
-    `documents`: the document of each query [B, L] and of each key [B, S]; None: one document.
+    """Return the causal mask [..., L, S] for queries and keys at these positions, on the device of `like`: values in its dtype to add to
+    the logits, or bool without a bias. `documents`: the document of each query [B, L] and of each key [B, S]; None: one document.
     """
+    query_L, key_S = (torch.arange(places.start, places.stop, device=like.device) for places in (queries, keys))
     distance_LS = query_L.unsqueeze(1) - key_S
     visible = distance_LS >= 0 if window is None else (distance_LS >= 0) & (distance_LS < window)
     if documents is not None:
         visible = visible & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1)).unsqueeze(1)
-    return visible if bias is None else bias.of(query_L, key_S).masked_fill(~visible, -math.inf).to(dtype)
+    return visible if bias is None else bias.of(queries, keys).masked_fill(~visible, -math.inf).to(like.dtype)
 
 
 def _in_chunks(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
@@ -129,8 +120,7 @@ def _in_chunks(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, window: int, s
     q, k, v = (F.pad(x, (0, 0, 0, -length % window)) for x in (q_BHLC, k_BKLC, v_BKLC))
     queries = rearrange(q[:, :, window:], "b h (n w) c -> (b n) h w c", w=window)
     keys, values = (_with_previous_chunk(x, window) for x in (k, v))
-    place_W, place_S = torch.arange(window, 2 * window, device=q.device), torch.arange(2 * window, device=q.device)
-    mask = masked(place_W, place_S, None, bias=None, window=window, dtype=q.dtype)
+    mask = masked(range(window, 2 * window), range(2 * window), None, bias=None, window=window, like=q)
     rest = attend(queries, keys, values, mask=mask, scale=scale, sink_H=sink_H)
     rest_BHLC = rearrange(rest, "(b n) h w c -> b h (n w) c", b=len(q), h=heads)
     return torch.cat([first_BHWC, rest_BHLC], dim=2)[:, :, :length]
@@ -154,8 +144,8 @@ def open_core(
 ) -> Tensor:
     """Compute attention in which every token sees all keys: in an encoder, and (without bias) in cross attention."""
     assert sink_H is None
-    place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
-    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # GPUs' fused kernels need it contiguous
+    places = range(q_BHLC.shape[2])
+    mask = None if bias is None else bias.of(places, places).to(q_BHLC.dtype)
     return attend(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=scale, sink_H=None)
 
 

@@ -15,24 +15,23 @@ compute QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from torch import Tensor
 
 from parallel.numerics.fused_attention import Fused, kernel_for
+from parallel.numerics.position_bias import Bias
 from parallel.numerics.precision import sum_dtype
 from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
 
 QUERIES = 512  # queries computed at a time without a fused kernel
-
-Bucket = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [L], of keys [S]) -> rows of the table, int64 [L, S]
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,13 @@ class Tokens:
         """Return the document number of each token, int64 [B, L]; None without documents."""
         return None if self.document_BS is None else self.document_BS[:, self.place_L]
 
+    def by_run(self) -> Iterator[tuple[slice, range]]:
+        """Yield (slice of the tokens, positions) of each run."""
+        start = 0
+        for run in self.runs:
+            yield slice(start, start + len(run)), run
+            start += len(run)
+
     def __getitem__(self, part: slice) -> Tokens:
         return replace(self, runs=cut(self.runs, part))
 
@@ -71,14 +77,6 @@ class Tokens:
     @property
     def _ends(self) -> tuple[int, int]:
         return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
-
-
-@dataclass(frozen=True)
-class Bias:
-    """A bias added to the scores: for each head, entry `bucket(query position, key position)` of its column of `table_UH`, fp32."""
-
-    table_UH: Tensor
-    bucket: Bucket
 
 
 class Partial(NamedTuple):
@@ -206,7 +204,8 @@ def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bia
     """Return scores [B, H, L, S], fp32 or wider, with -inf for pairs of different documents or outside the window."""
     score: Tensor = (q_BHLC @ k_BHSC.mT).to(sum_dtype(q_BHLC.dtype)) * q_BHLC.shape[-1] ** -0.5
     if bias is not None:
-        score += rearrange(bias.table_UH[bias.bucket(queries.place_L, keys.place_L)], "l s h -> h l s")
+        for rows, columns, query, key in _by_runs(queries, keys):
+            score[:, :, rows, columns] += bias.of(query, key)
     if queries.document_BL is not None:
         assert keys.document_BL is not None
         other_BLS = queries.document_BL.unsqueeze(2) != keys.document_BL.unsqueeze(1)
@@ -218,9 +217,15 @@ def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bia
 
 def table_gradient(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: Tokens) -> Tensor:
     """Return the gradient of the bias table, in its dtype, given the scores' gradient."""
-    row_N = bias.bucket(queries.place_L, keys.place_L).flatten()
-    of_pairs: Tensor = reduce(dscore_BHLS, "b h l s -> (l s) h", "sum").to(bias.table_UH.dtype)
-    return torch.zeros_like(bias.table_UH).index_add_(0, row_N, of_pairs)
+    table = torch.zeros_like(bias.table_UH)
+    for rows, columns, query, key in _by_runs(queries, keys):
+        table += bias.gradient(dscore_BHLS[:, :, rows, columns], query, key)
+    return table
+
+
+def _by_runs(queries: Tokens, keys: Tokens) -> Iterator[tuple[slice, slice, range, range]]:
+    """Yield the block's pairs of runs: (slice of the queries, of the keys, positions of these queries, of these keys)."""
+    return ((rows, columns, query, key) for rows, query in queries.by_run() for columns, key in keys.by_run())
 
 
 def repeated(x_BKSC: Tensor, heads: int) -> Tensor:

@@ -60,7 +60,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
             parts["attention"] += c * bias_elements(n, plan, stack)
-        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets of all pairs; a causal mask has 1 byte
+        parts["attention"] += n.length**2 if n.sees == "past" else 0  # the causal mask has 1 byte
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):

@@ -9,7 +9,7 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
     core            (2 c + 1) heads L            with `scores`: softmax of all (query, key) pairs, dropout's mask and output; `fused`: none
                     c heads L                    Colossal-AI's ring: softmax of all pairs, in any software
     with T5's bias  if `biased` is `scores`: attention and core (12 + c) w + 4 heads L; otherwise as above, and c heads L^2 per
-                    micro-batch; in both cases 9 L^2 per micro-batch
+                    micro-batch; in both cases L^2 per micro-batch
     network         c (n - a) F                  n (`plain` or `gated`): number of kept tensors of the hidden size
     activation      c a F                        a (`activation_of`): number of these that are outputs of the activation
     masks           2 D                          dropout after attention and network; `always`: even if dropout is 0

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moe.nn.attention import Attention
 from moe.nn.context import Context
-from moe.nn.core import Bias, attend, repeated, softmax_core
+from moe.nn.core import attend, repeated, softmax_core
 from moe.recipe import sections
+from parallel.numerics.position_bias import Bias
 
 # B batch, L length, D model, H heads, K key-value heads, C channels of a head
 
@@ -77,7 +78,7 @@ class Whole:
             seen = torch.arange(place + 1)
             logits_BHS = torch.einsum("bhc,bhsc->bhs", q_BHLC[:, :, i], k_BHSC[:, :, seen]) / math.sqrt(C)
             if bias is not None:
-                logits_BHS = logits_BHS + bias.of(place_L[i : i + 1], seen)[:, 0]
+                logits_BHS = logits_BHS + bias.of(range(place, place + 1), range(place + 1))[:, 0]
             rows.append(torch.einsum("bhs,bhsc->bhc", logits_BHS.softmax(-1), v_BHSC[:, :, seen]))
         return torch.stack(rows, 2)
 
