@@ -24,7 +24,6 @@ from moe.model.ahead import PredictionDepth, multi_token_loss
 from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
-from moe.nn.core import Bias
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import FeedForward, Norm, drop, scaled
 from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, as_targets, capped, cross_entropy, look_up, project, summed_loss
@@ -33,6 +32,7 @@ from moe.recipe.shapes import SEPARATOR
 from moe.router.losses import join
 from parallel.data.tiling import Tiled
 from parallel.mesh.regions import in_region
+from parallel.numerics.position_bias import Bias
 from parallel.numerics.precision import sum_dtype
 from parallel.numerics.recompute import recomputed
 

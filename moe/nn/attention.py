@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from moe.nn.context import Context
-from moe.nn.core import Bias, Core, open_core, softmax_core
+from moe.nn.core import Core, open_core, softmax_core
 from moe.nn.linear import Added, Linear, Norm, scaled
 from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
 from parallel.mesh.regions import in_region
+from parallel.numerics.position_bias import Bias
 
 # B batch, L length (of queries; S of keys, if it differs), D model, H heads, K key-value heads, C channels of a head
 
@@ -45,18 +46,17 @@ class RelativeBias(nn.Module):
         """Return the bias. Its table is a copy, because an engine may free the weight after this call."""
         return Bias(self.weight.to(torch.float32, copy=True), self.bucket)
 
-    def bucket(self, query_L: Tensor, key_S: Tensor) -> Tensor:
-        """Return the bucket of each pair of positions: int64 [L, S]."""
-        distance_LS = query_L.unsqueeze(1) - key_S
+    def bucket(self, distance_N: Tensor) -> Tensor:
+        """Return the bucket of each distance query - key, int64 as they are."""
         if self.both_ways:
             half = self.buckets // 2
-            return self._of_distance(distance_LS.abs(), half) + half * (distance_LS < 0)
-        return self._of_distance(distance_LS.clamp(min=0), self.buckets)
+            return self._of_distance(distance_N.abs(), half) + half * (distance_N < 0)
+        return self._of_distance(distance_N.clamp(min=0), self.buckets)
 
-    def _of_distance(self, distance_LS: Tensor, buckets: int) -> Tensor:
+    def _of_distance(self, distance_N: Tensor, buckets: int) -> Tensor:
         exact = buckets // 2
-        scaled = torch.log(distance_LS.clamp(min=1).float() / exact) / math.log(self.far / exact) * (buckets - exact)
-        return torch.where(distance_LS < exact, distance_LS, (exact + scaled.long()).clamp(max=buckets - 1))
+        scaled = torch.log(distance_N.clamp(min=1).float() / exact) / math.log(self.far / exact) * (buckets - exact)
+        return torch.where(distance_N < exact, distance_N, (exact + scaled.long()).clamp(max=buckets - 1))
 
 
 class Sinks(nn.Module):

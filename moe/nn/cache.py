@@ -17,11 +17,12 @@ from torch import Tensor
 
 from moe.nn.attention import Attention
 from moe.nn.context import Context
-from moe.nn.core import Bias, attend, masked, repeated, softmax_core
+from moe.nn.core import attend, masked, softmax_core
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import Linear
 from moe.nn.routing_record import RoutingRecord
 from parallel.data.tiling import one_by_one
+from parallel.numerics.position_bias import Bias
 
 # B sequences, N new tokens, S tokens so far with the new ones, H heads, K key-value heads, C channels of a head
 
@@ -66,10 +67,10 @@ class KeyValueCache:
             given = {"context": context, "bias": bias, "sink_H": sink_H, "scale": layer.core_scale, "window": layer.window}
             return softmax_core(q_BHNC, k_BKNC, v_BKNC, **given)  # type: ignore[arg-type]
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
-        k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
+        k_BKSC, v_BKSC = (kept[:, :, places] for kept in self._kept[layer])
         sees_all = new == 1 and bias is None and context.document_BS is None  # then no mask is needed: `places` are the window
         mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
-        return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
+        return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
         """Replace a cross layer's `products`: keys and values are computed for the first token only, and reused."""
@@ -82,10 +83,9 @@ class KeyValueCache:
     def _mask(self, q_BHNC: Tensor, places: slice, context: Context, bias: Bias | None, window: int | None) -> Tensor:
         """Return the mask [..., N, keys] of new queries and the keys at `places`: values to add to logits, or bool without a bias."""
         document_BS = context.document_BS
-        place_S = torch.arange(places.start, places.stop, device=q_BHNC.device)
-        place_N = torch.arange(self.seen, places.stop, device=q_BHNC.device)
         documents = None if document_BS is None else (document_BS[:, self.seen :], document_BS[:, places])
-        return masked(place_N, place_S, documents, bias=bias, window=window, dtype=q_BHNC.dtype)
+        queries, keys = range(self.seen, places.stop), range(places.start, places.stop)
+        return masked(queries, keys, documents, bias=bias, window=window, like=q_BHNC)
 
     def all_places(self, begins_BN: Tensor) -> Tensor:
         """Cache the flags `begins_BN` (True where a document begins), and return the flags of all tokens so far: [B, S]."""

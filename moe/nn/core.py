@@ -12,8 +12,7 @@ into chunks of W, and each chunk attends to its own keys and to the chunk before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +20,10 @@ from einops import rearrange
 from torch import Tensor
 
 from moe.nn.context import Context
+from parallel.numerics.fused_attention import flash_takes
+from parallel.numerics.position_bias import Bias
 
 # B batch, L length (of queries; S of keys, if it differs), H heads, K key-value heads, C channels of a head, N chunks of W tokens
-
-
-class Bias(NamedTuple):
-    """A position bias added to logits: `table_UH`, fp32 [buckets, H], at `bucket(query positions, key positions)`, int64 [L, S]."""
-
-    table_UH: Tensor
-    bucket: Callable[[Tensor, Tensor], Tensor]
-
-    def of(self, query_L: Tensor, key_S: Tensor) -> Tensor:
-        return rearrange(self.table_UH[self.bucket(query_L, key_S)], "l s h -> h l s")
 
 
 class Core(Protocol):
@@ -57,22 +48,21 @@ def softmax_core(
     """Compute causal attention over whole sequences on one device. `bias` (T5) is added to the logits, and `scale` is their factor (None: 1
     / sqrt(C)). `window`: number of tokens that a query sees, itself included (None: all earlier ones).
     """
-    k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
     if bias is None and context.document_BS is None:
         if window is None or window >= q_BHLC.shape[2]:
-            return attend(q_BHLC, k_BHLC, v_BHLC, scale=scale, sink_H=sink_H)
+            return attend(q_BHLC, k_BKLC, v_BKLC, scale=scale, sink_H=sink_H)
         if 2 * window <= q_BHLC.shape[2]:
-            return _in_chunks(q_BHLC, k_BHLC, v_BHLC, window=window, scale=scale, sink_H=sink_H)
-    place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
+            return _in_chunks(q_BHLC, k_BKLC, v_BKLC, window=window, scale=scale, sink_H=sink_H)
+    places = range(q_BHLC.shape[2])
     documents = None if context.document_BS is None else (context.document_BS, context.document_BS)
-    mask = masked(place_L, place_L, documents, bias=bias, window=window, dtype=q_BHLC.dtype)
-    return attend(q_BHLC, k_BHLC, v_BHLC, mask=mask, scale=scale, sink_H=sink_H)
+    mask = masked(places, places, documents, bias=bias, window=window, like=q_BHLC)
+    return attend(q_BHLC, k_BKLC, v_BKLC, mask=mask, scale=scale, sink_H=sink_H)
 
 
 def attend(
     q_BHLC: Tensor,
-    k_BHSC: Tensor,
-    v_BHSC: Tensor,
+    k_BKSC: Tensor,
+    v_BKSC: Tensor,
     *,
     scale: float | None,
     sink_H: Tensor | None,
@@ -84,43 +74,53 @@ def attend(
     value 0, visible to all tokens. One more channel holds it, so any kernel can compute it.
     """
     if sink_H is None:
-        return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, is_causal=causal and mask is None, scale=scale)
+        return _fused(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=causal and mask is None, scale=scale)
     scale = q_BHLC.shape[3] ** -0.5 if scale is None else scale
     channel_BHL1 = (sink_H / scale).to(q_BHLC.dtype).view(-1, 1, 1).expand(*q_BHLC.shape[:3], 1)
-    q, v = torch.cat([q_BHLC, channel_BHL1], dim=3), F.pad(v_BHSC, (0, 1, 1, 0))
-    sink_key = F.pad(k_BHSC.new_ones(*k_BHSC.shape[:2], 1, 1), (k_BHSC.shape[3], 0))
-    k = torch.cat([sink_key, F.pad(k_BHSC, (0, 1))], dim=2)
+    q, v = torch.cat([q_BHLC, channel_BHL1], dim=3), F.pad(v_BKSC, (0, 1, 1, 0))
+    sink_key = F.pad(k_BKSC.new_ones(*k_BKSC.shape[:2], 1, 1), (k_BKSC.shape[3], 0))
+    k = torch.cat([sink_key, F.pad(k_BKSC, (0, 1))], dim=2)
     if mask is not None:
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     if mask is not None or not causal:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., : v_BHSC.shape[3]]
+        return _fused(q, k, v, mask=mask, causal=False, scale=scale)[..., : v_BKSC.shape[3]]
     q = F.pad(q, (0, 0, 1, 0))  # one more query, because the sink is one more key: then is_causal still hides later keys
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[:, :, 1:, : v_BHSC.shape[3]]
+    return _fused(q, k, v, mask=None, causal=True, scale=scale)[:, :, 1:, : v_BKSC.shape[3]]
+
+
+def _fused(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """Call torch's attention. If it has no fused kernel for grouped heads, keys and values are repeated in memory: on a GPU, with a mask or
+    in fp32, in which torch would compute all scores in separate steps.
+    """
+    grouped = k_BKSC.shape[1] != q_BHLC.shape[1]
+    if grouped and q_BHLC.is_cuda and (mask is not None or not flash_takes(q_BHLC)):
+        k_BKSC, v_BKSC, grouped = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1]), False
+    return F.scaled_dot_product_attention(q_BHLC, k_BKSC, v_BKSC, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def masked(
-    query_L: Tensor, key_S: Tensor, documents: tuple[Tensor, Tensor] | None, *, bias: Bias | None, window: int | None, dtype: torch.dtype
+    queries: range, keys: range, documents: tuple[Tensor, Tensor] | None, *, bias: Bias | None, window: int | None, like: Tensor
 ) -> Tensor:
-    """Return the causal mask [..., L, S] for queries and keys at these positions: values to add to the logits, or bool without a bias.
-    `documents`: the document of each query [B, L] and of each key [B, S]; None: one document.
+    """Return the causal mask [..., L, S] for queries and keys at these positions, on the device of `like`: values in its dtype to add to
+    the logits, or bool without a bias. `documents`: the document of each query [B, L] and of each key [B, S]; None: one document.
     """
+    query_L, key_S = (torch.arange(places.start, places.stop, device=like.device) for places in (queries, keys))
     distance_LS = query_L.unsqueeze(1) - key_S
     visible = distance_LS >= 0 if window is None else (distance_LS >= 0) & (distance_LS < window)
     if documents is not None:
         visible = visible & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1)).unsqueeze(1)
-    return visible if bias is None else bias.of(query_L, key_S).masked_fill(~visible, -math.inf).to(dtype)
+    return visible if bias is None else bias.of(queries, keys).masked_fill(~visible, -math.inf).to(like.dtype)
 
 
-def _in_chunks(q_BHLC: Tensor, k_BHLC: Tensor, v_BHLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
+def _in_chunks(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
     """Compute sliding-window attention in chunks of `window` queries. No token sees the padding of the last chunk."""
     length, heads = q_BHLC.shape[2], q_BHLC.shape[1]
-    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BHLC, v_BHLC))  # copies, because views would keep all of q, k and v
+    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BKLC, v_BKLC))  # copies, because views would keep all of q, k and v
     first_BHWC = attend(*first, scale=scale, sink_H=sink_H)
-    q, k, v = (F.pad(x, (0, 0, 0, -length % window)) for x in (q_BHLC, k_BHLC, v_BHLC))
+    q, k, v = (F.pad(x, (0, 0, 0, -length % window)) for x in (q_BHLC, k_BKLC, v_BKLC))
     queries = rearrange(q[:, :, window:], "b h (n w) c -> (b n) h w c", w=window)
     keys, values = (_with_previous_chunk(x, window) for x in (k, v))
-    place_W, place_S = torch.arange(window, 2 * window, device=q.device), torch.arange(2 * window, device=q.device)
-    mask = masked(place_W, place_S, None, bias=None, window=window, dtype=q.dtype)
+    mask = masked(range(window, 2 * window), range(2 * window), None, bias=None, window=window, like=q)
     rest = attend(queries, keys, values, mask=mask, scale=scale, sink_H=sink_H)
     rest_BHLC = rearrange(rest, "(b n) h w c -> b h (n w) c", b=len(q), h=heads)
     return torch.cat([first_BHWC, rest_BHLC], dim=2)[:, :, :length]
@@ -144,10 +144,9 @@ def open_core(
 ) -> Tensor:
     """Compute attention in which every token sees all keys: in an encoder, and (without bias) in cross attention."""
     assert sink_H is None
-    k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
-    place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
-    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # GPUs' fused kernels need it contiguous
-    return attend(q_BHLC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=scale, sink_H=None)
+    places = range(q_BHLC.shape[2])
+    mask = None if bias is None else bias.of(places, places).to(q_BHLC.dtype)
+    return attend(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=scale, sink_H=None)
 
 
 def repeated(x_BKLC: Tensor, heads: int) -> Tensor:

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from moe.nn.attention import RelativeBias, Sinks
 from moe.nn.context import Context
-from moe.nn.core import Bias, Core, softmax_core
+from moe.nn.core import Core, softmax_core
 from moe.nn.linear import Added, Linear, Norm
 from moe.nn.rotary import logit_factor, turned, turns_of
 from moe.recipe import sections
 from parallel.data.tiling import Slot, as_it_is
 from parallel.mesh.regions import in_region
+from parallel.numerics.position_bias import Bias
 
 # B batch, L length, D model, H heads, C channels of a head's query or key: N content and P rotary ones; V of a value, R of the latent
 

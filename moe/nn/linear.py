@@ -88,9 +88,11 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics in fp32 or wider. Keep x's dtype."""
-    wide, norm = sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
-    return norm(x.to(wide), gain_D.shape, gain_D.to(wide), eps=eps).to(x.dtype)
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics in fp32 or wider. Keep x's dtype. A GPU's fused kernel
+    computes 16-bit inputs in fp32 without a copy, if the gain has their dtype.
+    """
+    dtype, norm = x.dtype if x.is_cuda else sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
+    return norm(x.to(dtype), gain_D.shape, gain_D.to(dtype), eps=eps).to(x.dtype)
 
 
 class Norm(nn.Module):

@@ -12,14 +12,13 @@ from torch import Tensor
 from moe.data.token_shard import TokenShard, order_of
 from moe.model.transformer import Block, Transformer, moe_layers
 from moe.nn.context import Context
-from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.checks import needs_group
 from moe.router.slices import SequenceShards
 from parallel.mesh.mesh import Mesh
+from parallel.numerics.position_bias import Bias
 from parallel.sequence.method import Method
 from parallel.sequence.order import Order
-from parallel.sequence.softmax import Bias as Table
 from parallel.sequence.ulysses import Ulysses
 from parallel.tensor.grid import Turn
 
@@ -36,9 +35,9 @@ class Exchanging:
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
     ) -> Tensor:
-        table, name = None if bias is None else Table(bias.table_UH, bias.bucket), self.keep
+        name = self.keep
         once = None if name is None else (lambda attend: context.once(name, attend))
-        return self.method(q_BHLC, k_BKLC, v_BKLC, bias=table, sink_H=sink_H, document_BS=context.document_BS, once=once)
+        return self.method(q_BHLC, k_BKLC, v_BKLC, bias=bias, sink_H=sink_H, document_BS=context.document_BS, once=once)
 
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:

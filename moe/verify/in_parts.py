@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moe.model.transformer import Block, Transformer
-from moe.nn.core import Bias
 from moe.nn.linear import Linear
 from moe.nn.vocabulary import Product, Rows, TiledRows
 from moe.parallelize.plan import lay_out, plan_for
@@ -31,6 +30,7 @@ from moe.recipe.sections import Run, Sequence
 from moe.verify.cases import Case, attentions
 from parallel.mesh.layout import Box
 from parallel.mesh.mesh import Axis, Mesh
+from parallel.numerics.position_bias import Bias
 from parallel.numerics.precision import sum_dtype
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Known, Method, SavedTensors

@@ -165,7 +165,7 @@ class _Gpu(TorchFunctionMode):
                 return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
             if func is Tensor.to:
                 return _to(tensor, *args[1:], **kwargs)
-            if func is F.rms_norm:
+            if func is F.rms_norm and kwargs["weight"].dtype == tensor.dtype:  # otherwise torch runs separate operators
                 return _FusedRmsNorm.apply(tensor, kwargs["weight"])
             if func is F.silu:
                 return _FusedSilu.apply(tensor)
@@ -221,14 +221,21 @@ class _FusedSilu(torch.autograd.Function):
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Scaled dot-product attention that allocates like a GPU's kernel.
     If the mask needs a gradient (T5's bias) and mask and heads are aligned to 16 bytes, a GPU uses its memory-efficient kernel. In all
     other cases, the CPU's kernel allocates the same memory as the GPU's."""
     aligned = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
     if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not aligned:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     more = -attn_mask.shape[-1] % 16
     mask = F.pad(attn_mask, (0, more))[..., : attn_mask.shape[-1]] if more else attn_mask
     shape = *query.shape[:3], key.shape[2]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from parallel.mesh.mesh import Axis
+from parallel.numerics.position_bias import Bias
 from parallel.sequence.order import Order
-from parallel.sequence.softmax import Bias, Bucket, Gradients, Tokens
+from parallel.sequence.softmax import Gradients, Tokens
 
 # B batch, L tokens held here, S tokens of the whole sequence, H heads of queries, K heads of keys and values, C channels of a head
 
@@ -88,7 +89,7 @@ class _Apply(torch.autograd.Function):
         v: Tensor,
         table: Tensor | None,
         sink_H: Tensor | None,
-        bucket: Bucket | None,
+        bucket: Callable[[Tensor], Tensor] | None,
         document_BS: Tensor | None,
         method: Method,
         once: Once | None,

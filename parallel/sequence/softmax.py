@@ -7,31 +7,31 @@
 A block without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass needs no merge: given the
 final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
 
-On a CPU, torch's flash kernel computes blocks without documents, bias and window edge. Otherwise plain operations compute QUERIES
-queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources: Milakov and Gimelshein, arXiv 1805.02867
-(online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
+A fused kernel (parallel/numerics/fused_attention.py) computes blocks without documents, bias and window edge. Otherwise plain operations
+compute QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources: Milakov and Gimelshein, arXiv
+1805.02867 (online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from torch import Tensor
 
+from parallel.numerics.fused_attention import Fused, kernel_for
+from parallel.numerics.position_bias import Bias
 from parallel.numerics.precision import sum_dtype
 from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
 
-QUERIES = 512  # queries computed at a time without the flash kernel
-
-Bucket = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [L], of keys [S]) -> rows of the table, int64 [L, S]
+QUERIES = 512  # queries computed at a time without a fused kernel
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,13 @@ class Tokens:
         """Return the document number of each token, int64 [B, L]; None without documents."""
         return None if self.document_BS is None else self.document_BS[:, self.place_L]
 
+    def by_run(self) -> Iterator[tuple[slice, range]]:
+        """Yield (slice of the tokens, positions) of each run."""
+        start = 0
+        for run in self.runs:
+            yield slice(start, start + len(run)), run
+            start += len(run)
+
     def __getitem__(self, part: slice) -> Tokens:
         return replace(self, runs=cut(self.runs, part))
 
@@ -70,14 +77,6 @@ class Tokens:
     @property
     def _ends(self) -> tuple[int, int]:
         return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
-
-
-@dataclass(frozen=True)
-class Bias:
-    """A bias added to the scores: for each head, entry `bucket(query position, key position)` of its column of `table_UH`, fp32."""
-
-    table_UH: Tensor
-    bucket: Bucket
 
 
 class Partial(NamedTuple):
@@ -141,10 +140,9 @@ def attend(
     Pairs outside the window or of different documents, by `queries` and `keys`, are masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
+    if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:
+        return Partial(*fused.forward(q_BHLC, k_BKSC, v_BKSC, triangle))
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
-    if _flash(q_BHLC, queries, keys, bias):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLC, k_BHSC, v_BHSC, 0.0, triangle)
-        return Partial(*found)
     out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=sum_dtype(q_BHLC.dtype))
     for chunk in _query_chunks(q_BHLC.shape[2]):
         score = scores(q_BHLC[:, :, chunk], k_BHSC, queries=queries[chunk], keys=keys, bias=bias)
@@ -171,15 +169,10 @@ def attend_backward(
     """Return a block's gradients. `whole`: the merged result of all blocks of these queries, with out in q's dtype."""
     if queries.within(keys) == "none":
         return Gradients.zeros(q_BHLC, k_BKSC, v_BKSC, bias)
+    if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:
+        return Gradients(*fused.backward(grad_BHLC, q_BHLC, k_BKSC, v_BKSC, *whole, triangle), None)
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
     kv_heads = k_BKSC.shape[1]
-    if _flash(q_BHLC, queries, keys, bias):
-        # the kernel expects the memory layout of the forward kernel's lse
-        lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHLC, q_BHLC, k_BHSC, v_BHSC, whole.out_BHLC, lse_BHL, 0.0, triangle
-        )
-        return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), None)
     wide, scale = sum_dtype(q_BHLC.dtype), q_BHLC.shape[-1] ** -0.5
     delta_BHL = (grad_BHLC.to(wide) * whole.out_BHLC.to(wide)).sum(-1)
     dq = torch.empty_like(q_BHLC)
@@ -198,9 +191,9 @@ def attend_backward(
     return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), table)
 
 
-def _flash(q: Tensor, queries: Tokens, keys: Tokens, bias: Bias | None) -> bool:
-    """Return whether torch has a flash kernel for this block that also returns the log-sum-exp."""
-    return q.device.type == "cpu" and bias is None and queries.document_BS is None and queries.within(keys) == "all"
+def _fused(q: Tensor, queries: Tokens, keys: Tokens, bias: Bias | None) -> Fused | None:
+    """Return the fused kernel for this block; None if plain operations must compute it."""
+    return kernel_for(q) if bias is None and queries.document_BS is None and queries.within(keys) == "all" else None
 
 
 def _query_chunks(size: int) -> Iterator[slice]:
@@ -211,7 +204,8 @@ def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bia
     """Return scores [B, H, L, S], fp32 or wider, with -inf for pairs of different documents or outside the window."""
     score: Tensor = (q_BHLC @ k_BHSC.mT).to(sum_dtype(q_BHLC.dtype)) * q_BHLC.shape[-1] ** -0.5
     if bias is not None:
-        score += rearrange(bias.table_UH[bias.bucket(queries.place_L, keys.place_L)], "l s h -> h l s")
+        for rows, columns, query, key in _by_runs(queries, keys):
+            score[:, :, rows, columns] += bias.of(query, key)
     if queries.document_BL is not None:
         assert keys.document_BL is not None
         other_BLS = queries.document_BL.unsqueeze(2) != keys.document_BL.unsqueeze(1)
@@ -223,9 +217,15 @@ def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bia
 
 def table_gradient(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: Tokens) -> Tensor:
     """Return the gradient of the bias table, in its dtype, given the scores' gradient."""
-    row_N = bias.bucket(queries.place_L, keys.place_L).flatten()
-    of_pairs: Tensor = reduce(dscore_BHLS, "b h l s -> (l s) h", "sum").to(bias.table_UH.dtype)
-    return torch.zeros_like(bias.table_UH).index_add_(0, row_N, of_pairs)
+    table = torch.zeros_like(bias.table_UH)
+    for rows, columns, query, key in _by_runs(queries, keys):
+        table += bias.gradient(dscore_BHLS[:, :, rows, columns], query, key)
+    return table
+
+
+def _by_runs(queries: Tokens, keys: Tokens) -> Iterator[tuple[slice, slice, range, range]]:
+    """Yield the block's pairs of runs: (slice of the queries, of the keys, positions of these queries, of these keys)."""
+    return ((rows, columns, query, key) for rows, query in queries.by_run() for columns, key in keys.by_run())
 
 
 def repeated(x_BKSC: Tensor, heads: int) -> Tensor:

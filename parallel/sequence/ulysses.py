@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from einops import rearrange
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from parallel.mesh.collectives import all_to_all
 from parallel.mesh.mesh import Axis
-from parallel.sequence.softmax import Bias, repeated
+from parallel.numerics.position_bias import Bias
+from parallel.sequence.softmax import repeated
 
 # B batch, L tokens held here, S = N L tokens of the N ranks, H heads of queries, K heads of keys and values, C channels of a head
 
@@ -38,7 +39,7 @@ class Ulysses:
     ) -> Tensor:
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. options: for `inside`. Collective."""
         if bias is not None:
-            bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
+            bias = bias._replace(table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
         if sink_H is not None:
             sink_H = sink_H.chunk(self.axis.size)[self.axis.index]
         sent = (self._shareable(x) for x in (k_BKLC, v_BKLC))

@@ -93,7 +93,7 @@ def _first_heads_bias(real: Any) -> Any:
     def wrong(self: Any, *args: Any, bias: Any = None, **beside: Any) -> Any:
         if bias is not None:
             first_UH = bias.table_UH.chunk(self.axis.size, dim=1)[0]
-            bias = replace(bias, table_UH=first_UH.repeat(1, self.axis.size))
+            bias = bias._replace(table_UH=first_UH.repeat(1, self.axis.size))
         return real(self, *args, bias=bias, **beside)
 
     return wrong

@@ -202,7 +202,7 @@ def test_t5s_relative_position_buckets() -> None:
     want_LL = t5.T5Attention._relative_position_bucket(distance_LL, bidirectional=False, num_buckets=32, max_distance=128)
     bias = RelativeBias(num_heads=3)
     bias.weight.data.copy_(torch.arange(32.0).unsqueeze(1) + torch.tensor([0.0, 100.0, 200.0]))
-    got_HLL = bias().of(position_L, position_L)
+    got_HLL = bias().of(range(length), range(length))
     for head in range(3):
         assert torch.equal(got_HLL[head].long() - 100 * head, want_LL)
     assert want_LL.max() == 31 and got_HLL.dtype == torch.float32

@@ -51,7 +51,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
     first, second = _norm_outputs(n, index)
     parts["norm_outputs"] = c * n.width * (second * at.read + first * (at.read if n.latent is None else at.between))
-    parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
+    parts["attention"] = at.inside * (c * _attention(n, stack, c) + stack.lse * n.heads + _head_norms(n, stack, c))
     parts["attention"] += _latents(n, plan, stack, at)
     if plan.sp > 1:
         parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
@@ -60,7 +60,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
             parts["attention"] += c * bias_elements(n, plan, stack)
-        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets of all pairs; a causal mask has 1 byte
+        parts["attention"] += n.length**2 if n.sees == "past" else 0  # the causal mask has 1 byte
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):
@@ -89,7 +89,7 @@ def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
 def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     """Bytes that a layer's cross-attention keeps, without the encoder's output, which `ends_kept` counts once for all layers."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
-    inner, keys = n.heads * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
+    inner, keys = n.heads * n.channels, _key_heads(n, stack, c) * n.channels
     of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
     core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
@@ -130,20 +130,25 @@ def _mask(stack: Stack, itemsize: int) -> int:
     return 1 if stack.mask == "byte" else itemsize
 
 
-def _attention(n: Network, stack: Stack) -> float:
+def _key_heads(n: Network, stack: Stack, itemsize: int) -> int:
+    """Number of heads of the keys that the backward pass reads, without chunks of windows."""
+    return n.heads if stack.keys == "repeated" and (itemsize > 2 or n.buckets) else n.groups
+
+
+def _attention(n: Network, stack: Stack, itemsize: int) -> float:
     inner = n.heads * n.channels
     if n.latent is None:
-        keys = inner if stack.keys == "repeated" else n.groups * n.channels
+        keys, chunks = _key_heads(n, stack, itemsize) * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
         return (
             2 * inner
             + 2 * keys
-            + n.windows_in_runs * (inner + 2 * keys)
+            + n.windows_in_runs * (inner + 2 * chunks)
             + ((1 - n.windows_in_runs) * inner + 4 * n.heads if n.sinks else 0)
             + (inner + 2 * n.groups * n.channels if n.clipped else 0)
         )
     late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # all heads share the rotary key; each keeps a copy
     value = n.heads * late.value_size
-    if stack.keys == "repeated":  # the kernel's values and output are padded to the size of keys
+    if stack.padded:  # the kernel's values and output are padded to the size of keys
         return 4 * key + 3 * n.windows_in_runs * key + value
     return 2 * key + 2 * value
 
@@ -155,8 +160,9 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
     if late is None:
         return 0.0
     low = late.query_rank + late.key_rank
-    if stack.keys == "repeated":  # fp32 norms keep the whole output of the product before them, with the rotary key
-        before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + (c * late.rotary_size if c == 4 else 0)
+    if stack.padded:  # a norm that copies nothing keeps the whole output of the product before it, with the rotary key
+        whole = c * late.rotary_size if stack.norm <= c else 0
+        before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + whole
     else:
         before = c * (low + late.rotary_size)
     more = late.rotary_size + (0 if late.query_rank else n.width) if plan.tp > 1 and plan.tensor != "copied" else 0

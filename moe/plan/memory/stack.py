@@ -4,12 +4,12 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
 
     norm_inputs     2 norm D + 2 statistics      inputs of the two norms; RMSNorm keeps `rms` D more if its steps are separate kernels
     norm_outputs    2 c D                        inputs of the products after the norms
-    attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and log-sum-exp; with `repeated` keys k = w
+    attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and log-sum-exp; k = w with `repeated` keys
                     + over_ranks c w             with sequence parallelism, a transposed copy of attention's output
     core            (2 c + 1) heads L            with `scores`: softmax of all (query, key) pairs, dropout's mask and output; `fused`: none
                     c heads L                    Colossal-AI's ring: softmax of all pairs, in any software
     with T5's bias  if `biased` is `scores`: attention and core (12 + c) w + 4 heads L; otherwise as above, and c heads L^2 per
-                    micro-batch; in both cases 9 L^2 per micro-batch
+                    micro-batch; in both cases L^2 per micro-batch
     network         c (n - a) F                  n (`plain` or `gated`): number of kept tensors of the hidden size
     activation      c a F                        a (`activation_of`): number of these that are outputs of the activation
     masks           2 D                          dropout after attention and network; `always`: even if dropout is 0
@@ -42,7 +42,10 @@ class Stack:
     rms: int = 0
     statistics: int = 0
     lse: int = 4
-    keys: Literal["grouped", "repeated"] = "grouped"
+    keys: Literal["grouped", "repeated"] = (
+        "grouped"  # repeated: in fp32, with T5's bias and in chunks of windows, which flash does not take
+    )
+    padded: bool = False  # latent attention pads values and output to the size of keys
     core: Literal["fused", "scores"] = "fused"
     biased: Literal["fused", "scores"] = "fused"
     plain: int = 2
@@ -70,13 +73,13 @@ class Stack:
     over_ranks: int = 0
 
 
-# This project computes norms and losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.
+# This project computes losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.
 # logits_shared: the gradients of the log-sum-exp and of the target's logit are separate tensors if tp ranks share the vocabulary.
 OURS = Stack(
     "moe",
-    norm=4,
     statistics=4,
     keys="repeated",
+    padded=True,
     gated=4,
     mask="element",
     maps=0,
@@ -94,5 +97,6 @@ OURS = Stack(
     gradients="freed",
     over_ranks=1,
 )
-# On a CPU, torch computes RMSNorm in several kernels and also keeps x / rms(x) in fp32; a bias is only possible with written scores.
-OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4, biased="scores")
+# On a CPU, keys and values are not repeated, and norms read an fp32 copy; torch computes RMSNorm in several kernels and also keeps
+# x / rms(x); a bias is only possible with written scores.
+OURS_ON_CPU = replace(OURS, name="moe on a cpu", keys="grouped", norm=4, rms=4, biased="scores")

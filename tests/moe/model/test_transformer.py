@@ -239,7 +239,7 @@ def test_attention_equals_plain_loops(positions: str, kv_heads: int) -> None:
                 turn = (lambda x, position: rotate(x[None, None], position)[0, 0]) if positions == "rotary" else (lambda x, position: x)
                 query = turn(q[b, t : t + 1, h], at)[0]
                 keys = turn(k[b, : t + 1, kv], torch.arange(t + 1))
-                bias = attention.bias().of(at, torch.arange(t + 1))[h, 0] if attention.bias is not None else 0
+                bias = attention.bias().of(range(t, t + 1), range(t + 1))[h, 0] if attention.bias is not None else 0
                 share = (keys @ query / math.sqrt(c) + bias).softmax(0)
                 mixed[b, t, h] = share @ v[b, : t + 1, kv]
     torch.testing.assert_close(attention(x_BLD, Context.of(x_BLD[..., 0])), attention.out(mixed.flatten(2)), rtol=1e-5, atol=1e-5)

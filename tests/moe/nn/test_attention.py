@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moe.nn.attention import Attention
 from moe.nn.context import Context
-from moe.nn.core import Bias, repeated, softmax_core
+from moe.nn.core import attend, repeated, softmax_core
 from moe.recipe import sections
+from parallel.numerics.position_bias import Bias
 
 # B batch, L length, D model, H heads, K key-value heads, C channels of a head
 
@@ -77,7 +78,7 @@ class Whole:
             seen = torch.arange(place + 1)
             logits_BHS = torch.einsum("bhc,bhsc->bhs", q_BHLC[:, :, i], k_BHSC[:, :, seen]) / math.sqrt(C)
             if bias is not None:
-                logits_BHS = logits_BHS + bias.of(place_L[i : i + 1], seen)[:, 0]
+                logits_BHS = logits_BHS + bias.of(range(place, place + 1), range(place + 1))[:, 0]
             rows.append(torch.einsum("bhs,bhsc->bhc", logits_BHS.softmax(-1), v_BHSC[:, :, seen]))
         return torch.stack(rows, 2)
 
@@ -102,3 +103,38 @@ def test_attention_of_some_tokens_equals_their_rows_of_the_whole(positions: str,
         place_L = torch.tensor(places)
         context = replace(Context.of(x_BLD[:, places, 0]), place_L=place_L)
         torch.testing.assert_close(attention(x_BLD[:, places], context), want_BLD[:, places], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("window", "documents", "sinks"), [(None, False, False), (None, True, False), (3, False, True), (None, False, True)]
+)
+def test_grouped_heads_are_heads_with_repeated_keys_and_values(window: int | None, documents: bool, sinks: bool) -> None:
+    """Output and gradients, with a mask, in chunks of a window, and with sinks."""
+    q, k, v, grad, sink_H = (x.double() for x in (*(random(B, n, L, C, seed=n) for n in (6, 2, 3, 12)), random(6, seed=7)))
+    context = replace(Context.of(torch.zeros(B, L)), document_BS=random(B, L, seed=5).gt(1).cumsum(1) if documents else None)
+    settings = {"context": context, "bias": None, "window": window, "sink_H": sink_H if sinks else None}
+    found = []
+    for repeats in (1, 3):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v[:, :2])]
+        keys, values = (repeated(x, 2 * repeats) for x in leaves[1:])
+        out = softmax_core(leaves[0], keys, values, **settings)  # type: ignore[arg-type]
+        out.backward(grad[:, :6])
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gpu_repeats_keys_and_values_only_if_flash_attention_does_not_take_them() -> None:
+    from parallel.process.process import World
+    from parallel.rehearse.stage import rehearsal
+
+    def kernels(dtype: torch.dtype, mask: Tensor | None) -> int:
+        q, k = (torch.empty(B, heads, 8, 16, dtype=dtype, device="cuda:0") for heads in (4, 2))
+        pretended.work.begin()
+        attend(q, k, k, scale=None, sink_H=None, mask=mask)
+        return pretended.work.now.kernels
+
+    with rehearsal(World(0, 1, place="cuda")) as pretended:
+        mask = torch.ones(8, 8, dtype=torch.bool, device="cuda:0")
+        alone = kernels(torch.bfloat16, None)
+        assert alone < kernels(torch.float32, None) and alone < kernels(torch.bfloat16, mask)

@@ -128,6 +128,7 @@ T5 = {"positions": "t5", "num_layers": 2}
 PREDICTED: dict[str, dict[str, Any]] = {
     "relu, recomputed": {"model": {"ffn": "relu"}, "recompute": {"kind": "full"}},
     "gated, recomputed": {"model": {"ffn": "swiglu"}, "recompute": {"kind": "selective"}, "precision": {"compute": "fp32"}},
+    "grouped heads": {"model": {"num_kv_heads": 2, "qk_norm": "heads"}},
     "experts": ROWS_OF_8 | {"recompute": {"kind": "selective"}},
     "t5": {"model": T5, "pipeline": {"microbatches": 2}},
     "t5 in fp32": {"model": T5, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}},

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_run
+from moe.nn.linear import normed
 from moe.recipe.load import build_run
 from moe.rehearse.rehearse import Walked, walk
 from parallel.mesh.host import on_device, read_later
@@ -79,6 +80,19 @@ def test_the_norm_of_all_gradients_is_at_most_ten_kernels_and_equals_one_sum_for
         pretended.work.begin()
         squares(grads, families=families, device=GPU)
         assert pretended.work.now.kernels <= 10 and not pretended.work.now.waits
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_norm_of_16_bits_is_read_and_written_once_and_keeps_no_wider_copy(centred: bool) -> None:
+    with rehearsal(World(0, 1, place="cuda")) as pretended:
+        x = torch.empty(64, 1024, dtype=torch.bfloat16, device=GPU, requires_grad=True)
+        gain = torch.ones(1024, device=GPU, requires_grad=True)
+        pretended.work.begin()
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+            normed(x, gain, centred=centred, eps=1e-6)
+        assert pretended.work.now.moved_bytes <= 2 * x.nbytes + 8 * 1024 + 8 * 64
+        assert sum(t.nbytes for t in kept) <= x.nbytes + 2 * 1024 + 2 * 4 * 64
 
 
 # dispatch section, ep, capacity factor, waits of a layer

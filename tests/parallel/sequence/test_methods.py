@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh.mesh import Axis, Degrees
+from parallel.numerics.position_bias import Bias
 from parallel.numerics.recompute import Replay
 from parallel.process import process
 from parallel.process.process import World
@@ -24,7 +25,7 @@ from parallel.sequence.kinds import SEQUENCES, Attention
 from parallel.sequence.method import Known, Method
 from parallel.sequence.order import ORDERS, Order
 from parallel.sequence.ring import Ring
-from parallel.sequence.softmax import Bias, Tokens
+from parallel.sequence.softmax import Tokens
 from parallel.sequence.ulysses import Ulysses
 from tests.support.ranks import run_on_ranks
 
@@ -43,8 +44,8 @@ GIVEN += [(False, False, False, 5), (False, False, True, EACH + 3), (True, True,
 CASES = [(name, *given) for name in METHODS for given in GIVEN]
 
 
-def bucket(query_L: Tensor, key_S: Tensor) -> Tensor:
-    return (query_L.unsqueeze(1) - key_S).clamp(0, 6)
+def bucket(distance: Tensor) -> Tensor:
+    return distance.clamp(0, 6)
 
 
 @cache
@@ -67,7 +68,7 @@ def plain(size: int, biased: bool, documents: bool, sinks: bool, window: int | N
     leaf = {name: g[name].clone().requires_grad_() for name in ("q", "k", "v", "table", "sinks")}
     k, v = (leaf[name].repeat_interleave(H // K, dim=1) for name in "kv")
     score, place = leaf["q"] @ k.mT / C**0.5, torch.arange(size * EACH)
-    score = score + leaf["table"][bucket(place, place)].permute(2, 0, 1) * biased
+    score = score + leaf["table"][bucket(place.unsqueeze(1) - place)].permute(2, 0, 1) * biased
     unseen = (place > place.unsqueeze(1)).expand(B, -1, -1)
     if documents:
         unseen = unseen | (g["documents"].unsqueeze(1) != g["documents"].unsqueeze(2))

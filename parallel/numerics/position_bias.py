@@ -1,0 +1,46 @@
+"""A bias of attention's logits that depends on the distance of query and key (T5, arXiv 1910.10683).
+
+    distance   key 3  key 4  key 5
+    query 4       1      0     -1        The 2 x 3 pairs have 4 distances: the table is read once for each, and pairs of a diagonal share
+    query 5       2      1      0        the value. In the backward pass diagonals are summed first, then the sums of a table's row.
+
+If each pair read the table, a GPU would add L x S gradients to a few rows one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+# B batch, L queries, S keys, N = L + S - 1 distances, H heads, U rows of the table
+
+
+class Bias(NamedTuple):
+    """The bias of a query and a key: for each head, its column of `table_UH`, fp32, at row `bucket(distance)`, for int64 distances query -
+    key. Positions are ranges with the same step.
+    """
+
+    table_UH: Tensor
+    bucket: Callable[[Tensor], Tensor]
+
+    def of(self, queries: range, keys: range) -> Tensor:
+        """Return the bias of all pairs: [H, L, S], contiguous."""
+        return self.table_UH[self._rows(queries, keys)].t().contiguous().unfold(1, len(keys), 1).flip(2).contiguous()
+
+    def gradient(self, grad_BHLS: Tensor, queries: range, keys: range) -> Tensor:
+        """Return the gradient of the table, in its dtype, given the logits' gradient."""
+        grad_HLS = reduce(grad_BHLS, "b h l s -> h l s", "sum").to(self.table_UH.dtype)
+        row_N, heads = self._rows(queries, keys), len(grad_HLS)
+        sum_HN = torch.ops.aten.unfold_backward(grad_HLS.flip(2), [heads, len(row_N)], 1, len(keys), 1)
+        return torch.zeros_like(self.table_UH).index_add_(0, row_N, sum_HN.t())
+
+    def _rows(self, queries: range, keys: range) -> Tensor:
+        """Return the table's row for each distance, ascending from that of the first query and the last key: int64 [N]."""
+        assert queries.step == keys.step or 1 in (len(queries), len(keys)), "diagonals of unequal distances"
+        step = queries.step if len(queries) > 1 else keys.step
+        first = queries[0] - keys[-1]
+        return self.bucket(torch.arange(len(queries) + len(keys) - 1, device=self.table_UH.device) * step + first)
