@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from moe import load, train
+from moe.calibrate.own_runs import shares
 from moe.cli import hash_table
 from moe.cli.verbs import HashTable
 from moe.records.results import write_json
@@ -46,12 +47,6 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 RANKS = (2, 4, 8)
-
-
-def shares(load_E: list[float], ranks: int) -> list[float]:
-    """Return each rank's rows over the mean of the ranks, which hold equal numbers of consecutive experts."""
-    each = len(load_E) // ranks
-    return [sum(load_E[rank * each : (rank + 1) * each]) * ranks / sum(load_E) for rank in range(ranks)]
 
 
 def of_step(loads: list[list[float]], ranks: int) -> tuple[float, float]:
