@@ -86,11 +86,6 @@ def _fullest(plan: Plan, stack: Stack, ranks: Sequence[RankMoments]) -> Sequence
     return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
 
 
-def fits(needed: Memory, capacity: float) -> bool:
-    """Return whether a device with `capacity` bytes has room for the tensors, the allocator's blocks and CUDA's context."""
-    return needed.used <= capacity
-
-
 def _memory(plan: Plan, stack: Stack, rank: RankMoments) -> Memory:
     """Return the peak memory of a rank whose states are sharded by the plan."""
     states, host = _states(plan, rank.held)
