@@ -24,6 +24,7 @@ from parallel.sequence import kinds as sequences
 from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
+LARGEST_EP = 8  # largest ep for which rows of the busiest rank were measured (docs/benchmarks/busiest.json)
 Recomputed = Literal["none", "selective", "full"]
 
 
@@ -63,17 +64,22 @@ class Experts:
     free: int = 0  # number of experts that compute nothing
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
-    busiest: float = 1.0  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it
+    busiest: float | None = None  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it; None: by `excess`
+    excess: float = 0.0  # what each rank of ep after the first adds to `busiest`
 
     @property
     def mean_rows(self) -> float:
         """Computed rows / choices of all tokens, as a mean over ranks."""
         return 1.0 if self.rows is None else self.rows
 
+    def unlimited(self, ep: int) -> float:
+        """Return `busiest` or, by `excess`, its value for `ep` ranks. Beyond LARGEST_EP, no growth is assumed."""
+        return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
+
     def share(self, ep: int) -> float:
         """Computed rows of the busiest of `ep` ranks / mean over ranks. Capacities limit it; without them, all tokens do."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
-        return max(1.0, min(self.busiest, ep, limit))
+        return max(1.0, min(self.unlimited(ep), ep, limit))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from moe.plan.job.counts import Elements
@@ -64,33 +65,31 @@ class Memory:
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes. Ranks that differ only on
     other axes need the same."""
-    return tuple(_memory(plan, stack, rank) for rank in ranks_of(network, plan, stack, "all"))
+    return tuple(_memory(plan, rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Return the memory of the pipeline rank that needs most."""
-    ranks = _fullest(plan, stack, ranks_of(network, plan, stack, "fullest"))
-    return max([_memory(plan, stack, rank) for rank in ranks], key=lambda m: m.allocated)
+    ranks = [(rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "fullest")]
+    return max([_memory(plan, rank, full) for rank, full in _fullest(plan, ranks)], key=lambda m: m.allocated)
 
 
-def _fullest(plan: Plan, stack: Stack, ranks: Sequence[RankMoments]) -> Sequence[RankMoments]:
-    """Return the rank that needs most memory; if several need the same, return all of them."""
+def _fullest(plan: Plan, ranks: Sequence[tuple[RankMoments, _Full]]) -> Sequence[tuple[RankMoments, _Full]]:
+    """Return the rank that needs most memory, with its fullest moment; if several need the same, return all of them."""
     if len(ranks) == 1:
         return ranks
     dense, expert = (_states(plan, one)[0].total for one in (Elements(1.0, 0.0), Elements(0.0, 1.0)))
     older, sizes = plan.storage.parameters, []
-    for of in ranks:
+    for of, full in ranks:
         states = dense * of.held.dense + expert * of.held.expert + (of.versions - 1) * older * of.held.total
-        sizes.append(states + _fullest_moment(plan, stack, of).total)
+        sizes.append(states + full.total)
     least = max(sizes) * (1 - ROUNDED)
     return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
 
 
-def _memory(plan: Plan, stack: Stack, rank: RankMoments) -> Memory:
-    """Return the peak memory of a rank whose states are sharded by the plan."""
-    states, host = _states(plan, rank.held)
-    full = _fullest_moment(plan, stack, rank)
-    at = full.moment
+def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
+    """Return the peak memory of a rank whose states are sharded by the plan. full: the rank's fullest moment."""
+    (states, host), at = _states(plan, rank.held), full.moment
     sizes = (
         *(states.parameters, states.gradients - full.missing, states.optimizer),
         (rank.versions - 1) * rank.held.total * plan.storage.parameters,
@@ -122,16 +121,16 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
         one = rank.moments[0]
         return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one), _bucket(plan, stack, one.at))
     head = plan.storage.gradients if plan.stage < 3 or differs_by_moment(plan, stack) else 0.0
-    dense = expert = 0.0  # bytes of the gradient of one parameter, outside and inside of experts
-    if any(one.to_come is not NOTHING for one in rank.moments):
-        dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
+    dense, expert = _freed_gradients(plan)
+    bucket_at_loss, bucket = _bucket(plan, stack, "loss"), _bucket(plan, stack, "work")
+    shards = plan.stage == 3
     found = [
         _Full(
             one,
-            dense * one.to_come.trained.dense + expert * one.to_come.trained.expert,
+            0.0 if one.to_come is NOTHING else dense * one.to_come.trained.dense + expert * one.to_come.trained.expert,
             head * one.waiting,
-            _gathered(plan, stack, rank, one),
-            _bucket(plan, stack, one.at),
+            _gathered(plan, stack, rank, one) if shards else 0.0,
+            bucket_at_loss if one.at == "loss" else bucket,
         )
         for one in rank.moments
     ]
@@ -167,6 +166,13 @@ def _freed(plan: Plan) -> tuple[Elements, Elements]:
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
     return Elements(0.0 if stays else 1.0), Elements(expert=0.0 if stays and experts_too else 1.0)
+
+
+@lru_cache(maxsize=8)
+def _freed_gradients(plan: Plan) -> tuple[float, float]:
+    """Return the bytes of the gradient of one (dense parameter, expert parameter) if it is freed between steps, else 0."""
+    dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
+    return dense, expert
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
