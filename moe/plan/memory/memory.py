@@ -119,17 +119,19 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
     """Return the moment of the step at which the rank needs most memory."""
     if stack.gradients == "kept":
         one = rank.moments[0]
-        return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one), _bucket(plan, stack, one.at))
-    head = plan.storage.gradients if plan.stage < 3 or differs_by_moment(plan, stack) else 0.0
+        return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one.at), _bucket(plan, stack, one.at))
+    differs = differs_by_moment(plan, stack)
+    head = plan.storage.gradients if plan.stage < 3 or differs else 0.0
     dense, expert = _freed_gradients(plan)
     bucket_at_loss, bucket = _bucket(plan, stack, "loss"), _bucket(plan, stack, "work")
-    shards = plan.stage == 3
+    kinds = () if plan.stage < 3 or differs else {one.at for one in rank.moments}
+    whole = {at: _gathered(plan, stack, rank, at) for at in kinds}
     found = [
         _Full(
             one,
             0.0 if one.to_come is NOTHING else dense * one.to_come.trained.dense + expert * one.to_come.trained.expert,
             head * one.waiting,
-            _gathered(plan, stack, rank, one) if shards else 0.0,
+            one.gathered if differs else whole.get(one.at, 0.0),
             bucket_at_loss if one.at == "loss" else bucket,
         )
         for one in rank.moments
@@ -147,15 +149,13 @@ def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
-def _gathered(plan: Plan, stack: Stack, rank: RankMoments, moment: Moment) -> float:
-    """Bytes of gathered weights and unreduced gradients at this moment; 0 without ZeRO stage 3."""
+def _gathered(plan: Plan, stack: Stack, rank: RankMoments, at: At) -> float:
+    """Bytes of gathered weights and unreduced gradients at all moments of this kind; 0 without ZeRO stage 3."""
     if plan.stage < 3 or plan.copies == 1:
         return 0.0
-    if differs_by_moment(plan, stack):
-        return moment.gathered
     if stack.gathers == "moments":
         largest = max(rank.gathered, key=lambda of: of.total, default=NOTHING)
-        return gathered(plan, stack, moment.at, Unit(next=largest), held=rank.held, table=rank.table)
+        return gathered(plan, stack, at, Unit(next=largest), held=rank.held, table=rank.table)
     return at_any_moment(plan, stack, held=rank.held.total, table=rank.table, units=[of.total for of in rank.gathered])
 
 
