@@ -242,9 +242,12 @@ def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> 
         yield f"fitted: {name} {one.value(given):.4g} -> {one.value(made):.4g} (to about {deviation:.0%}){also}"
     if found.untold:
         yield f"not fitted, because these steps do not tell it: {', '.join(found.untold)}"
-    yield f"mean error: {off(given, steps):.1%} before, {off(made, steps):.1%} fitted" + (
-        f", {left_out(given, steps):.1%} for each run by the others" if len(steps) > 1 else ""
+    before, by_others = off(given, steps), left_out(given, steps) if len(steps) > 1 else 0.0
+    yield f"mean error: {before:.1%} before, {off(made, steps):.1%} fitted" + (
+        f", {by_others:.1%} of each run by the others" if by_others else ""
     )
+    if by_others > before:
+        yield "these runs do not improve the prediction of one another: use the cluster as it was"
 
 
 def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:

@@ -24,7 +24,7 @@ from parallel.sequence import kinds as sequences
 from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
-LARGEST_EP = 8  # largest ep for which rows of the busiest rank were measured (docs/benchmarks/busiest.json)
+LARGEST_EP = 8  # up to here, rows of the busiest rank grow with ep by default (docs/use/plan.md)
 Recomputed = Literal["none", "selective", "full"]
 
 

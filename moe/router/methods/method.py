@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # T tokens, E experts, K choices, V token ids
 
 # What each rank of ep after the first adds to the rows of the busiest rank over the mean, of a router with a balance loss or selection
-# bias, and of others. Fitted to docs/benchmarks/busiest.json (`python -m tests.measured busiest`): 8 and 16 experts, ep 2, 4, 8.
+# bias, and of others. Fitted to docs/benchmarks/busiest.json (`python -m tests.measured busiest`): 8 to 32 experts, ep 2, 4, 8.
 BALANCED, UNBALANCED = 0.1, 0.27
 
 

@@ -13,7 +13,7 @@ import pytest
 from moe.checks.together import check_run
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.choose.predicted import Place, predict
-from moe.plan.job.network import Experts, Network, Plan
+from moe.plan.job.network import LARGEST_EP, Experts, Network, Plan
 from moe.plan.job.of_recipe import network_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import memory, peak
@@ -87,7 +87,7 @@ def test_the_default_is_of_the_routers_balance() -> None:
 def test_the_default_follows_ep_as_measured() -> None:
     rows = json.loads((Path(__file__).resolve().parents[4] / "docs/benchmarks/busiest.json").read_text())["rows"]
     errors = []
-    for row in (row for row in rows if row["case"] not in ("expert choice", "hash, table")):  # its table is not kept
+    for row in (row for row in rows if row["ep"] <= LARGEST_EP and row["case"] not in ("expert choice", "hash, table")):
         experts = network_of(load(row["recipe"], row["changes"])[0]).experts
         assert experts is not None
         errors.append(abs(experts.unlimited(row["ep"]) / row["later_step_median"] - 1))
