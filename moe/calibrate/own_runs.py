@@ -273,8 +273,9 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
 
 def _busiest(path: Path, run: Run) -> float:
     """Return the rows of the busiest rank of ep over the mean: the median of all layers in all steps. 1 if ep is 1."""
+    ep = run.mesh_degrees().ep
     loads = [layer.get("load") or [] for line in read(path) for layer in line.get("moe") or ()]
-    found = [max(shares(load, run.degrees.ep)) for load in loads if sum(load) > 0 and run.degrees.ep > 1]
+    found = [max(shares(load, ep)) for load in loads if sum(load) > 0 and ep > 1]
     return statistics.median(found) if found else 1.0
 
 
