@@ -185,8 +185,6 @@ def _least_squares(cluster: Cluster, steps: Sequence[Step], names: Sequence[str]
     import numpy as np
     from scipy.optimize import least_squares
 
-    if not names:
-        return cluster, NOISE
     x, noise, made = np.zeros(len(names)), NOISE, cluster
     bounds = [-MOST] * len(names), [CONSTANTS[name].largest(cluster) for name in names]
 
@@ -198,7 +196,7 @@ def _least_squares(cluster: Cluster, steps: Sequence[Step], names: Sequence[str]
         return np.concatenate([np.stack([_slopes(there, steps, name) for name in names], 1) / noise, np.eye(len(names)) / PRIOR])
 
     for _ in range(2):  # first with NOISE, then with the noise that the first fit leaves
-        x = least_squares(errors, x, jac=slopes, bounds=bounds, xtol=1e-4).x
+        x = least_squares(errors, x, jac=slopes, bounds=bounds, xtol=1e-4).x if names else x
         made = _scaled(cluster, names, x)
         noise = max(NOISE, math.sqrt(float(np.sum(_errors(made, steps) ** 2)) / max(1, len(steps) - len(names))))
     return made, noise

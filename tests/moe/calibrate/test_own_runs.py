@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,13 @@ def test_constants_that_the_steps_do_not_tell_stay() -> None:
     assert fitted(GIVEN, []).cluster == GIVEN
 
 
+def test_steps_that_no_constants_explain_tell_nothing() -> None:
+    """Steps of other devices, 200 times as slow: every factor is at most 4."""
+    others = [replace(step, seconds=200 * step.seconds) for step in steps({}, dp=(1,))]
+    found = fitted(GIVEN, others)
+    assert found.cluster == GIVEN and not found.told and set(found.untold) == set(CONSTANTS)
+
+
 def test_steps_that_were_left_out_are_predicted_better() -> None:
     known = steps(LAW, noise=0.03)
     for at in range(3):  # each run is left out once
@@ -74,7 +82,7 @@ def finished(folder: Path, name: str, recipe: str, ranks: int, seconds: float, *
     """Write what the calibration reads of a finished run."""
     values = load(recipe, {"degrees.ep": str(ranks)})[0].model_dump(mode="json")
     about = {"recipe_values": values, "world": ranks, "hardware": "a GPU", "predicted": {"measured_step_seconds": seconds}}
-    (folder / name).mkdir(parents=True)
+    (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / name / "summary.json").write_text(json.dumps(about | summary))
     (folder / name / "metrics.jsonl").write_text(
         json.dumps({"step": 1, "moe": [{"layer": 1, "load": [0.5, 0.1, 0.1, 0.05, 0.1, 0.05, 0.05, 0.05]}]}) + "\n"
@@ -82,12 +90,16 @@ def finished(folder: Path, name: str, recipe: str, ranks: int, seconds: float, *
 
 
 def test_runs_of_a_folder_become_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    finished(tmp_path / "runs", "small", "dense_tiny", 1, 0.5)
-    finished(tmp_path / "runs", "experts", "switch_tiny", 2, 0.4)
+    """Runs on devices whose launches take twice as long as in the cluster file."""
+    for name, recipe, ranks in (("small", "dense_tiny", 1), ("experts", "switch_tiny", 2)):
+        finished(tmp_path / "runs", name, recipe, ranks, 1.0)
+        (step,) = measured(tmp_path / "runs" / name, GIVEN)
+        there = true_cluster({"program.launch_us": 2.0}).holding(ranks)
+        finished(tmp_path / "runs", name, recipe, ranks, step_time(step.network, step.plan, there).step)
     out = tmp_path / "mine.yaml"
     assert main(["plan", "--calibrate", "--runs", str(tmp_path / "runs"), "--cluster", "h100-8", "--out", str(out)]) == 0
     said, made = capsys.readouterr().out, load_cluster(str(out))
-    assert made.program["launch_us"] > 20 and "fitted: program.launch_us 20 -> " in said and "between.share" in said
+    assert made.program["launch_us"] == pytest.approx(40, rel=0.05) and "fitted: program.launch_us 20 -> " in said
     assert any("program.launch_us: instead, fitted to steps of 2 runs (experts, small)" in source for source in made.sources)
     (experts, _) = measured(tmp_path / "runs", GIVEN)
     assert experts.network.experts is not None and experts.network.experts.busiest == 1.5
