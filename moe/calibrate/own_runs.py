@@ -185,7 +185,8 @@ def _least_squares(cluster: Cluster, steps: Sequence[Step], names: Sequence[str]
     import numpy as np
     from scipy.optimize import least_squares
 
-    x, noise, made = np.zeros(len(names)), NOISE, cluster
+    x: Any = np.zeros(len(names))
+    noise, made = NOISE, cluster
     bounds = [-MOST] * len(names), [CONSTANTS[name].largest(cluster) for name in names]
 
     def errors(x: Any) -> Any:

@@ -78,7 +78,7 @@ def _fullest(plan: Plan, ranks: Sequence[tuple[RankMoments, _Full]]) -> Sequence
     """Return the rank that needs most memory, with its fullest moment; if several need the same, return all of them."""
     if len(ranks) == 1:
         return ranks
-    dense, expert = (_states(plan, one)[0].total for one in (Elements(1.0, 0.0), Elements(0.0, 1.0)))
+    dense, expert = (of.total for of in _of_parameter(plan))
     older, sizes = plan.storage.parameters, []
     for of, full in ranks:
         states = dense * of.held.dense + expert * of.held.expert + (of.versions - 1) * older * of.held.total
@@ -122,7 +122,7 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
         return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one.at), _bucket(plan, stack, one.at))
     differs = differs_by_moment(plan, stack)
     head = plan.storage.gradients if plan.stage < 3 or differs else 0.0
-    dense, expert = _freed_gradients(plan)
+    dense, expert = (of.gradients * freed for of, freed in zip(_of_parameter(plan), _freed(plan), strict=True))
     bucket_at_loss, bucket = _bucket(plan, stack, "loss"), _bucket(plan, stack, "work")
     kinds = () if plan.stage < 3 or differs else {one.at for one in rank.moments}
     whole = {at: _gathered(plan, stack, rank, at) for at in kinds}
@@ -144,7 +144,7 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
     """Return the moment in the second step at which DDP rebuilds its buckets, so that gradients exist twice. With more than two ranks, it
     does so before the optimizer has states (parallel/data/ddp.py), and this moment is no peak."""
-    of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1].expert))[0].gradients
+    of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1]))[0].gradients
     empty = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
@@ -159,20 +159,19 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments, at: At) -> float:
     return at_any_moment(plan, stack, held=rank.held.total, table=rank.table, units=[of.total for of in rank.gathered])
 
 
-def _freed(plan: Plan) -> tuple[Elements, Elements]:
-    """Return (Elements of one dense parameter, Elements of one expert parameter), empty if its gradient is not freed between steps. DDP's
-    buckets keep the gradients that all its ranks sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
+def _freed(plan: Plan) -> tuple[bool, bool]:
+    """Return whether gradients of (dense, experts') parameters are freed between steps. DDP's buckets keep the gradients that all its ranks
+    sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
     kept = plan.kind.gradients
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
-    return Elements(0.0 if stays else 1.0), Elements(expert=0.0 if stays and experts_too else 1.0)
+    return not stays, not (stays and experts_too)
 
 
 @lru_cache(maxsize=8)
-def _freed_gradients(plan: Plan) -> tuple[float, float]:
-    """Return the bytes of the gradient of one (dense parameter, expert parameter) if it is freed between steps, else 0."""
-    dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
-    return dense, expert
+def _of_parameter(plan: Plan) -> tuple[States, States]:
+    """Return the bytes of the states of one parameter outside of experts, and of one inside."""
+    return _states(plan, Elements(1.0))[0], _states(plan, Elements(expert=1.0))[0]
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
