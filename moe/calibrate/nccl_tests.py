@@ -3,13 +3,14 @@
 A table has a line for each size: bytes, count, type, redop, root, then time (microseconds), algbw, busbw and #wrong, out of place and in
 place. `# Rank` lines name each rank's host. Times out of place count. Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 
-On one node the times become `inside.times`. On several, least squares of relative errors give an all-gather's
-seconds = latency + bytes / bandwidth, and from them `between.share` and `between.latency_us`. An all-gather and a reduce-scatter have one
-time in a cluster, so the slower counts if both were measured.
+On one node the times become `inside.times`. On several, least squares of relative errors give seconds = latency + bytes / bandwidth, and
+from them an all-gather's `between.share` and `latency_us`, then an all-to-all's `exchange_share` and an all-reduce's `tree_us`. An
+all-gather and a reduce-scatter have one time in a cluster, so the slower counts if both were measured.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from moe.launch import exit_codes
-from moe.plan.machine.cluster import Cluster, load_cluster, mapping_of
+from moe.plan.machine.cluster import Between, Cluster, load_cluster, mapping_of
 from parallel.errors import BadInput
 from parallel.store.files import check_writable, read_text, write_text
 
@@ -104,9 +105,9 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with these times. Raises BadInput for times of several nodes that are not of an all-gather or reduce-scatter, or
-    that the cluster's devices and adapters cannot have."""
-    here, between = found.ranks // found.nodes, cluster.between
+    """Return the cluster with these times. Raises BadInput for messages between several nodes, and for times that the cluster's devices and
+    adapters cannot have."""
+    here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
         raise BadInput(found.what, got=got, needed=needed, fix="name the cluster whose nodes these are by --cluster")
@@ -116,24 +117,55 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
         source = f"inside.times.{found.kind} of {ranks} ranks: instead, NCCL-tests, {found.what}"
         inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
         return replace(cluster, inside=inside, sources=(*cluster.sources, source))
-    if found.kind != "all_gather":
-        needed = "all_gather_perf or reduce_scatter_perf between nodes"
+    if found.kind not in BETWEEN:
+        needed = "all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf between nodes"
         raise BadInput(found.what, got=f"{found.nodes} nodes", needed=needed, fix="move it to another folder")
-    latency, rate = found.law()
-    bus, most = (found.ranks - 1) / found.ranks * rate / 1000, min(between.node_gb_s, here * between.device_gb_s)  # GB/s
-    if bus > most:
-        needed = f"at most {most:.4g} GB/s, the cluster's adapters"
-        raise BadInput(
-            found.what, got=f"a fitted {bus:.4g} GB/s", needed=needed, fix="mend between.node_gb_s and device_gb_s in a cluster file"
-        )
-    within = cluster.inside.latency_us + found.nodes * (here - 1) * cluster.inside.hop_us
-    source = f"between.share, between.latency_us: instead, NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
-    if latency < within:
-        source += f"; no latency is left for between: {latency:.3g} us fitted, {within:.3g} us by inside.latency_us and hop_us"
-    if here > 1 and bus > cluster.inside.bus(here):
-        source += f"; inside.bus_gb_s stays the limit: {bus:.4g} GB/s fitted, {cluster.inside.bus(here):.4g} inside a node"
-    between = replace(between, share=bus / most, latency_us=max(0.0, latency - within) / found.nodes)
+    between, source = BETWEEN[found.kind](cluster, found, here)
+    source += f", NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
     return replace(cluster, between=between, sources=(*cluster.sources, source))
+
+
+def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
+    """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the start of their source."""
+    latency, rate = found.law()
+    between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # GB/s
+    most = min(between.node_gb_s, here * between.device_gb_s)
+    _check_rate(found, bus, most)
+    within = cluster.inside.latency_us + found.nodes * (here - 1) * cluster.inside.hop_us
+    source = "between.share, between.latency_us: instead"
+    if latency < within:
+        source += f" (no latency is left for between: {latency:.3g} us fitted, {within:.3g} us by inside.latency_us and hop_us)"
+    if here > 1 and bus > cluster.inside.bus(here):
+        source += f" (inside.bus_gb_s stays the limit: {bus:.4g} GB/s fitted, {cluster.inside.bus(here):.4g} inside a node)"
+    return replace(between, share=bus / most, latency_us=max(0.0, latency - within) / found.nodes), source
+
+
+def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
+    """Return `between` with exchange_share, by the bytes that a rank sends to other nodes, and the start of its source."""
+    between = cluster.between
+    sent = (found.ranks - here) / found.ranks * found.law()[1] / 1000  # GB/s
+    most = min(between.node_gb_s / here, between.device_gb_s)
+    _check_rate(found, sent, most)
+    return replace(between, exchange_share=sent / (most * between.share)), "between.exchange_share: instead"
+
+
+def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
+    """Return `between` with tree_us, by an all-reduce's latency, and the start of its source. A cluster has one bandwidth for sums and
+    gathers, so this one is only stated."""
+    latency, rate = found.law()
+    depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
+    tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
+    return replace(cluster.between, tree_us=tree_us), f"between.tree_us: instead (2 bytes / {2 * rate / 1000:.4g} GB/s is not taken)"
+
+
+BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}  # in the order in which they are taken
+
+
+def _check_rate(found: Measured, rate: float, most: float) -> None:
+    """Refuse a fitted rate in GB/s that is higher than the adapters' `most`. Raises BadInput."""
+    if rate > most:
+        needed, fix = f"at most {most:.4g} GB/s, the cluster's adapters", "mend between.node_gb_s and device_gb_s in a cluster file"
+        raise BadInput(found.what, got=f"a fitted {rate:.4g} GB/s", needed=needed, fix=fix)
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
@@ -165,6 +197,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     if len(several) > 1:
         got = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several)
         raise BadInput("--nccl", got=got, needed="one number of ranks and nodes above one", fix="move the others to another folder")
-    for one in found.values():
+    order = [*BETWEEN, "send"]
+    for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)
     return cluster

@@ -199,11 +199,11 @@ def _busiest(made: Planned) -> list[str]:
     experts, ep = made.network.experts, made.found.ranked[0].plan.ep
     if experts is None or ep == 1:
         return []
-    share = experts.share(ep)
-    source = "by the router's balance" if made.runs[0].dispatch.busiest is None else "by dispatch.busiest"
-    if share < experts.busiest:
+    share, unlimited = experts.share(ep), experts.unlimited(ep)
+    source = "by the router and ep" if made.runs[0].dispatch.busiest is None else "by dispatch.busiest"
+    if share < unlimited:
         full = experts.slots is not None and share < ep
-        source = f"{experts.busiest:.3g} {source}, limited by {'capacity' if full else 'the number of tokens'}"
+        source = f"{unlimited:.3g} {source}, limited by {'capacity' if full else 'the number of tokens'}"
     return [f"rows of the busiest rank of ep {ep}: {share:.3g} times the mean ({source})"]
 
 

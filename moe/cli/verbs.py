@@ -133,6 +133,7 @@ class Plan:
     calibrate: bool = _flag("measure this machine instead, and write a cluster file: --out F.yaml, or the user's machine.yaml", False)
     nproc: int | None = _flag("with --calibrate: measure collectives of up to N processes, by default the number of cores")
     nccl: Path | None = _flag("with --calibrate: measure nothing, and put NCCL-tests' outputs in this folder into --cluster")
+    runs: Path | None = _flag("with --calibrate: measure nothing, and fit --cluster to the steps of the finished runs in this folder")
     cluster: str | None = _flag("a shipped cluster, such as h100-8, h100-2 (part of a node), h100-8x4 (4 nodes), or a YAML file; required")
     top: int = _flag("number of plans to print", 10)
     exhaustive: bool = _flag("try every engine, schedule and recomputation with all degrees, not only with the fastest degrees", False)

@@ -57,6 +57,7 @@ CACHED = {
     "moe/plan/memory/moments.py: _fullest": "the ranks that can be fullest follow from sizes alone",
     "moe/plan/time/pipeline_time.py: _makespan": "seconds follow from the times that are its arguments",
     "moe/plan/job/in_flight.py: made": "a schedule of these sizes; four at most",
+    "moe/plan/memory/memory.py: _of_parameter": "bytes follow from the plan; eight at most",
     "moe/plan/memory/moments.py: _ranks": "bytes follow from the sizes that are its arguments; few, of neighbouring plans",
     "moe/plan/memory/moments.py: _layer": "bytes follow from the sizes that are its arguments",
     "moe/plan/memory/moments.py: _outside": "elements and bytes follow from the sizes that are its arguments",

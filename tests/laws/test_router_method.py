@@ -66,8 +66,8 @@ def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(BadInput, match=f"with select runners_up, needed {line}"):
             check_run(with_it(top_k, **keys), 2)
     assert needs_group(run.router) is None
-    monkeypatch.setattr(RunnersUp, "busiest", 1.6)
-    assert (experts := network_of(run).experts) is not None and experts.busiest == 1.6
+    monkeypatch.setattr(RunnersUp, "excess", 0.7)
+    assert (experts := network_of(run).experts) is not None and experts.excess == 0.7
     monkeypatch.setattr(RunnersUp, "needs_whole_groups", True)
     assert needs_group(run.router) == "router.select=runners_up"
     monkeypatch.setattr(RunnersUp, "looks_ahead", "it sees the end")

@@ -1,4 +1,4 @@
-"""Measures how many times the mean number of rows the busiest rank of ep gets, with each way to balance a router (Method.busiest).
+"""Measures how many times the mean number of rows the busiest rank of ep gets, with each way to balance a router (Method.excess).
 
 Small recipes train in one process; other layouts route alike. A step's loads give the share for each ep:
 
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from moe import load, train
+from moe.calibrate.own_runs import shares
 from moe.cli import hash_table
 from moe.cli.verbs import HashTable
 from moe.records.results import write_json
@@ -33,6 +34,7 @@ TABLE = "table.json"
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "balance loss, top-1": ("switch_tiny", {}),
     "balance loss, top-2": ("glam_tiny", {}),
+    "balance loss, 32 experts": ("switch_tiny", {"experts.num_experts": "32"}),
     "small balance loss": ("glam_tiny", {"router.balance_weight": "0.001"}),
     "selection bias": ("switch_tiny", UNBALANCED | {"router.bias_rate": "0.001"}),
     "no balance, top-1": ("switch_tiny", UNBALANCED),
@@ -45,13 +47,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
         UNBALANCED | {"router.select": "expert_choice", "router.allow_noncausal": "true", "router.eval_capacity_factor": "1"},
     ),
 }
-RANKS = (2, 4, 8)
-
-
-def shares(load_E: list[float], ranks: int) -> list[float]:
-    """Return each rank's rows over the mean of the ranks, which hold equal numbers of consecutive experts."""
-    each = len(load_E) // ranks
-    return [sum(load_E[rank * each : (rank + 1) * each]) * ranks / sum(load_E) for rank in range(ranks)]
+RANKS = (2, 4, 8, 16, 32)
 
 
 def of_step(loads: list[list[float]], ranks: int) -> tuple[float, float]:
@@ -75,7 +71,7 @@ def main(*, steps: int = 200, only: str = "", json: str | None = None) -> int:
             train(run, out=Path(name) / "run")
             lines = map(json_format.loads, (Path(name) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines())
             loads = [[layer["load"] for layer in line["moe"]] for line in lines if line["kind"] == "train"]
-        for ranks in RANKS:
+        for ranks in (n for n in RANKS if n <= len(loads[0][0])):
             found = [of_step(step, ranks) for step in loads]
             row: dict[str, Any] = {"case": case, "recipe": recipe, "changes": CASES[case][1], "steps": steps, "ep": ranks}
             for when, some in (("first", found[: steps // 4]), ("later", found[steps // 2 :])):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.plan.job.states import MIXED, model_states
-from moe.plan.memory.memory import Memory, fits, memory, peak
+from moe.plan.memory.memory import Memory, memory, peak
 from parallel.errors import BadInput
 from tests.planner.read_tables import Row
 
@@ -52,7 +52,7 @@ class Predicted:
         stated = "microbatch" not in self.row.inferred and self.row.cells["recompute"].strip()
         if capacity is None or self.row.status == "failed" or self.row.formula or not stated:
             return None
-        return fits(self.needed, capacity) == (self.row.status == "ok")
+        return (self.needed.used <= capacity) == (self.row.status == "ok")
 
 
 def comparable(row: Row) -> bool:

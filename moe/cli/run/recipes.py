@@ -71,8 +71,8 @@ def recipes(_: Recipes, __: dict[str, str]) -> int:
 def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
-    if flags.nccl is not None:
-        raise BadInput("--nccl", got="it without --calibrate", needed="--calibrate, which reads these outputs", fix="add --calibrate")
+    for flag in (name for name in READ if getattr(flags, name) is not None):
+        raise BadInput(f"--{flag}", got="it without --calibrate", needed="--calibrate, which reads this folder", fix="add --calibrate")
     refuse({"nproc": flags.nproc}, got="it without --calibrate", needed="--cluster, which gives the number of devices")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
@@ -83,17 +83,21 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
     return call("moe.cli.plan", flags, overrides)
 
 
+READ = {"nccl": "moe.calibrate.nccl_tests", "runs": "moe.calibrate.own_runs"}  # flag that names a folder -> module that reads it
+
+
 def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
-    if flags.nccl is not None:
-        refuse_others(flags, ("calibrate", "nccl", "cluster", "out"), got="it with --nccl", needed="no flags but --cluster and --out")
+    reads = next((name for name in READ if getattr(flags, name) is not None), None)
+    if reads is not None:
+        refuse_others(flags, ("calibrate", reads, "cluster", "out"), got=f"it with --{reads}", needed="no flags but --cluster and --out")
     else:
         refuse_others(flags, ("calibrate", "nproc", "out"), got="it with --calibrate", needed="no flags but --out and --nproc")
     refuse(overrides, got="it with --calibrate", needed="no recipe values: calibration reads no recipe")
     check_least(flags, nproc=1)
     if flags.out is not None and flags.out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(flags.out), needed="a cluster file, *.yaml", fix=f"--out {flags.out.stem or 'machine'}.yaml")
-    if flags.nccl is not None:
-        if flags.cluster is None or flags.out is None:
-            raise BadInput("--nccl", got="no --cluster or no --out", needed="both", fix="add --cluster h100-8x4 --out mine.yaml")
-        return int(importlib.import_module("moe.calibrate.nccl_tests").main(flags.nccl, flags.cluster, flags.out))
-    return int(importlib.import_module("moe.calibrate.calibrate").main(out=flags.out, nproc=flags.nproc))
+    if reads is None:
+        return int(importlib.import_module("moe.calibrate.calibrate").main(out=flags.out, nproc=flags.nproc))
+    if flags.cluster is None or flags.out is None:
+        raise BadInput(f"--{reads}", got="no --cluster or no --out", needed="both", fix="add --cluster h100-8x4 --out mine.yaml")
+    return int(importlib.import_module(READ[reads]).main(getattr(flags, reads), flags.cluster, flags.out))

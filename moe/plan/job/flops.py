@@ -88,11 +88,11 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
     """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of both halves. own: FLOPs of the matrices that a token
     of this half passes, except for cross-attention."""
     read, written = model.max_length, model.target_length
-    width = 4.0 * model.num_heads * _head_size(model)
+    width = 4.0 * core_width(model)
     if layer < model.decoder_begins:
         return (own + width * read) * read / model.read_length
-    query, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))
-    of_token = own + width * (written + 1) / 2 + query + out + width * read
+    *queries, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))  # key, value: also of latents
+    of_token = own + width * (written + 1) / 2 + sum(queries) + out + width * read
     return (of_token * written + (key + value) * read) / model.read_length
 
 

@@ -25,6 +25,7 @@ from parallel.sequence import kinds as sequences
 from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
+LARGEST_EP = 8  # up to here, rows of the busiest rank grow with ep by default (docs/use/plan.md)
 Recomputed = Literal["none", "selective", "full"]
 
 
@@ -64,9 +65,10 @@ class Experts:
     free: int = 0  # number of experts that compute nothing
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
-    busiest: float = 1.0  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it
     open_groups: tuple[int, int] = (1, 1)  # number of equal groups of experts from which a token chooses, and of all groups
     apart: bool = False  # a token's choices are rows of their own from the start, because gates weigh the experts' inputs
+    busiest: float | None = None  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it; None: by `excess`
+    excess: float = 0.0  # what each rank of ep after the first adds to `busiest`
 
     @property
     def mean_rows(self) -> float:
@@ -82,10 +84,14 @@ class Experts:
         used = min(few, rows)
         return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)
 
+    def unlimited(self, ep: int) -> float:
+        """Return `busiest` or, by `excess`, its value for `ep` ranks. Beyond LARGEST_EP, no growth is assumed."""
+        return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
+
     def share(self, ep: int) -> float:
         """Computed rows of the busiest of `ep` ranks / mean over ranks. Capacities limit it; without them, all tokens do."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
-        return max(1.0, min(self.busiest, ep, limit))
+        return max(1.0, min(self.unlimited(ep), ep, limit))
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,10 @@ def _experts(run: Run) -> Experts | None:
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
         slots=None if spec.capacity_factor is None else min(slots_of_token(run.router), count) / choices,
         exchange=dispatcher_of(run.dispatch),
-        busiest=run.dispatch.busiest or method_of(spec).busiest_share(spec),
         open_groups=method_of(spec).open_groups(spec),
         apart=spec.gate_on == "input",
+        busiest=run.dispatch.busiest,
+        excess=method_of(spec).load_excess(spec),
     )
 
 

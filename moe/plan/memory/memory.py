@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from moe.plan.job.counts import Elements
@@ -64,38 +65,31 @@ class Memory:
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes. Ranks that differ only on
     other axes need the same."""
-    return tuple(_memory(plan, stack, rank) for rank in ranks_of(network, plan, stack, "all"))
+    return tuple(_memory(plan, rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Return the memory of the pipeline rank that needs most."""
-    ranks = _fullest(plan, stack, ranks_of(network, plan, stack, "fullest"))
-    return max([_memory(plan, stack, rank) for rank in ranks], key=lambda m: m.allocated)
+    ranks = [(rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "fullest")]
+    return max([_memory(plan, rank, full) for rank, full in _fullest(plan, ranks)], key=lambda m: m.allocated)
 
 
-def _fullest(plan: Plan, stack: Stack, ranks: Sequence[RankMoments]) -> Sequence[RankMoments]:
-    """Return the rank that needs most memory; if several need the same, return all of them."""
+def _fullest(plan: Plan, ranks: Sequence[tuple[RankMoments, _Full]]) -> Sequence[tuple[RankMoments, _Full]]:
+    """Return the rank that needs most memory, with its fullest moment; if several need the same, return all of them."""
     if len(ranks) == 1:
         return ranks
-    dense, expert = (_states(plan, one)[0].total for one in (Elements(1.0, 0.0), Elements(0.0, 1.0)))
+    dense, expert = (of.total for of in _of_parameter(plan))
     older, sizes = plan.storage.parameters, []
-    for of in ranks:
+    for of, full in ranks:
         states = dense * of.held.dense + expert * of.held.expert + (of.versions - 1) * older * of.held.total
-        sizes.append(states + _fullest_moment(plan, stack, of).total)
+        sizes.append(states + full.total)
     least = max(sizes) * (1 - ROUNDED)
     return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
 
 
-def fits(needed: Memory, capacity: float) -> bool:
-    """Return whether a device with `capacity` bytes has room for the tensors, the allocator's blocks and CUDA's context."""
-    return needed.used <= capacity
-
-
-def _memory(plan: Plan, stack: Stack, rank: RankMoments) -> Memory:
-    """Return the peak memory of a rank whose states are sharded by the plan."""
-    states, host = _states(plan, rank.held)
-    full = _fullest_moment(plan, stack, rank)
-    at = full.moment
+def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
+    """Return the peak memory of a rank whose states are sharded by the plan. full: the rank's fullest moment."""
+    (states, host), at = _states(plan, rank.held), full.moment
     sizes = (
         *(states.parameters, states.gradients - full.missing, states.optimizer),
         (rank.versions - 1) * rank.held.total * plan.storage.parameters,
@@ -125,18 +119,20 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
     """Return the moment of the step at which the rank needs most memory."""
     if stack.gradients == "kept":
         one = rank.moments[0]
-        return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one), _bucket(plan, stack, one.at))
-    head = plan.storage.gradients if plan.stage < 3 or differs_by_moment(plan, stack) else 0.0
-    dense = expert = 0.0  # bytes of the gradient of one parameter, outside and inside of experts
-    if any(one.to_come is not NOTHING for one in rank.moments):
-        dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
+        return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one.at), _bucket(plan, stack, one.at))
+    differs = differs_by_moment(plan, stack)
+    head = plan.storage.gradients if plan.stage < 3 or differs else 0.0
+    dense, expert = (of.gradients * freed for of, freed in zip(_of_parameter(plan), _freed(plan), strict=True))
+    bucket_at_loss, bucket = _bucket(plan, stack, "loss"), _bucket(plan, stack, "work")
+    kinds = () if plan.stage < 3 or differs else {one.at for one in rank.moments}
+    whole = {at: _gathered(plan, stack, rank, at) for at in kinds}
     found = [
         _Full(
             one,
-            dense * one.to_come.trained.dense + expert * one.to_come.trained.expert,
+            0.0 if one.to_come is NOTHING else dense * one.to_come.trained.dense + expert * one.to_come.trained.expert,
             head * one.waiting,
-            _gathered(plan, stack, rank, one),
-            _bucket(plan, stack, one.at),
+            one.gathered if differs else whole.get(one.at, 0.0),
+            bucket_at_loss if one.at == "loss" else bucket,
         )
         for one in rank.moments
     ]
@@ -148,30 +144,34 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
     """Return the moment in the second step at which DDP rebuilds its buckets, so that gradients exist twice. With more than two ranks, it
     does so before the optimizer has states (parallel/data/ddp.py), and this moment is no peak."""
-    of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1].expert))[0].gradients
+    of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1]))[0].gradients
     empty = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")
     return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
-def _gathered(plan: Plan, stack: Stack, rank: RankMoments, moment: Moment) -> float:
-    """Bytes of gathered weights and unreduced gradients at this moment; 0 without ZeRO stage 3."""
+def _gathered(plan: Plan, stack: Stack, rank: RankMoments, at: At) -> float:
+    """Bytes of gathered weights and unreduced gradients at all moments of this kind; 0 without ZeRO stage 3."""
     if plan.stage < 3 or plan.copies == 1:
         return 0.0
-    if differs_by_moment(plan, stack):
-        return moment.gathered
     if stack.gathers == "moments":
         largest = max(rank.gathered, key=lambda of: of.total, default=NOTHING)
-        return gathered(plan, stack, moment.at, Unit(next=largest), held=rank.held, table=rank.table)
+        return gathered(plan, stack, at, Unit(next=largest), held=rank.held, table=rank.table)
     return at_any_moment(plan, stack, held=rank.held.total, table=rank.table, units=[of.total for of in rank.gathered])
 
 
-def _freed(plan: Plan) -> tuple[Elements, Elements]:
-    """Return (Elements of one dense parameter, Elements of one expert parameter), empty if its gradient is not freed between steps. DDP's
-    buckets keep the gradients that all its ranks sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
+def _freed(plan: Plan) -> tuple[bool, bool]:
+    """Return whether gradients of (dense, experts') parameters are freed between steps. DDP's buckets keep the gradients that all its ranks
+    sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
     kept = plan.kind.gradients
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
-    return Elements(0.0 if stays else 1.0), Elements(expert=0.0 if stays and experts_too else 1.0)
+    return not stays, not (stays and experts_too)
+
+
+@lru_cache(maxsize=8)
+def _of_parameter(plan: Plan) -> tuple[States, States]:
+    """Return the bytes of the states of one parameter outside of experts, and of one inside."""
+    return _states(plan, Elements(1.0))[0], _states(plan, Elements(expert=1.0))[0]
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:

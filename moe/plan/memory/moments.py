@@ -282,8 +282,9 @@ class _Step:
             waiting: float = 0.0,
             gathered: float | None = None,
         ) -> Moment:
-            parts = (activations, loss, embedding, work, dispatch)
-            return Moment(*parts, sum(parts), to_come, waiting, whole.get(at, 0.0) if gathered is None else gathered, at)
+            total = activations + loss + embedding + work + dispatch
+            sharded = whole.get(at, 0.0) if gathered is None else gathered
+            return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, sharded, at)
 
         counts = self._counts(rank)
         at_work = {(stage, once): self._at_work(stage, held, table, once) for once in {once for _, once in counts} for stage in layers}
@@ -302,10 +303,11 @@ class _Step:
                 left = of_ends - (of_loss if stage == last and number else 0.0)
                 for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once]:
                     to_come = before + later if once else NOTHING
-                    more: dict[str, Any] = {"to_come": to_come, "waiting": tied}
-                    yield moment("work", kept - gone, left, work=of.work, dispatch=of.dispatch, gathered=bytes_at_work, **more)
+                    total = kept - gone + left + of.work + of.dispatch
+                    yield Moment(kept - gone, left, 0.0, of.work, of.dispatch, total, to_come, tied, bytes_at_work, "work")
                     if bytes_of_sums:
-                        yield moment("sums", kept - (gone + of.kept), left, gathered=bytes_of_sums, **more)
+                        kept_then = kept - (gone + of.kept)
+                        yield moment("sums", kept_then, left, gathered=bytes_of_sums, to_come=to_come, waiting=tied)
                 if "head" in whole and stage == last:
                     yield moment("head", kept, left, to_come=none_yet)
                 if "bucket" in whole:

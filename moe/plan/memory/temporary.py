@@ -132,20 +132,21 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
     form = plan.carrier.gathered
     if form is None:
         return 0.0
-    table, layer = _shared(plan, Elements(table)), _shared(plan, unit.at_once)
+    shared = _Shared(plan.copies > 1, plan.edp > 1)
+    table, layer = shared.of(Elements(table)), shared.of(unit.at_once)
     return form(
         at,
         Whole(
             compute_bytes=plan.compute_bytes,
             sum_bytes=stack.reduce_bytes,
-            held=_shared(plan, held),
+            held=shared.of(held),
             table=table,
             layer=layer,
-            behind=_shared(plan, unit.next),
-            trained=_shared(plan, held.trained),
+            behind=shared.of(unit.next),
+            trained=shared.of(held.trained),
             trained_table=0.0 if held.frozen_dense else table,
-            trained_layer=_shared(plan, unit.at_once.trained),
-            trained_behind=_shared(plan, unit.next.trained),
+            trained_layer=shared.of(unit.at_once.trained),
+            trained_behind=shared.of(unit.next.trained),
             matrix=min(unit.matrix, layer),
             bucket=stack.bucket_elements,
             copies=plan.copies,
@@ -172,6 +173,12 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
     return plan.compute_bytes * whole + (plan.compute_bytes + stack.reduce_bytes) * largest
 
 
-def _shared(plan: Plan, elements: Elements) -> float:
-    """Number of these parameters that ZeRO shards, because more than one rank would hold them."""
-    return (elements.dense if plan.copies > 1 else 0.0) + (elements.expert if plan.edp > 1 else 0.0)
+class _Shared(NamedTuple):
+    """Whether ZeRO shards parameters outside, and inside of experts, because more than one rank would hold them."""
+
+    dense: bool
+    expert: bool
+
+    def of(self, elements: Elements) -> float:
+        """Number of these parameters that ZeRO shards."""
+        return (elements.dense if self.dense else 0.0) + (elements.expert if self.expert else 0.0)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import random
 import time as clock
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import exp, prod
 from typing import Literal
 
-from moe.plan.search.execution import Placed, Ran, Simulator, run
+from moe.plan.search.execution import Placed, Simulator, run
 from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors
 
@@ -75,10 +75,9 @@ def mcmc(
     alpha: float = 100.0,
     seed: int = 0,
     simulation: Literal["delta", "full"] = "delta",
-    watch: Callable[[dict[str, Placed], Ran], None] | None = None,
 ) -> Walk:
     """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones. alpha:
-    the larger, the fewer slower placements are accepted. watch: is called with every proposed placement and its simulation."""
+    the larger, the fewer slower placements are accepted."""
     graph, draw, began = simulator.graph, random.Random(seed), clock.monotonic()
     devices = simulator.machine.devices
     options = options or {op.name: legal(op, graph, devices) for op in graph.operators}
@@ -96,8 +95,6 @@ def mcmc(
         there = _proposal(graph, now, draw, options, sets)
         new = run(simulator.tasks(there), ran if simulation == "delta" else None)
         time = simulator.seconds(there, new)
-        if watch is not None:
-            watch(there, new)
         take = time <= cost
         if not take:
             slower += 1

@@ -21,7 +21,7 @@ from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.time.collective_times import Group, all_reduce, gather, group_of
 from moe.plan.time.pipeline_time import How, crossings, head_rank, pipeline_time, tails
-from moe.plan.time.stage_time import Stage, own_program, rank_layers, stage_times, times_of, transfer_time
+from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stage_times, times_of, transfer_time
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
 OVERLAP_SLOWDOWN = 0.126  # products take longer by this fraction while collectives run; measured by Galvatron
@@ -34,7 +34,7 @@ class Time:
 
     launch: what the host and the engine need in addition to the device's time. cores: waiting of ranks that share the cores of a CPU host;
     negative if each rank has several cores. gradients: gradient reductions, parameters: all-gathers of parameters, both as far as no
-    computation hides them. hidden: the rest of both, which computation hides. joules: energy of all devices, not seconds.
+    computation hides them. hidden: the rest of both, which computation hides.
     """
 
     forward: float = 0.0
@@ -52,7 +52,6 @@ class Time:
     optimizer: float = 0.0
     offload: float = 0.0
     hidden: float = 0.0
-    joules: float = 0.0
 
     @property
     def step(self) -> float:
@@ -64,7 +63,7 @@ class Time:
         return {name: getattr(self, name) for name in PARTS}
 
 
-PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules"))
+PARTS = tuple(f.name for f in fields(Time) if f.name != "hidden")
 
 
 def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated") -> Time:
@@ -74,9 +73,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     parameter gathers, for which no schedule is built.
     """
     program = program or own_program(cluster)
-    ranks, last, m = rank_layers(network, plan), head_rank(plan), plan.microbatches
-    again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
-    kinds = [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]
+    kinds, m = _kinds(network, plan), plan.microbatches
     stages = times_of(network, plan, cluster, program, kinds)
     slowest = max(stages, key=lambda stage: stage.total)
     sent = transfer_time(network, plan, cluster, program)
@@ -87,7 +84,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
         chunks = stage_times(network, plan, cluster, sizes, program)
         apart = [s.forward_seconds for s in chunks], [s.backward_seconds for s in chunks]
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
-    some = () if pipeline == "alone" else sorted({0, len(ranks) - 1, stages.index(slowest)})
+    some = () if pipeline == "alone" else sorted({0, len(stages) - 1, stages.index(slowest)})
     shared = [_sharing(network, plan, cluster, program, stages[i], _spare(plan, stages, i)) for i in some]
     gradients, parameters, hidden = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))
     optimizer, offload = _update(plan, cluster, program, *max(((s.dense, s.expert) for s in stages), key=sum))
@@ -95,8 +92,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     equal = times_of(network.balanced, plan, cluster, program, kinds) if crowd > 1 else stages
     cores = _for_cores(crowd, m, equal, passes)
     busy = m * (slowest.total + 2 * sent * crossings(plan))
-    whole, device = slowest.forward + slowest.backward + slowest.recompute, cluster.device
-    step = passes + cores + gradients + parameters + optimizer + offload
+    whole = slowest.forward + slowest.backward + slowest.recompute
     return Time(
         forward=m * slowest.forward.compute,
         backward=m * slowest.backward.compute,
@@ -113,8 +109,25 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
         optimizer=crowd * optimizer,
         offload=offload,
         hidden=hidden,
-        joules=plan.world * (device.idle_watts * step + (device.watts - device.idle_watts) * min(m * whole.compute, step)),
     )
+
+
+def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None) -> float:
+    """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` else. Ranks of ep together
+    compute as if all had the same number of rows."""
+    program, device = program or own_program(cluster), cluster.device
+    step = step_time(network, plan, cluster, program).step
+    stages = times_of(network.balanced, plan, cluster, program, _kinds(network, plan))
+    busy = [plan.microbatches * (each.forward + each.backward + each.recompute).compute for each in stages]
+    mean = sum(min(seconds, step) for seconds in busy) / len(busy)
+    return plan.world * (device.idle_watts * step + (device.watts - device.idle_watts) * mean)
+
+
+def _kinds(network: Network, plan: Plan) -> list[Kind]:
+    """Return the kind of each rank's stages; if two ranks hold each stage, of each stage."""
+    ranks, last = rank_layers(network, plan), head_rank(plan)
+    again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
+    return [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:

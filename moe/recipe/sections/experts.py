@@ -97,5 +97,5 @@ class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe
     overlap_chunks: int = key(1, "of all_to_all: chunks of a rank's experts; one computes while the next one's tokens are exchanged", gt=0)
     node_size: int | None = key(None, "of hierarchical: ranks of the ep axis that share a node", gt=0)
     busiest: float | None = key(
-        None, "assumed for predicted memory and time: rows of the busiest rank of ep, over the mean; null: by the router's balance", ge=1
+        None, "assumed for predicted memory and time: rows of the busiest rank of ep, over the mean; null: by the router and ep", ge=1
     )

@@ -29,7 +29,7 @@ class ExpertChoice(Method):
     uses_bias = False
     needs_whole_groups = True
     looks_ahead = "an expert chooses its tokens from the whole group"
-    busiest = 1.0
+    excess = 0.0
     is_balanced = "every expert takes equally many tokens"
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices, V token ids
 
-# rows of the busiest rank of ep over the mean, of a router with a balance loss or selection bias, and of others
-BALANCED, UNBALANCED = 1.3, 1.7
+# What each rank of ep after the first adds to the rows of the busiest rank over the mean, of a router with a balance loss or selection
+# bias, and of others. Fitted to docs/benchmarks/busiest.json (`python -m tests.measured busiest`): 8 to 32 experts, ep 2, 4, 8.
+BALANCED, UNBALANCED = 0.1, 0.27
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Method:
     is_top_k: ClassVar[bool] = False  # True: the choices are always the K highest preferred scores
     needs_whole_groups: ClassVar[bool] = False  # True: a token's experts depend on other tokens of its group
     looks_ahead: ClassVar[str | None] = None  # reason why a token's experts depend on later tokens; None: they do not
-    busiest: ClassVar[float | None] = None  # rows of the busiest rank of ep / mean, if the method alone decides it
+    excess: ClassVar[float | None] = None  # what each rank of ep adds to the busiest rank's rows / mean, if the method alone decides it
     is_balanced: ClassVar[str | None] = None  # reason why a balance loss has no effect or does harm; None: it helps
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
@@ -101,10 +102,10 @@ class Method:
         """Return the bytes per token that the method keeps for the backward pass, in addition to the scores."""
         return 0
 
-    def busiest_share(self, spec: RouterSpec) -> float:
-        """Return the rows of the busiest rank of ep over the mean, as planners assume. Measured by `python -m tests.measured busiest`."""
-        if self.busiest is not None:
-            return self.busiest
+    def load_excess(self, spec: RouterSpec) -> float:
+        """Return what each rank of ep after the first adds to the rows of the busiest rank over the mean, as planners assume."""
+        if self.excess is not None:
+            return self.excess
         return BALANCED if spec.asks_balance or spec.bias_rate else UNBALANCED
 
     def open_groups(self, spec: RouterSpec) -> tuple[int, int]:

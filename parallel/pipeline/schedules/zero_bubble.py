@@ -104,11 +104,12 @@ class NumberedOrder:
 
     def weights(self, stage: int | None = None) -> bool:
         """Append the oldest pending W of this stage (None: of any stage). Return False if no W is pending."""
-        found = next((action for action in self._pending if stage in (None, action.stage)), None)
-        if found is not None:
-            self._pending.remove(found)
-            self.order.append(found)
-        return found is not None
+        for at, action in enumerate(self._pending):
+            if stage in (None, action.stage):
+                del self._pending[at]
+                self.order.append(action)
+                return True
+        return False
 
     def _next(self, op: Op, stage: int) -> int:
         self.counts[op, stage] += 1

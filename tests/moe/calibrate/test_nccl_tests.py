@@ -8,7 +8,7 @@ import pytest
 
 from moe.calibrate.nccl_tests import from_folder, main, read, with_times
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.time.collective_times import Group, all_reduce, gather, send
+from moe.plan.time.collective_times import Group, all_reduce, all_to_all, gather, send
 from parallel.errors import BadInput
 
 SIZES = [2**n for n in range(13, 31)]
@@ -34,6 +34,23 @@ def test_a_law_between_nodes_is_recovered(tmp_path: Path) -> None:
     for size in SIZES:
         assert gather(made, Group(8, 4), size) == pytest.approx(400e-6 + size / 200e9, rel=0.02)
     assert "all_gather_perf.txt" in made.sources[-1]
+
+
+def test_laws_of_all_to_all_and_all_reduce_between_nodes_are_recovered(tmp_path: Path) -> None:
+    """An exchange's bandwidth and an all-reduce's latency, given the links of an all-gather."""
+    given = load_cluster("h100-8x4")
+    (tmp_path / "all_gather_perf.txt").write_text(output(4, 8, 400.0, 200.0))
+    (tmp_path / "alltoall_perf.txt").write_text(output(4, 8, 100.0, 30.0))
+    (tmp_path / "all_reduce_perf.txt").write_text(output(4, 8, 150.0, 80.0))
+    made = from_folder(given, tmp_path)
+    assert all_to_all(made, Group(8, 4), SIZES[-1]) == pytest.approx(SIZES[-1] / 30e9, rel=0.02)
+    assert all_reduce(made, Group(8, 4), 1) == pytest.approx(150e-6, rel=0.02)
+    assert gather(made, Group(8, 4), SIZES[0]) == pytest.approx(400e-6 + SIZES[0] / 200e9, rel=0.02)
+    assert [source.partition(":")[0] for source in made.sources[-3:]] == [
+        "between.share, between.latency_us", "between.exchange_share", "between.tree_us"
+    ]  # fmt: skip
+    with pytest.raises(BadInput, match="f: got a fitted 58.* GB/s, needed at most 50 GB/s"):
+        with_times(given, read(output(2, 1, 30.0, 117.0), kind="all_to_all", what="f"))
 
 
 def test_times_of_one_node_are_those_that_were_printed() -> None:

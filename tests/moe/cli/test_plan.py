@@ -81,7 +81,7 @@ def test_two_recipes_own_plans_are_compared_on_a_part_of_a_node(tmp_path: Path, 
         (4, "2.5", "null", 2.5, "by dispatch.busiest"),
         (4, "9", "null", 4, "9 by dispatch.busiest, limited by the number of tokens"),
         (4, "9", "1.25", 1.25, "9 by dispatch.busiest, limited by capacity"),
-        (4, "null", "null", None, "by the router's balance"),
+        (4, "null", "null", None, "by the router and ep"),
         (1, "9", "null", 1, None),
     ],
 )

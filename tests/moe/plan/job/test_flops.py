@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from moe.cli.main import main
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
 from moe.plan.job.counts import parameters
@@ -159,7 +160,8 @@ def test_encoder_decoder_flops_are_the_products_that_run(tied: bool, moe: tuple[
     """`counted_training` equals torch's FLOP counter, which counts masked pairs of attention; `size` equals it without these pairs. The
     planner's forward seconds, on a device of 1 TFLOP/s with free memory traffic, equal the FLOPs with half of the decoder's pairs."""
     model = {"kind": "encoder_decoder", "num_layers": 5, "encoder_layers": 2, "positions": "t5", "head_size": 10, "tied_embeddings": tied}
-    parts = sections_of({"model": {**model, "moe_every": 0, "moe_layers": moe or None, "num_kv_heads": 2}})
+    more = {"moe_layers": moe or None, "num_kv_heads": 2, "ffn": "geglu" if tied else "relu", "qk_norm": "heads" if tied else "none"}
+    parts = sections_of({"model": {**model, "moe_every": 0, **more}})
     sizes, read, batch = parts[0], parts[0].read_length, 3
     run = sections.Run(model=sizes.model_copy(update={"vocab_size": V}), experts=parts[1], router=parts[2])
     tokens = torch.randint(V, (batch, read), generator=torch.Generator().manual_seed(0))
@@ -181,6 +183,14 @@ def test_encoder_decoder_flops_are_the_products_that_run(tied: bool, moe: tuple[
         plan = Plan(microbatch=batch, compute_bytes=4)
         time = step_time(network_of(run), plan, replace(load_cluster("h100-8"), device=device), OWN)
         assert time.forward * 1e12 == pytest.approx(forward - 3 * 4 * 40 * batch * written**2 / 2, rel=1e-6)
+
+
+def test_an_encoder_decoder_with_latents_is_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its FLOPs, which are counted before the checks, have more matrices than four."""
+    keys = ["--model.latent.key_rank", "16", "--model.latent.query_rank", "8", "--degrees.pp", "2"]
+    assert main(["plan", "switch_t5_tiny", *keys, "--cluster", "h100-2", "--top", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "model.kind=encoder_decoder with model.latent.key_rank=16" in said and said.count("\n") == 1
 
 
 def test_a_further_token_costs_a_layer_the_head_and_a_product() -> None:

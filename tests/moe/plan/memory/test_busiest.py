@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from moe.checks.together import check_run
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.choose.predicted import Place, predict
-from moe.plan.job.network import Experts, Network, Plan
+from moe.plan.job.network import LARGEST_EP, Experts, Network, Plan
 from moe.plan.job.of_recipe import network_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import memory, peak
@@ -72,13 +75,24 @@ def test_the_default_is_of_the_routers_balance() -> None:
     def share(**values: str) -> float:
         experts = network_of(recipe(**values)).experts
         assert experts is not None
-        return experts.busiest
+        return experts.unlimited(2)
 
     unbalanced = share(router_balance_weight="0")
     assert 1.0 < share() == share(router_balance_weight="0", router_bias_rate="0.01") < unbalanced
     assert unbalanced == share(router_balance_weight="0", router_bias_rate="0") == share(router_balance_weight="0", router_select="hash")
     assert share(router_balance_weight="0", router_select="expert_choice", router_allow_noncausal="true") == 1.0
-    assert share(dispatch_busiest="2.5") == 2.5
+    assert share(dispatch_busiest="1.8") == 1.8
+
+
+def test_the_default_follows_ep_as_measured() -> None:
+    rows = json.loads((Path(__file__).resolve().parents[4] / "docs/benchmarks/busiest.json").read_text())["rows"]
+    errors = []
+    for row in (row for row in rows if row["ep"] <= LARGEST_EP and row["case"] not in ("expert choice", "hash, table")):
+        experts = network_of(load(row["recipe"], row["changes"])[0]).experts
+        assert experts is not None
+        errors.append(abs(experts.unlimited(row["ep"]) / row["later_step_median"] - 1))
+    assert network_of(recipe()).experts.unlimited(64) == network_of(recipe()).experts.unlimited(8)  # type: ignore[union-attr]
+    assert statistics.mean(errors) < 0.07 and max(errors) < 0.15
 
 
 def test_a_run_is_refused_for_equal_rows_only_and_a_plan_for_the_busiest_rank() -> None:

@@ -12,7 +12,7 @@ from moe.plan.job.network import Experts, Network, Plan
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.program import OWN
 from moe.plan.time.collective_times import all_reduce, gather, group_of
-from moe.plan.time.cost import PARTS, step_time
+from moe.plan.time.cost import PARTS, joules, step_time
 from moe.plan.time.pipeline_time import pipeline_time
 from moe.plan.time.stage_time import rank_layers, stage_times, transfer_time
 from parallel.pipeline.schedules.catalog import make_schedule
@@ -103,7 +103,25 @@ def test_parts_add_up_and_none_is_negative() -> None:
         ):
             time = step_time(network, plan, A100, OWN)
             assert sum(time.parts.values()) == pytest.approx(time.step) and set(time.parts) == set(PARTS)
-            assert min(time.parts.values()) >= 0 and time.hidden >= 0 and time.joules > 0
+            assert min(time.parts.values()) >= 0 and time.hidden >= 0
+
+
+def test_energy_counts_each_rank_with_its_own_work() -> None:
+    """More rows on one rank leave fewer for others: only idle power for the longer step is added. A stage that is slower than others does
+    not raise their energy: two uneven stages need as much as the same layers on one device, apart from idle power."""
+    cluster = load_cluster("a100-80-8")
+    idle, busy = cluster.device.idle_watts, cluster.device.watts - cluster.device.idle_watts
+    plan = Plan(dp=8, ep=8, microbatch=4)
+    loads = [replace(SPARSE, experts=replace(SPARSE.experts, busiest=share)) for share in (1.0, 2.0)]  # type: ignore[type-var]
+    steps, energies = ([of(network, plan, cluster, FUSED) for network in loads] for of in (step_time, joules))
+    longer = steps[1].step - steps[0].step
+    assert longer > 0 and energies[1] - energies[0] == pytest.approx(8 * idle * longer)
+
+    def computing(plan: Plan) -> float:
+        return joules(DENSE, plan, cluster, FUSED) - plan.world * idle * step_time(DENSE, plan, cluster, FUSED).step
+
+    one, two = computing(Plan(microbatches=4)), computing(Plan(pp=2, stage_layers=(20, 4), microbatches=4))
+    assert one / busy > 0 and two == pytest.approx(one, rel=0.01)
 
 
 def test_a_step_takes_at_least_the_operations_of_its_products() -> None:

@@ -1,0 +1,284 @@
+"""`moe plan --calibrate --runs FOLDER`: fits constants of a cluster to the measured steps of finished runs of `moe train` on it.
+
+summary.json of each run has its recipe, its number of ranks, and the median seconds of its steps. Each constant of CONSTANTS is multiplied
+by a factor e^x, and the fit minimizes
+
+    sum over runs of (log(predicted / measured) / noise)^2 + sum over constants of (x / PRIOR)^2
+
+noise: standard deviation of the errors that remain, at least NOISE. The steps tell a constant if its x has a standard deviation below TOLD.
+While one has not, the least certain constant returns to the cluster's value, and the others are fitted again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe.launch import exit_codes
+from moe.plan.choose.predicted import settled
+from moe.plan.choose.recipe_of import with_values
+from moe.plan.job.network import Network, Plan
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import Cluster, load_cluster, mapping_of
+from moe.plan.time.cost import step_time
+from moe.plan.time.stage_time import own_program
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.records.metrics import SUMMARY, read, read_summary
+from parallel.errors import BadInput, counted, some
+from parallel.store.files import check_writable, write_text
+
+NOISE = 0.05  # about the error of predictions with right constants, from layout to layout (docs/parallel/planner_time.md)
+PRIOR = math.log(2)  # standard deviation of x before steps are known
+TOLD = 0.25  # largest standard deviation of a fitted constant's x
+MOST = math.log(4)  # largest absolute value of x
+STEP = 0.02  # difference of x for derivatives, because predicted seconds have small jumps
+
+
+@dataclass(frozen=True)
+class Step:
+    """A run's measured seconds of a step. run: name of its folder."""
+
+    run: str
+    network: Network
+    plan: Plan
+    seconds: float
+
+    def error(self, cluster: Cluster) -> float:
+        """Return log(predicted / measured seconds)."""
+        return math.log(step_time(self.network, self.plan, cluster.holding(self.plan.world)).step / self.seconds)
+
+
+# --- constants ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of a cluster file. value: returns it. scaled: returns the cluster with it times a factor. most: its largest value on
+    accelerators."""
+
+    value: Callable[[Cluster], float]
+    scaled: Callable[[Cluster, float], Cluster]
+    most: float = math.inf
+
+    def largest(self, cluster: Cluster) -> float:
+        """Return the largest x."""
+        return MOST if cluster.cores else min(MOST, math.log(self.most / self.value(cluster)))
+
+
+def _device(cluster: Cluster, **values: Any) -> Cluster:
+    return replace(cluster, device=replace(cluster.device, **values))
+
+
+def _products(cluster: Cluster, factor: float) -> Cluster:
+    one = cluster.device
+    rates = {kind: {flops: rate * factor for flops, rate in of.items()} for kind, of in one.rates.items()}
+    return _device(cluster, sustained=one.sustained * factor, rates=rates)
+
+
+def _attention(cluster: Cluster, factor: float) -> Cluster:
+    one, times = cluster.device, {kind: [time / factor for time in of] for kind, of in cluster.device.attention_times.items()}
+    return _device(cluster, attention=tuple(share * factor for share in one.attention), attention_times=times)
+
+
+def _links(cluster: Cluster, factor: float) -> Cluster:
+    one = cluster.inside
+    sums = one.sum_bus_gb_s and {ranks: rate * factor for ranks, rate in one.sum_bus_gb_s.items()}
+    times = {
+        kind: {ranks: {size: us / factor for size, us in row.items()} for ranks, row in table.items()} for kind, table in one.times.items()
+    }
+    bus = {ranks: rate * factor for ranks, rate in one.bus_gb_s.items()}
+    return replace(cluster, inside=replace(one, bus_gb_s=bus, sum_bus_gb_s=sums, pair_gb_s=one.pair_gb_s * factor, times=times))
+
+
+def _program(name: str) -> Constant:
+    def value(cluster: Cluster) -> float:
+        return float(getattr(own_program(cluster), name))
+
+    return Constant(value, lambda cluster, factor: replace(cluster, program=cluster.program | {name: value(cluster) * factor}))
+
+
+CONSTANTS = {
+    "device.sustained": Constant(lambda c: c.device.sustained, _products, 1.0),
+    "device.attention": Constant(lambda c: max(c.device.attention), _attention, 1.0),
+    "device.memory_share": Constant(
+        lambda c: c.device.memory_share, lambda c, factor: _device(c, memory_share=c.device.memory_share * factor), 1.0
+    ),
+    "program.launch_us": _program("launch_us"),
+    "program.step_ms": _program("step_ms"),
+    "inside.bus_gb_s": Constant(lambda c: max(c.inside.bus_gb_s.values()), _links),
+    "between.share": Constant(
+        lambda c: c.between.share, lambda c, factor: replace(c, between=replace(c.between, share=c.between.share * factor)), 1.0
+    ),
+}
+TOGETHER = {
+    "device.sustained": "device.rates",
+    "device.attention": "device.attention_times",
+    "inside.bus_gb_s": "all of inside but latencies",
+}
+
+
+# --- the fit ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Result of `fitted`. cluster: with the fitted constants. told: name of a fitted constant -> standard deviation of its x. untold: names
+    of the other constants."""
+
+    cluster: Cluster
+    told: dict[str, float]
+    untold: tuple[str, ...]
+
+
+def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
+    """Fit the constants that the steps tell."""
+    every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
+    made, noise, told = cluster, NOISE, dict[str, float]()
+    for _ in every:  # until the fit tells the same constants as the one before
+        names, told = list(told), _told(made, steps, every, noise)
+        if list(told) == names:
+            break
+        made, noise = _least_squares(cluster, steps, list(told))
+    return Fit(made, told, tuple(name for name in every if name not in told))
+
+
+def _scaled(cluster: Cluster, names: Sequence[str], x: Sequence[float]) -> Cluster:
+    for name, of in zip(names, x, strict=True):
+        cluster = CONSTANTS[name].scaled(cluster, math.exp(of))
+    return cluster
+
+
+def _errors(cluster: Cluster, steps: Sequence[Step]) -> Any:
+    import numpy as np
+
+    return np.array([step.error(cluster) for step in steps])
+
+
+def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
+    """Return the derivative of each step's error by x of the constant."""
+    up, down = (_errors(CONSTANTS[name].scaled(cluster, math.exp(by)), steps) for by in (STEP, -STEP))
+    return (up - down) / (2 * STEP)
+
+
+def _told(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
+    """Return name -> standard deviation of x, for the constants that the steps tell."""
+    import numpy as np
+
+    slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))
+    while left:
+        variances = np.diag(np.linalg.inv(slopes[left] @ slopes[left].T + np.eye(len(left)) / PRIOR**2))
+        if variances.max() < TOLD**2:
+            return {names[at]: math.sqrt(of) for at, of in zip(left, variances, strict=True)}
+        left.pop(int(variances.argmax()))
+    return {}
+
+
+def _least_squares(cluster: Cluster, steps: Sequence[Step], names: Sequence[str]) -> tuple[Cluster, float]:
+    """Return (the cluster with fitted constants, standard deviation of the errors that remain, at least NOISE)."""
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    x: Any = np.zeros(len(names))
+    noise, made = NOISE, cluster
+    bounds = [-MOST] * len(names), [CONSTANTS[name].largest(cluster) for name in names]
+
+    def errors(x: Any) -> Any:
+        return np.concatenate([_errors(_scaled(cluster, names, x), steps) / noise, x / PRIOR])
+
+    def slopes(x: Any) -> Any:
+        there = _scaled(cluster, names, x)
+        return np.concatenate([np.stack([_slopes(there, steps, name) for name in names], 1) / noise, np.eye(len(names)) / PRIOR])
+
+    for _ in range(2):  # first with NOISE, then with the noise that the first fit leaves
+        x = least_squares(errors, x, jac=slopes, bounds=bounds, xtol=1e-4).x if names else x
+        made = _scaled(cluster, names, x)
+        noise = max(NOISE, math.sqrt(float(np.sum(_errors(made, steps) ** 2)) / max(1, len(steps) - len(names))))
+    return made, noise
+
+
+def off(cluster: Cluster, steps: Sequence[Step]) -> float:
+    """Return the mean of |predicted / measured - 1|."""
+    return statistics.mean(abs(math.expm1(step.error(cluster))) for step in steps)
+
+
+def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
+    """Return the mean of |predicted / measured - 1|, each run predicted by constants fitted to the others."""
+    return statistics.mean(off(fitted(cluster, [*steps[:at], *steps[at + 1 :]]).cluster, [step]) for at, step in enumerate(steps))
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------------
+
+
+def main(folder: Path, cluster: str, out: Path) -> int:
+    """Fit constants of `cluster` to the runs in `folder`, print how, and write the cluster file `out`. Raises BadInput."""
+    check_writable(out, what="--out")
+    given = load_cluster(cluster)
+    steps = list(measured(folder, given))
+    found = fitted(given, steps)
+    names = some(step.run for step in steps)
+    sources = [f"{name}: instead, fitted to steps of {counted(len(steps), 'run')} ({names})" for name in found.told]
+    made = replace(found.cluster, sources=(*given.sources, *sources))
+    write_text(out, yaml.safe_dump(mapping_of(made), sort_keys=False), what="--out")
+    print(*_lines(given, made, steps, found), f"wrote {out}", sep="\n")
+    return exit_codes.DONE
+
+
+def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> Iterator[str]:
+    yield f"{'run':<24}{'measured s':>11}{'before':>9}{'fitted':>9}"
+    for step in steps:
+        errors = "".join(f"{math.expm1(step.error(one)):>+9.1%}" for one in (given, made))
+        yield f"{step.run:<24}{step.seconds:>11.4g}{errors}"
+    for name, deviation in found.told.items():
+        one = CONSTANTS[name]
+        also = f", and {TOGETHER[name]} with it" if name in TOGETHER else ""
+        yield f"fitted: {name} {one.value(given):.4g} -> {one.value(made):.4g} (to about {deviation:.0%}){also}"
+    if found.untold:
+        yield f"not fitted, because these steps do not tell it: {', '.join(found.untold)}"
+    before, by_others = off(given, steps), left_out(given, steps) if len(steps) > 1 else 0.0
+    yield f"mean error: {before:.1%} before, {off(made, steps):.1%} fitted" + (
+        f", {by_others:.1%} of each run by the others" if by_others else ""
+    )
+    if by_others > before:
+        yield "these runs do not improve the prediction of one another: use the cluster as it was"
+
+
+def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
+    """Yield the step of each finished run in `folder`, or of the run that it is. Raises BadInput without one, and for runs on different
+    hardware."""
+    runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
+    if not runs:
+        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="folders of finished runs of moe train", fix="name their folder")
+    hardware = None
+    for path in runs:
+        summary = read_summary(path) or {}
+        seconds = (summary.get("predicted") or {}).get("measured_step_seconds")
+        values, world, on = (summary.get(key) for key in ("recipe_values", "world", "hardware"))
+        if not (isinstance(seconds, float) and seconds > 0 and isinstance(values, dict) and isinstance(world, int)):
+            raise BadInput(str(path), got="a summary without step seconds or recipe", needed="a whole run", fix="move it to another folder")
+        hardware = hardware or on
+        if on != hardware:
+            raise BadInput(str(path), got=f"a run on {on}", needed=f"runs on {hardware}", fix="move it to another folder")
+        run = settled(build_run(values), cluster).resolve(world)
+        run = with_values(run, {"dispatch.busiest": _busiest(path, run)})
+        yield Step(path.resolve().name, network_of(run), plan_of(run), seconds)
+
+
+def _busiest(path: Path, run: Run) -> float:
+    """Return the rows of the busiest rank of ep over the mean: the median of all layers in all steps. 1 if ep is 1."""
+    ep = run.mesh_degrees().ep
+    loads = [layer.get("load") or [] for line in read(path) for layer in line.get("moe") or ()]
+    found = [max(shares(load, ep)) for load in loads if sum(load) > 0 and ep > 1]
+    return statistics.median(found) if found else 1.0
+
+
+def shares(load_E: Sequence[float], ranks: int) -> list[float]:
+    """Return each rank's rows over the mean of the ranks, which hold equal numbers of consecutive experts."""
+    each = len(load_E) // ranks
+    return [sum(load_E[rank * each : (rank + 1) * each]) * ranks / sum(load_E) for rank in range(ranks)]

@@ -1,0 +1,122 @@
+"""Seconds of steps that a known cluster makes give its constants back; what the steps do not tell stays as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe.calibrate.own_runs import CONSTANTS, TOLD, Step, fitted, measured, off
+from moe.cli.main import main
+from moe.plan.job.network import Network, Plan
+from moe.plan.machine.cluster import Cluster, load_cluster
+from moe.plan.time.cost import step_time
+from moe.recipe.load import load
+from parallel.errors import BadInput
+
+GIVEN = load_cluster("h100-8")
+LAW = {"device.sustained": 0.75, "device.memory_share": 0.8, "program.launch_us": 2.5, "inside.bus_gb_s": 0.6}  # true / given
+
+
+def true_cluster(law: dict[str, float]) -> Cluster:
+    made = GIVEN
+    for name, factor in law.items():
+        made = CONSTANTS[name].scaled(made, factor)
+    return made
+
+
+def steps(law: dict[str, float], *, noise: float = 0.0, dp: tuple[int, ...] = (1, 8)) -> list[Step]:
+    """Steps of small and large models, alone and on 8 ranks, with the seconds of GIVEN times `law` and normal noise."""
+    draw, there, found = random.Random(7), true_cluster(law), []
+    for ranks in dp:
+        for width, layers, length, batch in (
+            (512, 8, 512, 2),
+            (1024, 16, 1024, 2),
+            (2048, 12, 2048, 4),
+            (4096, 4, 2048, 4),
+            (4096, 4, 512, 1),
+        ):
+            network = Network(layers=layers, width=width, heads=width // 128, hidden=4 * width, vocab=32000, length=length)
+            plan = Plan(dp=ranks, microbatch=batch, microbatches=2)
+            seconds = step_time(network, plan, there.holding(ranks)).step * (1 + draw.gauss(0, noise))
+            found.append(Step(f"{width} on {ranks}", network, plan, seconds))
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_constants_of_a_known_law_are_recovered_within_their_stated_deviation(noise: float) -> None:
+    found = fitted(GIVEN, steps(LAW, noise=noise))
+    assert set(found.told) == set(LAW) and max(found.told.values()) < TOLD
+    for name, factor in LAW.items():
+        x = math.log(CONSTANTS[name].value(found.cluster) / CONSTANTS[name].value(GIVEN))
+        assert x == pytest.approx(math.log(factor), abs=found.told[name])
+
+
+def test_constants_that_the_steps_do_not_tell_stay() -> None:
+    """Ranks without others say nothing about links."""
+    found = fitted(GIVEN, steps(LAW, dp=(1,)))
+    assert {"inside.bus_gb_s", "between.share"} <= set(found.untold) and not set(found.told) & set(found.untold)
+    assert (found.cluster.inside, found.cluster.between) == (GIVEN.inside, GIVEN.between)
+    assert fitted(GIVEN, []).cluster == GIVEN
+
+
+def test_steps_that_no_constants_explain_tell_nothing() -> None:
+    """Steps of other devices, 200 times as slow: every factor is at most 4."""
+    others = [replace(step, seconds=200 * step.seconds) for step in steps({}, dp=(1,))]
+    found = fitted(GIVEN, others)
+    assert found.cluster == GIVEN and not found.told and set(found.untold) == set(CONSTANTS)
+
+
+def test_steps_that_were_left_out_are_predicted_better() -> None:
+    known = steps(LAW, noise=0.03)
+    for at in range(3):  # each run is left out once
+        left, others = known[at::3], [step for nth, step in enumerate(known) if nth % 3 != at]
+        assert off(fitted(GIVEN, others).cluster, left) < 0.3 * off(GIVEN, left)
+
+
+def finished(folder: Path, name: str, recipe: str, ranks: int, seconds: float, **summary: object) -> None:
+    """Write what the calibration reads of a finished run."""
+    values = load(recipe, {"degrees.ep": str(ranks)})[0].model_dump(mode="json")
+    about = {"recipe_values": values, "world": ranks, "hardware": "a GPU", "predicted": {"measured_step_seconds": seconds}}
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "summary.json").write_text(json.dumps(about | summary))
+    (folder / name / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "moe": [{"layer": 1, "load": [0.5, 0.1, 0.1, 0.05, 0.1, 0.05, 0.05, 0.05]}]}) + "\n"
+    )
+
+
+def test_runs_of_a_folder_become_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs on devices whose launches take twice as long as in the cluster file."""
+    for name, recipe, ranks in (("small", "dense_tiny", 1), ("experts", "switch_tiny", 2)):
+        finished(tmp_path / "runs", name, recipe, ranks, 1.0)
+        (step,) = measured(tmp_path / "runs" / name, GIVEN)
+        there = true_cluster({"program.launch_us": 2.0}).holding(ranks)
+        finished(tmp_path / "runs", name, recipe, ranks, step_time(step.network, step.plan, there).step)
+    out = tmp_path / "mine.yaml"
+    assert main(["plan", "--calibrate", "--runs", str(tmp_path / "runs"), "--cluster", "h100-8", "--out", str(out)]) == 0
+    said, made = capsys.readouterr().out, load_cluster(str(out))
+    assert made.program["launch_us"] == pytest.approx(40, rel=0.05) and "fitted: program.launch_us 20 -> " in said
+    assert any("program.launch_us: instead, fitted to steps of 2 runs (experts, small)" in source for source in made.sources)
+    (experts, _) = measured(tmp_path / "runs", GIVEN)
+    assert experts.network.experts is not None and experts.network.experts.busiest == 1.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"hardware": "another"}, "a run on another"),
+        ({"predicted": None}, "without step seconds"),
+        ({"world": "2"}, "without step seconds"),
+    ],
+)
+def test_runs_that_tell_nothing_are_refused(changes: dict[str, object], got: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no summary.json"):
+        list(measured(tmp_path, GIVEN))
+    finished(tmp_path, "a", "dense_tiny", 1, 0.5)
+    finished(tmp_path, "b", "dense_tiny", 1, 0.5, **changes)
+    with pytest.raises(BadInput, match=got):
+        list(measured(tmp_path, GIVEN))
