@@ -126,11 +126,18 @@ class MoELayer(nn.Module):
             y_TD = y_TD + self._skipped(x_TD, routing).to(y_TD.dtype)
         if not self.reporting:
             return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
-        losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
+        loss, report = self._measured(routing, context)
         if self.training:
-            y_TD = join(y_TD, _weighted(losses, self.router.spec), scale=context.auxiliary_scale)
-        y_BLD = y_TD.unflatten(0, x_BLD.shape[:2])
-        return self._add_unrouted(x_BLD, y_BLD), _report(self.layer, routing, losses)
+            y_TD = join(y_TD, loss, scale=context.auxiliary_scale)
+        return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), report
+
+    def _measured(self, routing: Routing, context: Context) -> tuple[Tensor, LayerReport]:
+        """Return the sum of the weighted losses, scalar fp32, and the report."""
+        if routing.fused is not None:
+            load_E, kept, dropped = routing.fused.counts.split((self.router.num_experts, 1, 1))
+            return routing.fused.loss, LayerReport(self.layer, load_E, kept[0], dropped[0], *routing.fused.means.unbind())
+        losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
+        return _weighted(losses, self.router.spec), _report(self.layer, routing, losses)
 
     def _of_groups(self, routing: Routing) -> Routing:
         """Return the routing that the balance loss counts: of whole groups, gathered from all ranks that hold their tokens."""
