@@ -1,8 +1,8 @@
 """Kernels that count choices, sort them by expert and move rows. Each element has one writer: no atomics, no additions at an index.
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
-                         (host)  cumulative sums over blocks: the first position of each expert's choices in each block
-                         rank    first position + number of earlier choices of the same expert in the block
+                         scan    number of its choices in earlier blocks
+                         rank    that number + earlier choices of the same expert in the block [+ choices of lower experts]
 
 Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
 """
@@ -70,8 +70,10 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]."""
+def count(expert, active, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]. `zeros`, if given [T, K]:
+    gets zeros.
+    """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
     active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
@@ -80,12 +82,32 @@ def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: t
     equal_NE = (expert_N[:, None] == expert_E[None, :]) & active_N[:, None]
     at = out + (group.to(tl.int64) * tl.num_programs(0) + block) * E
     tl.store(at + expert_E, tl.sum(equal_NE.to(tl.int32), axis=0), mask=expert_E < E)
+    if zeros is not None:
+        tl.store(zeros + choice_N, tl.zeros((BLOCK,), tl.int64), mask=real_N & (tl.program_id(2) == 0))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Replace counts [groups, blocks, E] by their sums over earlier blocks of the group. `totals`, if given [E]: sums over all blocks."""
+    expert_E = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    passed_E = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, blocks, BLOCK_B):
+        block_B = first + tl.arange(0, BLOCK_B)
+        at_BE = counts + (tl.program_id(1).to(tl.int64) * blocks + block_B)[:, None] * E + expert_E[None, :]
+        mask_BE = (block_B < blocks)[:, None] & (expert_E < E)[None, :]
+        count_BE = tl.load(at_BE, mask=mask_BE, other=0)
+        tl.store(at_BE, passed_E[None, :] + tl.cumsum(count_BE, axis=0) - count_BE, mask=mask_BE)
+        passed_E += tl.sum(count_BE, axis=0)
+    if totals is not None:
+        tl.store(totals + expert_E, passed_E.to(tl.int64), mask=expert_E < E)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
+def rank(expert, active, before, totals, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
+         BLOCK_E: tl.constexpr):  # fmt: skip
     """Write each choice's position in its expert's queue into out [T, K], -1 for inactive choices. `before` [groups, blocks, E]: number of
-    the expert's choices in earlier blocks. `choice_of`, if given: receives the flat choice at each position.
+    the expert's choices in earlier blocks. `totals`, if given [E]: choices of each expert; positions are then among all experts' choices,
+    sorted by expert, and `choice_of` receives the flat choice at each position.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
@@ -96,19 +118,27 @@ def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.c
     earlier_NN = (key_N[:, None] == key_N[None, :]) & (place_N[None, :] < place_N[:, None])
     at = before + (group.to(tl.int64) * tl.num_programs(0) + block) * E
     rank_N = tl.load(at + expert_N, mask=active_N, other=0).to(tl.int64) + tl.sum(earlier_NN.to(tl.int32), axis=1)
+    if totals is not None:
+        for first in range(0, E, BLOCK_E):
+            expert_E = first + tl.arange(0, BLOCK_E)
+            total_E = tl.load(totals + expert_E, mask=expert_E < E, other=0).to(tl.int32)
+            rank_N += tl.sum(tl.where(expert_E[None, :] < expert_N[:, None], total_E[None, :], 0), axis=1)
     tl.store(out + choice_N, tl.where(active_N, rank_N, -1), mask=real_N)
-    if choice_of is not None:
+    if totals is not None:
         tl.store(choice_of + rank_N, choice_N, mask=active_N)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def tile_map(ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3]. `ends` [E]: end of each expert's rows."""
+def tile_map(counts, ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3], given each expert's number of rows, and the
+    end of its rows into ends [E]."""
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
-    end_E = tl.load(ends + expert_E, mask=expert_E < E, other=0)
-    begin_E = tl.load(ends + expert_E - 1, mask=(expert_E > 0) & (expert_E < E), other=0)
-    tiles_E = tl.where(expert_E < E, (end_E - begin_E + TILE - 1) // TILE, 0)
+    count_E = tl.load(counts + expert_E, mask=expert_E < E, other=0).to(tl.int32)
+    end_E = tl.cumsum(count_E, axis=0)
+    begin_E = end_E - count_E
+    tl.store(ends + expert_E, end_E, mask=(expert_E < E) & (tl.program_id(0) == 0))
+    tiles_E = (count_E + TILE - 1) // TILE
     last_E = tl.cumsum(tiles_E, axis=0)
     passed_TE = (last_E[None, :] <= tile_T[:, None]) & (expert_E < E)[None, :]
     expert_T = tl.sum(passed_TE.to(tl.int32), axis=1)
@@ -168,3 +198,16 @@ def combine_backward(grad, rows, gate, choice, grad_rows, grad_gate, R, D, choic
         dot_R += tl.sum(grad_RD * tl.load(rows + here_RD, mask=mask_RD, other=0.0).to(tl.float32), axis=1)
         put(grad_rows + here_RD, grad_RD * gate_R[:, None], mask_RD)
     put(grad_gate + choice_R, dot_R, row_R < R)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gate_gradient(parts, row, out, N, P, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Compute out[n] = sum of the P parts of row[n], for N choices; row -1 gives 0."""
+    choice_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = tl.load(row + choice_N, mask=choice_N < N, other=-1)
+    sum_N = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, P, BLOCK_P):
+        part_P = first + tl.arange(0, BLOCK_P)
+        mask_NP = (row_N >= 0)[:, None] & (part_P < P)[None, :]
+        sum_N += tl.sum(tl.load(parts + row_N[:, None] * P + part_P[None, :], mask=mask_NP, other=0.0), axis=1)
+    put(out + choice_N, sum_N, choice_N < N)

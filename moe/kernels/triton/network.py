@@ -58,13 +58,12 @@ def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | Non
     """Make the tile map on the GPU. The host does not wait for the counts: it uses an upper bound of the number of tiles."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    tiles = ends_E.new_empty(num_tiles, 3)
+    ends_E, tiles = counts_E.new_empty(num_experts, dtype=torch.int32), counts_E.new_empty(num_tiles, 3, dtype=torch.int32)
     block_e = max(2, triton.next_power_of_2(num_experts))
     block_t = max(1, min(64, 8192 // block_e))
     with on(ends_E):
-        moves.tile_map[(triton.cdiv(num_tiles, block_t),)](
-            ends_E, tiles, num_tiles, num_experts, TILE=tile_rows, BLOCK_T=block_t, BLOCK_E=block_e
+        moves.tile_map[(max(1, triton.cdiv(num_tiles, block_t)),)](
+            counts_E, ends_E, tiles, num_tiles, num_experts, TILE=tile_rows, BLOCK_T=block_t, BLOCK_E=block_e
         )
     return Rows(rows, ends_E, tiles, tile_rows, plan)
 
@@ -137,10 +136,14 @@ def back(
         )
     if gate_TK is None or parts is None or rows.plan is None:
         return grad_h, grad_g, a_gated, None
-    row_TK = rows.plan.row_TK
     if not rows.number:
         return grad_h, grad_g, a_gated, torch.zeros_like(gate_TK)
-    grad_gate = parts.sum(1).to(gate_TK.dtype).take(row_TK.clamp(min=0)).masked_fill_(row_TK < 0, 0)
+    grad_gate, number = torch.empty_like(gate_TK), gate_TK.numel()
+    block_p = triton.next_power_of_2(min(64, parts.shape[1]))
+    with on(h):
+        moves.gate_gradient[(triton.cdiv(number, 64),)](
+            parts, rows.plan.row_TK.contiguous(), grad_gate, number, parts.shape[1], BLOCK_N=64, BLOCK_P=block_p
+        )
     return grad_h, grad_g, a_gated, grad_gate
 
 

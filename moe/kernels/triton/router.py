@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _PROGRAMS = 256  # of `choose`, about two for each multiprocessor; `finish` reads a row of each
 _TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
 _LEAST = torch.finfo(torch.float32).tiny  # least probability before its logarithm
+_ELEMENTS = 1024  # of a block: 8 for each thread, of each tensor
 TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 
 
@@ -241,7 +242,7 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, logits_TE: Tensor, given: Given, spec: RouterSpec) -> tuple[Tensor, ...]:
         (total, num_experts), choices = logits_TE.shape, spec.num_choices
         tokens, width, block_e = total // given.num_groups, max(4, num_experts), max(4, triton.next_power_of_2(num_experts))
-        block_t = max(1, min(32, 4096 // block_e))
+        block_t = max(1, min(32, _ELEMENTS // block_e))
         each = block_t * triton.cdiv(tokens, block_t * min(triton.cdiv(tokens, block_t), max(1, _PROGRAMS // given.num_groups)))
         blocks, normed = triton.cdiv(tokens, each), spec.gates == "before_drop" or spec.softmax_over == "chosen"
         expert_TK = logits_TE.new_empty(total, choices, dtype=torch.int64) if given.expert_TK is None else given.expert_TK

@@ -443,7 +443,8 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
-    moves = {"top_k", "count", "rank", "tile_map", "gather", "total", "combine_backward"}
+    moves = {"top_k", "count", "scan", "rank", "tile_map", "gather", "total", "combine_backward", "gate_gradient"}
+    moves |= {"choose", "finish", "backward"}
     assert {f["kernel"] for f in found} == moves | {"up", "product", "back", "weights"}
     assert {f["out"] for f in found if f["kernel"] == "weights"} == {"torch.float32", "torch.bfloat16"}
     for f in found:
