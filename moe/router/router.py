@@ -242,7 +242,7 @@ class Router(nn.Module):
     def _keep(
         self,
         expert_TK: Tensor,
-        active_TK: Tensor,
+        active_TK: Tensor | None,
         context: Context,
         *,
         num_groups: int,
@@ -280,14 +280,16 @@ class Router(nn.Module):
         sizes = {"num_choices": self.spec.num_choices, "num_experts": self.num_experts}
         return context.replay_routing.take(self.name, context.position_T, **sizes)
 
-    def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
-        """Return bool [T, K]: False for padding tokens, and for second choices that `router.second: random` does not use."""
-        active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
+    def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
+        """Return bool [T, K]: False for padding tokens, and for second choices that `router.second: random` does not use. None: all True."""
+        valid_T1 = None if context.valid_T is None else context.valid_T.unsqueeze(1)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)
             second_T = gate_TK[:, 1] / gate_TK.sum(-1)
+            active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
             active_TK[:, 1] = 2 * second_T > context.uniform(f"{self.name}.second", 1)[:, 0]
-        return active_TK if context.valid_T is None else active_TK & context.valid_T.unsqueeze(1)
+            return active_TK if valid_T1 is None else active_TK & valid_T1
+        return None if valid_T1 is None else valid_T1.expand_as(expert_TK).contiguous()
 
     def _priority(self, scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
         """Return each choice's priority for a slot [T, K], or None if queue order alone decides."""

@@ -142,8 +142,9 @@ def route(preset: str, *, tokens: int, num_experts: int) -> None:
         fused = kernels.route(scores, Given(2, 9, bias, valid, given, given), spec)
         (fused.gate_TK.sum() + fused.loss).backward()
     kept = torch.ones_like(expert, dtype=torch.bool)
-    kernels.slots(expert, kept, num_groups=2, num_experts=num_experts)
+    kernels.kept(expert, kept, num_groups=2, num_experts=num_experts, slots_each=7)
     kernels.plan(expert, kept, num_experts=num_experts)
+    kernels.by_bin(torch.ones(4, num_experts // 4, dtype=torch.int64), total=num_experts)
 
 
 def compute(c: Case) -> None:

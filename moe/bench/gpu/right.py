@@ -60,9 +60,9 @@ def _routing(machine: Machine) -> list[Row]:
         active_TK = _random(machine, tokens, k, seed=number + 10) > -0.5
         kernels: tuple[Any, ...] = (choose("triton"), reference)
         chosen = [m.top_k(scores_TE, k) for m in kernels]
-        slots = [m.slots(chosen[1], active_TK, num_groups=1, num_experts=experts) for m in kernels]
+        kept = [m.kept(chosen[1], active_TK, num_groups=1, num_experts=experts, slots_each=3) for m in kernels]
         plans = [m.plan(chosen[1], active_TK, num_experts=experts).cut(int(active_TK.sum())) for m in kernels]
-        same = {"top_k": torch.equal(*chosen), "slots": torch.equal(*slots)}
+        same = {"top_k": torch.equal(*chosen), "kept": torch.equal(*kept)}
         same["plan"] = all(torch.equal(getattr(plans[0], name), getattr(plans[1], name)) for name in ("choice_R", "row_TK", "counts_E"))
         found += [{"kernel": name, "experts": experts, "passed": passed} for name, passed in same.items()]
     return found

@@ -76,7 +76,9 @@ def count(expert, active, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, B
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
-    active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
+    active_N = real_N
+    if active is not None:
+        active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
     expert_N = tl.load(expert + choice_N, mask=real_N, other=0).to(tl.int32)
     expert_E = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
     equal_NE = (expert_N[:, None] == expert_E[None, :]) & active_N[:, None]
@@ -102,30 +104,53 @@ def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
         tl.store(totals + expert_E, passed_E.to(tl.int64), mask=expert_E < E)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def rank(expert, active, before, totals, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
          BLOCK_E: tl.constexpr):  # fmt: skip
-    """Write each choice's position in its expert's queue into out [T, K], -1 for inactive choices. `before` [groups, blocks, E]: number of
-    the expert's choices in earlier blocks. `totals`, if given [E]: choices of each expert; positions are then among all experts' choices,
-    sorted by expert, and `choice_of` receives the flat choice at each position.
+    """Write into out [T, K] whether a choice is active, and among the first `slots` in the queue of its expert and group. `before` [groups,
+    blocks, E]: number of the expert's choices in earlier blocks. With `totals` [E], the choices of each expert: write each choice's position
+    among all choices, sorted by expert (-1: inactive), and into `choice_of` the flat choice at each position.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
-    active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
+    active_N = real_N
+    if active is not None:
+        active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
     expert_N = tl.load(expert + choice_N, mask=real_N, other=0).to(tl.int32)
     key_N = tl.where(active_N, expert_N, -1)
     place_N = tl.arange(0, BLOCK)
     earlier_NN = (key_N[:, None] == key_N[None, :]) & (place_N[None, :] < place_N[:, None])
     at = before + (group.to(tl.int64) * tl.num_programs(0) + block) * E
     rank_N = tl.load(at + expert_N, mask=active_N, other=0).to(tl.int64) + tl.sum(earlier_NN.to(tl.int32), axis=1)
-    if totals is not None:
+    if totals is None:
+        tl.store(out + choice_N, active_N & (rank_N < slots), mask=real_N)
+    else:
         for first in range(0, E, BLOCK_E):
             expert_E = first + tl.arange(0, BLOCK_E)
             total_E = tl.load(totals + expert_E, mask=expert_E < E, other=0).to(tl.int32)
             rank_N += tl.sum(tl.where(expert_E[None, :] < expert_N[:, None], total_E[None, :], 0), axis=1)
-    tl.store(out + choice_N, tl.where(active_N, rank_N, -1), mask=real_N)
-    if totals is not None:
+        tl.store(out + choice_N, tl.where(active_N, rank_N, -1), mask=real_N)
         tl.store(choice_of + rank_N, choice_N, mask=active_N)
+
+
+@triton.jit(do_not_specialize=["R"])
+def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows arrived sorted by (source, bin), counts [P, B] of each. Write the R rows' indices in the order of (bin, source)."""
+    row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    passed_R, begin_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((BLOCK_R,), tl.int64), tl.zeros((1,), tl.int64)
+    for first in range(0, P * B, BLOCK_N):  # pairs in the order of (bin, source): those that end before the row, and their rows
+        pair_N = first + tl.arange(0, BLOCK_N)
+        count_N = tl.load(counts + pair_N % P * B + pair_N // P, mask=pair_N < P * B, other=0)
+        ended_RN = (end + tl.cumsum(count_N, axis=0))[None, :] <= row_R[:, None]
+        passed_R += tl.sum((ended_RN & (pair_N < P * B)[None, :]).to(tl.int32), axis=1)
+        begin_R += tl.sum(tl.where(ended_RN, count_N[None, :], 0), axis=1)
+        end += tl.sum(count_N, axis=0)
+    mine_R = passed_R % P * B + passed_R // P
+    for first in range(0, P * B, BLOCK_N):  # pairs in the order of arrival: rows before the row's own pair
+        pair_N = first + tl.arange(0, BLOCK_N)
+        count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0)
+        begin_R -= tl.sum(tl.where(pair_N[None, :] < mine_R[:, None], count_N[None, :], 0), axis=1)
+    tl.store(out + row_R, row_R - begin_R, mask=row_R < R)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -211,3 +236,13 @@ def gate_gradient(parts, row, out, N, P, BLOCK_N: tl.constexpr, BLOCK_P: tl.cons
         mask_NP = (row_N >= 0)[:, None] & (part_P < P)[None, :]
         sum_N += tl.sum(tl.load(parts + row_N[:, None] * P + part_P[None, :], mask=mask_NP, other=0.0), axis=1)
     put(out + choice_N, sum_N, choice_N < N)
+
+
+@triton.jit
+def cast(first, second, out_first, out_second, N, BLOCK: tl.constexpr):
+    """Copy two tensors of N elements, rounded to the results' dtype. Grid: blocks of elements, then the tensors."""
+    at_N = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        put(out_first + at_N, tl.load(first + at_N, mask=at_N < N).to(tl.float32), at_N < N)
+    else:
+        put(out_second + at_N, tl.load(second + at_N, mask=at_N < N).to(tl.float32), at_N < N)

@@ -177,9 +177,10 @@ class _Network(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
         form, w1, w2, w3, b1, b3 = given  # the network's activation, then its tensors
-        gate = None if w3 is None else _cast(w3, x_TD)
         wide_b1, wide_b3 = (None if b is None else _aligned(b, 1) for b in (b1, b3))
-        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, wide_b1, wide_b3, form), scale_RF, rows, keep=keep)
+        first, gate = _cast_both(w1, w3, x_TD)
+        h, g, a = up(x_TD, Network(first, w2, gate, wide_b1, wide_b3, form), scale_RF, rows, keep=keep)
+        del first, gate
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
@@ -206,8 +207,8 @@ class _Network(torch.autograd.Function):
         if pending is None and (ctx.needs_input_grad[6] or ctx.needs_input_grad[8]):
             grad_w1, grad_w3 = _first_gradients(x_TD, (grad_h, grad_g), w1, rows)
         if ctx.needs_input_grad[0]:
-            w_too = None if w3 is None else _cast(w3, x_TD)
-            grad_x = product(grad_h, _cast(w1, x_TD), rows, turned=True, a_too=grad_g, w_too=w_too)
+            first, gate = _cast_both(w1, w3, x_TD)
+            grad_x = product(grad_h, first, rows, turned=True, a_too=grad_g, w_too=gate)
             if rows.plan is not None:
                 grad_x = total(grad_x, rows.plan.row_TK, None)
         return grad_x, grad_gate, None, None, None, None, grad_w1, grad_w2, grad_w3, grad_b1, grad_b3
@@ -229,6 +230,17 @@ def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor,
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
     """Return the weight in the rows' dtype, contiguous and aligned: cast once per product, not once per tile."""
     return _aligned(weight.to(like.dtype).contiguous(), 2)
+
+
+def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return `_cast` of w1 and w3, by one kernel."""
+    if w3 is None or w1.dtype == like.dtype:
+        return _cast(w1, like), None if w3 is None else _cast(w3, like)
+    w1, w3 = w1.contiguous(), w3.contiguous()
+    made = torch.empty_like(w1, dtype=like.dtype), torch.empty_like(w3, dtype=like.dtype)
+    with on(w1):
+        moves.cast[(triton.cdiv(w1.numel(), 4096), 2)](w1, w3, *made, w1.numel(), BLOCK=4096)
+    return _aligned(made[0], 2), _aligned(made[1], 2)
 
 
 def _aligned(tensor: Tensor, dims: int) -> Tensor:
