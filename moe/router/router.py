@@ -140,8 +140,8 @@ class Router(nn.Module):
         return gate_TK if self.expert_scale is None else gate_TK * self.expert_scale.float()[expert_TK]
 
     def _fuses(self, logits_TE: Tensor, context: Context) -> bool:
-        """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. All others, and a balance
-        loss over the whole step's tokens, are computed in torch operations.
+        """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
+        all others, and a balance loss over the whole step's tokens.
         """
         s, dropless = self.spec, (self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor) is None
         return (
@@ -281,7 +281,7 @@ class Router(nn.Module):
         return context.replay_routing.take(self.name, context.position_T, **sizes)
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
-        """Return bool [T, K]: False for padding tokens, and for second choices that `router.second: random` does not use. None: all True."""
+        """Return bool [T, K]: False for padding, and for second choices that `router.second: random` does not use. None: all are True."""
         valid_T1 = None if context.valid_T is None else context.valid_T.unsqueeze(1)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)

@@ -108,8 +108,8 @@ def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
          BLOCK_E: tl.constexpr):  # fmt: skip
     """Write into out [T, K] whether a choice is active, and among the first `slots` in the queue of its expert and group. `before` [groups,
-    blocks, E]: number of the expert's choices in earlier blocks. With `totals` [E], the choices of each expert: write each choice's position
-    among all choices, sorted by expert (-1: inactive), and into `choice_of` the flat choice at each position.
+    blocks, E]: number of the expert's choices in earlier blocks. With `totals` [E], the choices of each expert: write each choice's
+    position among all choices, sorted by expert (-1: inactive), and into `choice_of` the flat choice at each position.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)

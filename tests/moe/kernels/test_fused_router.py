@@ -1,4 +1,4 @@
-"""The kernels of a router (moe/kernels/triton/router.py) equal the router in torch operations: choices and counts exactly, the rest in fp32."""
+"""A router's kernels (moe/kernels/triton/router.py) equal the router in torch operations: choices and counts exactly, the rest in fp32."""
 
 from __future__ import annotations
 
