@@ -183,8 +183,8 @@ class Router(nn.Module):
         made = context.once(f"{self.name}.decision", decide)
         fused = made_now[0] if made_now else run(made.chosen.expert_TK, made.load_TK)
         gate_TK = self._scaled(fused.gate_TK, fused.expert_TK)
-        groups = (made.capacity, made.num_groups, context.valid_T)
-        return Routing(fused.expert_TK, gate_TK, made.kept_TK, fused.probs_TE, logits_TE, *groups, fused=fused)
+        of_groups = (made.capacity, made.num_groups, context.valid_T)
+        return Routing(fused.expert_TK, gate_TK, made.kept_TK, fused.probs_TE, logits_TE, *of_groups, fused=fused)
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (logits, logits with noisy_top_k's noise, each expert's probability of being chosen), each [T, E].
@@ -252,9 +252,16 @@ class Router(nn.Module):
         """Return the active choices that get a slot: bool [T, K]. Record the experts if the context asks for it."""
         if context.record_routing is not None:
             context.record_routing.add(self.name, context.position_T, expert_TK)
-        sizes = {"num_groups": num_groups, "num_experts": self.num_experts, "slots_each": slots}
-        queue = {"queue": self.spec.queue, "priority_TK": priority_TK}
-        return kept_choices(expert_TK, active_TK, **sizes, kernels=self.kernels, **queue)
+        return kept_choices(
+            expert_TK,
+            active_TK,
+            num_groups=num_groups,
+            num_experts=self.num_experts,
+            slots_each=slots,
+            kernels=self.kernels,
+            queue=self.spec.queue,
+            priority_TK=priority_TK,
+        )
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
         """Return the scores [T, E] by which experts are selected, with noise and bias. Gates are computed without them."""

@@ -39,20 +39,25 @@ def put(at, value, mask):
     tl.store(at, value, mask=mask)
 
 
+@triton.jit
+def best(score_TE, open_TE, expert_E):
+    """Return each token's expert with the highest score among its open ones. Ties go to the lowest expert. NaN counts as infinity."""
+    score_TE = tl.where(score_TE != score_TE, float("inf"), score_TE)
+    left_TE = tl.where(open_TE, score_TE, float("-inf"))
+    found_TE = open_TE & (left_TE == tl.max(left_TE, axis=1)[:, None])
+    return tl.min(tl.where(found_TE, expert_E[None, :], 2**30), axis=1)
+
+
 @triton.jit(do_not_specialize=["T"])
 def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write each token's `choices` best experts to out, one maximum after another; ties go to the lowest expert. NaN counts as infinity."""
+    """Write each token's `choices` best experts to out, one after another."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     real_TE = (token_T < T)[:, None] & (expert_E < E)[None, :]
     score_TE = tl.load(scores + token_T.to(tl.int64)[:, None] * E + expert_E[None, :], mask=real_TE, other=0.0).to(tl.float32)
-    score_TE = tl.where(score_TE != score_TE, float("inf"), score_TE)
     open_TE = (expert_E < E)[None, :] & (token_T >= 0)[:, None]
     for k in range(choices):
-        left_TE = tl.where(open_TE, score_TE, float("-inf"))
-        best_T = tl.max(left_TE, axis=1)
-        found_TE = open_TE & (left_TE == best_T[:, None])
-        best_expert_T = tl.min(tl.where(found_TE, expert_E[None, :], BLOCK_E), axis=1)
+        best_expert_T = best(score_TE, open_TE, expert_E)
         tl.store(out + token_T.to(tl.int64) * choices + k, best_expert_T.to(tl.int64), mask=token_T < T)
         open_TE = open_TE & (expert_E[None, :] != best_expert_T[:, None])
 
@@ -137,10 +142,11 @@ def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices,
 def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows arrived sorted by (source, bin), counts [P, B] of each. Write the R rows' indices in the order of (bin, source)."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    passed_R, begin_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((BLOCK_R,), tl.int64), tl.zeros((1,), tl.int64)
+    passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
+    begin_R = passed_R
     for first in range(0, P * B, BLOCK_N):  # pairs in the order of (bin, source): those that end before the row, and their rows
         pair_N = first + tl.arange(0, BLOCK_N)
-        count_N = tl.load(counts + pair_N % P * B + pair_N // P, mask=pair_N < P * B, other=0)
+        count_N = tl.load(counts + pair_N % P * B + pair_N // P, mask=pair_N < P * B, other=0).to(tl.int32)
         ended_RN = (end + tl.cumsum(count_N, axis=0))[None, :] <= row_R[:, None]
         passed_R += tl.sum((ended_RN & (pair_N < P * B)[None, :]).to(tl.int32), axis=1)
         begin_R += tl.sum(tl.where(ended_RN, count_N[None, :], 0), axis=1)
@@ -148,9 +154,9 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
     mine_R = passed_R % P * B + passed_R // P
     for first in range(0, P * B, BLOCK_N):  # pairs in the order of arrival: rows before the row's own pair
         pair_N = first + tl.arange(0, BLOCK_N)
-        count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0)
+        count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0).to(tl.int32)
         begin_R -= tl.sum(tl.where(pair_N[None, :] < mine_R[:, None], count_N[None, :], 0), axis=1)
-    tl.store(out + row_R, row_R - begin_R, mask=row_R < R)
+    tl.store(out + row_R, (row_R - begin_R).to(tl.int64), mask=row_R < R)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

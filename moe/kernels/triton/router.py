@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.triton.device import on
+from moe.kernels.triton.moves import best
 
 if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
@@ -69,6 +70,31 @@ def _softmax(logit_TE, real_E):
 
 
 @triton.jit
+def _sigmoid(logit_TE, real_E):
+    return tl.where(real_E[None, :], 1.0 / (1.0 + tl.exp(-logit_TE)), 0.0)
+
+
+@triton.jit
+def _scores(logit_TE, real_E, SIGMOID: tl.constexpr):
+    """Return the scores, the scores normalised to sum to 1, and the logarithm of the sum of the logits' exponentials."""
+    prob_TE, logsum_T = _softmax(logit_TE, real_E)
+    score_TE = prob_TE
+    if SIGMOID:
+        score_TE = _sigmoid(logit_TE, real_E)
+        prob_TE = score_TE / tl.maximum(tl.sum(score_TE, axis=1), TINY)[:, None]
+    return score_TE, prob_TE, logsum_T
+
+
+@triton.jit
+def _counted(valid, token_T, here_T):
+    """Return which of the tokens that exist are no padding."""
+    counts_T = here_T
+    if valid is not None:
+        counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
+    return counts_T
+
+
+@triton.jit
 def _log_score(logit_TE, SIGMOID: tl.constexpr):
     """Return the logarithms of scores; of a softmax's, all of a token are off by the same number."""
     if SIGMOID:
@@ -89,23 +115,17 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
     real_E, end = expert_E < E, tl.minimum((block + 1) * each, tokens)
-    prob_E, load_E, counted_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.float32)
-    z_T, entropy_T, number_T = tl.zeros((BLOCK_T,), tl.float32), tl.zeros((BLOCK_T,), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
+    zero_E, zero_T = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
+    prob_E, load_E, counted_E, z_T, entropy_T, number_T = zero_E, zero_E, zero_E, zero_T, zero_T, zero_T
     for begin in range(block * each, end, BLOCK_T):
         place_T = begin + tl.arange(0, BLOCK_T)
         here_T, token_T = place_T < end, group.to(tl.int64) * tokens + place_T
         here_TE = here_T[:, None] & real_E[None, :]
         at_TE = token_T[:, None] * E + expert_E[None, :]
         logit_TE = tl.load(logits + at_TE, mask=here_TE, other=0.0).to(tl.float32)
-        prob_TE, logsum_T = _softmax(logit_TE, real_E)
-        score_TE = prob_TE
-        if SIGMOID:
-            score_TE = tl.where(real_E[None, :], 1.0 / (1.0 + tl.exp(-logit_TE)), 0.0)
-            prob_TE = score_TE / tl.maximum(tl.sum(score_TE, axis=1), TINY)[:, None]
+        score_TE, prob_TE, logsum_T = _scores(logit_TE, real_E, SIGMOID)
         tl.store(probs + at_TE, prob_TE, mask=here_TE)
-        counts_T = here_T
-        if valid is not None:
-            counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
+        counts_T = _counted(valid, token_T, here_T)
         prob_E += tl.sum(tl.where(counts_T[:, None], prob_TE, 0.0), axis=0)
         z_T += tl.where(counts_T, logsum_T * logsum_T, 0.0)
         entropy_T -= tl.where(counts_T, tl.sum(prob_TE * tl.log(tl.maximum(prob_TE, LEAST)), axis=1), 0.0)
@@ -113,15 +133,12 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
         prefer_TE = logit_TE if CHOSEN else score_TE
         if bias is not None:
             prefer_TE += tl.load(bias + expert_E, mask=real_E, other=0.0)[None, :]
-        prefer_TE = tl.where(prefer_TE != prefer_TE, float("inf"), prefer_TE)
         value_TE = _log_score(logit_TE, SIGMOID) if NORMED else score_TE
         open_TE = real_E[None, :] & (place_T >= 0)[:, None]
         value_TK = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
         for k in range(choices):
             if given is None:
-                left_TE = tl.where(open_TE, prefer_TE, float("-inf"))
-                found_TE = open_TE & (left_TE == tl.max(left_TE, axis=1)[:, None])
-                best_T = tl.min(tl.where(found_TE, expert_E[None, :], BLOCK_E), axis=1)
+                best_T = best(prefer_TE, open_TE, expert_E)
                 tl.store(expert + token_T * choices + k, best_T.to(tl.int64), mask=here_T)
             else:
                 best_T = tl.load(given + token_T * choices + k, mask=here_T, other=0).to(tl.int32)
@@ -133,7 +150,8 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
             load_E += chosen_E
             if load is not None:
                 load_T = tl.load(load + token_T * choices + k, mask=here_T, other=0).to(tl.int32)
-                chosen_E = tl.sum(((expert_E[None, :] == load_T[:, None]) & counts_T[:, None]).to(tl.float32), axis=0)
+                mine_TE = expert_E[None, :] == load_T[:, None]
+                chosen_E = tl.sum((mine_TE & counts_T[:, None]).to(tl.float32), axis=0)
             counted_E += tl.where(k < counted, chosen_E, 0.0)
         real_K = choice_K < choices
         if NORMED:
@@ -155,10 +173,10 @@ def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.con
     the number of tokens, at least 1) and counts. BALANCE, Z: weights of the losses. `slots`: of an expert in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)
-    load_E, last_E = tl.zeros((BLOCK_E,), tl.int64), tl.zeros((BLOCK_E,), tl.float32)
-    kept_E, balance_E = tl.zeros((BLOCK_E,), tl.int64), tl.zeros((BLOCK_E,), tl.float32)
+    zero_E, load_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.int64)
+    kept_E, last_E, balance_E = load_E, zero_E, zero_E
     for group in range(G):
-        prob_E, group_E, counted_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.float32)
+        prob_E, group_E, counted_E = zero_E, zero_E, zero_E
         for first in range(0, B, BLOCK_B):
             block_B = first + tl.arange(0, BLOCK_B)
             at_BE = parts + (group * B + block_B)[:, None] * 4 * W + expert_E[None, :]
@@ -199,12 +217,10 @@ def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, 
     at_TE = token_T.to(tl.int64)[:, None] * E + expert_E[None, :]
     logit_TE = tl.load(logits + at_TE, mask=here_TE, other=0.0).to(tl.float32)
     soft_TE, logsum_T = _softmax(logit_TE, real_E)
-    out_TE, of_score_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32), tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-    of_prob_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    zero_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    out_TE, of_score_TE, of_prob_TE = zero_TE, zero_TE, zero_TE
     if grad_loss is not None:
-        counts_T = here_T
-        if valid is not None:
-            counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
+        counts_T = _counted(valid, token_T, here_T)
         each_T = tl.where(counts_T, tl.load(grad_loss) / tl.load(means + 5), 0.0)
         share_TE = tl.load(share + (token_T // tokens)[:, None] * E + expert_E[None, :], mask=here_TE, other=0.0)
         of_prob_TE += BALANCE * each_T[:, None] * share_TE
@@ -226,7 +242,7 @@ def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, 
         else:
             of_score_TE += gate_TE
     if SIGMOID:
-        score_TE = tl.where(real_E[None, :], 1.0 / (1.0 + tl.exp(-logit_TE)), 0.0)
+        score_TE = _sigmoid(logit_TE, real_E)
         sum_T = tl.sum(score_TE, axis=1)
         mean_T = tl.where(sum_T < TINY, 0.0, tl.sum(score_TE * of_prob_TE, axis=1) / tl.maximum(sum_T, TINY))
         of_score_TE += (of_prob_TE - mean_T[:, None]) / tl.maximum(sum_T, TINY)[:, None]
@@ -260,7 +276,7 @@ class _Route(torch.autograd.Function):
             )
             slots = tokens if given.slots is None else given.slots
             sizes = given.num_groups, blocks, num_experts, width, slots
-            block_b = max(1, 4096 // block_e)
+            block_b = max(1, 2048 // block_e)
             finish[(1,)](parts, share_GE, loss, means, counts, *sizes, **weights, BLOCK_B=block_b, BLOCK_E=block_e)
         ctx.save_for_backward(logits_TE, expert_TK, given.valid_T, share_GE, means)
         ctx.sizes, ctx.constants = (total, tokens, num_experts, choices), same | weights | {"BLOCK_T": block_t}
