@@ -126,11 +126,18 @@ class MoELayer(nn.Module):
             y_TD = y_TD + self._skipped(x_TD, routing).to(y_TD.dtype)
         if not self.reporting:
             return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
+        loss, report = self._measured(routing, context)
+        if loss is not None:
+            y_TD = join(y_TD, loss, scale=context.auxiliary_scale)
+        return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), report
+
+    def _measured(self, routing: Routing, context: Context) -> tuple[Tensor | None, LayerReport]:
+        """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
+        if (fused := routing.fused) is not None:
+            load_E, kept, dropped = fused.counts.split((self.router.num_experts, 1, 1))
+            return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept[0], dropped[0], *fused.means.unbind())
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
-        if self.training:
-            y_TD = join(y_TD, _weighted(losses, self.router.spec), scale=context.auxiliary_scale)
-        y_BLD = y_TD.unflatten(0, x_BLD.shape[:2])
-        return self._add_unrouted(x_BLD, y_BLD), _report(self.layer, routing, losses)
+        return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
 
     def _of_groups(self, routing: Routing) -> Routing:
         """Return the routing that the balance loss counts: of whole groups, gathered from all ranks that hold their tokens."""

@@ -1,7 +1,7 @@
 """The MoE layer's operations behind one interface, with interchangeable implementations. reference.py says what each returns.
 
     top_k         each token's experts: the highest scores
-    slots         each choice's position in its expert's queue        a choice beyond the capacity is dropped
+    kept          the choices that get a slot of their expert         all others are dropped
     plan          the row of each kept choice                         rows are sorted by expert
     permute       tokens -> rows
     reorder       rows -> rows, a permutation

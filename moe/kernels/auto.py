@@ -13,9 +13,9 @@ from torch import Tensor
 from moe.kernels import cpu
 from parallel.numerics.supposed import supposed_as
 
-__all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
+__all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-_DECISIONS = ("plan", "slots", "top_k")  # their results are integers, which a rehearsal must know
+_DECISIONS = ("by_bin", "kept", "plan", "top_k")  # their results are integers, which a rehearsal must know
 
 
 def _for_gpu(device: torch.device) -> ModuleType:
@@ -42,4 +42,4 @@ def _by_device(name: str) -> Callable[..., Any]:
     return call
 
 
-combine, grouped_ffn, permute, plan, reorder, routed_ffn, slots, top_k = map(_by_device, __all__)
+by_bin, combine, grouped_ffn, kept, permute, plan, reorder, routed_ffn, top_k = map(_by_device, __all__)

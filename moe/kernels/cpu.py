@@ -7,10 +7,11 @@ from torch import Tensor
 
 from moe.kernels.grouped import grouped_ffn, routed_ffn
 from moe.kernels.rows import Plan, combine, permute, reorder
+from parallel.mesh.exchange import by_bin
 from parallel.mesh.regions import in_region
 from parallel.numerics.supposed import pretended
 
-__all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
+__all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
 # T tokens, K choices, R rows, E experts, D model
 
@@ -39,16 +40,19 @@ def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
     return expert_TK
 
 
-def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
+def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_experts: int, slots_each: int) -> Tensor:
     tokens, choices = expert_TK.shape
     group_T = torch.arange(tokens, device=expert_TK.device) // (tokens // num_groups)
-    key_TK = torch.where(active_TK, group_T.unsqueeze(1) * num_experts + expert_TK, num_groups * num_experts)
+    key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
+    if active_TK is not None:
+        key_TK = torch.where(active_TK, key_TK, num_groups * num_experts)
     key_N = key_TK.t().reshape(-1)  # the first choices of all tokens come before second ones
     order_N = torch.argsort(key_N, stable=True)
     counts = torch.bincount(key_N, minlength=num_groups * num_experts + 1)
     slot_N = torch.empty_like(key_N)
     slot_N[order_N] = torch.arange(len(key_N), device=key_N.device) - (counts.cumsum(0) - counts)[key_N[order_N]]
-    return torch.where(active_TK, slot_N.view(choices, tokens).t(), -1)
+    kept_TK = slot_N.view(choices, tokens).t() < slots_each
+    return kept_TK if active_TK is None else active_TK & kept_TK
 
 
 @in_region("dispatch")

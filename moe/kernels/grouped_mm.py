@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.kernels.auto import combine, permute, plan, reorder, slots, top_k
+from moe.kernels.auto import combine, kept, kernels_of, permute, plan, reorder, top_k
 from moe.kernels.network import Counts, Network, numbers
 from moe.kernels.rows import Plan
 from parallel.errors import BadInput
@@ -24,7 +24,7 @@ from parallel.mesh.host import on_device
 from parallel.numerics.precision import gradient_dtype
 from parallel.numerics.weight_gradient import gradient_or_later, if_deferrable
 
-__all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
+__all__ = ["combine", "grouped_ffn", "kept", "kernels_of", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
 # R rows, E experts, D model, F hidden, I and O a matrix's in and out
 

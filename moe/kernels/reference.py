@@ -18,22 +18,22 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=scores_TE.device).view(-1, k)
 
 
-def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Return each active choice's position, from 0, in the queue of its expert and group: [T, K]; -1 for inactive choices.
+def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_experts: int, slots_each: int) -> Tensor:
+    """Return the active choices that get one of the `slots_each` slots of their expert and group: bool [T, K]. active_TK None: all are.
     The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
     """
     tokens, choices = expert_TK.shape
-    slot_TK = torch.full_like(expert_TK, -1)
+    kept_TK = torch.zeros_like(expert_TK, dtype=torch.bool)
     per_group = tokens // num_groups
     for group in range(num_groups):
         taken = [0] * num_experts
         for k in range(choices):
             for t in range(group * per_group, (group + 1) * per_group):
-                if active_TK[t, k]:
+                if active_TK is None or active_TK[t, k]:
                     expert = int(expert_TK[t, k])
-                    slot_TK[t, k] = taken[expert]
+                    kept_TK[t, k] = taken[expert] < slots_each
                     taken[expert] += 1
-    return slot_TK
+    return kept_TK
 
 
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
@@ -54,8 +54,9 @@ def permute(x_TD: Tensor, plan: Plan) -> Tensor:
     return x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))[plan.token_R].to(x_TD.dtype)
 
 
-def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
-    return rows_RD[index_R]
+def reorder(rows_RD: Tensor, index_R: Tensor, *, undo: bool = False) -> Tensor:
+    """Return rows[index], a permutation; `undo`: the rows that this would bring into the given order."""
+    return rows_RD[index_R.argsort() if undo else index_R]
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:

@@ -54,13 +54,9 @@ def gather(source: Tensor, index_R: Tensor, choices: int = 1) -> Tensor:
 
 def scatter(source: Tensor, index_R: Tensor) -> Tensor:
     """Return rows `out` with out[index] = source, where index is a permutation."""
-    return source.index_select(0, inverse(index_R))
-
-
-def inverse(order_R: Tensor) -> Tensor:
-    inverse_R = torch.empty_like(order_R)
-    inverse_R[order_R] = torch.arange(len(inverse_R), device=inverse_R.device)
-    return inverse_R
+    inverse_R = torch.empty_like(index_R)
+    inverse_R[index_R] = torch.arange(len(index_R), device=index_R.device)
+    return source.index_select(0, inverse_R)
 
 
 def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
@@ -121,14 +117,14 @@ class _Permute(torch.autograd.Function):
 
 class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, moves: Moves) -> Tensor:
-        ctx.index_R, ctx.moves = index_R, moves
-        return moves.gather(rows_RD, index_R)
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor, moves: Moves, undo: bool) -> Tensor:
+        ctx.index_R, (there, ctx.back) = index_R, (moves.scatter, moves.gather) if undo else (moves.gather, moves.scatter)
+        return there(rows_RD, index_R)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.moves.scatter(grad_RD, ctx.index_R), None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad_RD, ctx.index_R), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -155,8 +151,8 @@ def permute(x_TD: Tensor, plan: Plan, moves: Moves = TORCH) -> Tensor:
 
 
 @in_region("dispatch")
-def reorder(rows_RD: Tensor, index_R: Tensor, moves: Moves = TORCH) -> Tensor:
-    out: Tensor = _Reorder.apply(rows_RD, index_R, moves)
+def reorder(rows_RD: Tensor, index_R: Tensor, moves: Moves = TORCH, *, undo: bool = False) -> Tensor:
+    out: Tensor = _Reorder.apply(rows_RD, index_R, moves, undo)
     return out
 
 

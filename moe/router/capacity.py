@@ -38,7 +38,7 @@ def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training:
 
 def kept_choices(
     expert_TK: Tensor,
-    active_TK: Tensor,
+    active_TK: Tensor | None,
     *,
     num_groups: int,
     num_experts: int,
@@ -47,7 +47,7 @@ def kept_choices(
     queue: Literal["choices_first", "tokens_first"] = "choices_first",
     priority_TK: Tensor | None = None,
 ) -> Tensor:
-    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False ask for none.
+    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False ask for none; None: all ask.
     Raise BadInput if the tokens do not divide into groups. `priority_TK` fp32: higher values are served first, equal ones in queue order.
     """
     import torch
@@ -56,16 +56,16 @@ def kept_choices(
         needed, fix = f"a divisor of {expert_TK.shape[0]} tokens", Set("router.group", "sequence")
         raise BadInput("router.group", got=counted(num_groups, "group"), needed=needed, fix=fix)
     if slots_each is None:
-        return active_TK
-    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # kernels.slots counts in this order
-        slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)
-        return active_TK & (slot_TK < slots_each)
+        return torch.ones_like(expert_TK, dtype=torch.bool) if active_TK is None else active_TK
+    sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots_each": slots_each}
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # kernels.kept serves in this order
+        first_TK: Tensor = kernels.kept(expert_TK, active_TK, **sizes)
+        return first_TK
     order_N = _service_order(expert_TK, num_groups, queue, priority_TK)
-    queued_N1, active_N1 = (x.reshape(-1)[order_N].unsqueeze(1) for x in (expert_TK, active_TK))
-    slot_N1 = kernels.slots(queued_N1, active_N1, num_groups=num_groups, num_experts=num_experts)
-    kept_N = torch.empty_like(active_TK.reshape(-1))
-    kept_N[order_N] = (active_N1 & (slot_N1 < slots_each))[:, 0]
-    return kept_N.view_as(active_TK)
+    queued_N1, active_N1 = (None if x is None else x.reshape(-1)[order_N].unsqueeze(1) for x in (expert_TK, active_TK))
+    kept_N = torch.empty_like(order_N, dtype=torch.bool)
+    kept_N[order_N] = kernels.kept(queued_N1, active_N1, **sizes)[:, 0]
+    return kept_N.view_as(expert_TK)
 
 
 def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,7 @@ from parallel.numerics.precision import sum_dtype
 from parallel.numerics.supposed import supposed
 
 if TYPE_CHECKING:
+    from moe.kernels.triton.router import Fused
     from moe.recipe.router_spec import RouterSpec
 
 # T tokens, D model, E experts, K choices
@@ -58,7 +60,8 @@ class Decision:
 class Routing:
     """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
     `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None without padding, which is never
-    kept and never counted. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
+    kept and never counted. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss. `fused`: losses and
+    report, if a kernel computed them; probs_TE then has no gradient.
     """
 
     expert_TK: Tensor
@@ -72,6 +75,7 @@ class Routing:
     counted_TK: Tensor | None = None
     load_TK: Tensor | None = None
     chance_TE: Tensor | None = None
+    fused: Fused | None = None
 
 
 class Router(nn.Module):
@@ -114,6 +118,8 @@ class Router(nn.Module):
         """Route the tokens x_TD [T, D], sequence after sequence, each of `sequence_tokens` tokens. Raises BadInput if groups do not fit."""
         spec = self.spec
         logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
+        if self._fuses(logits_TE, context):
+            return self._fused(logits_TE, sequence_tokens=sequence_tokens, context=context)
         scores_TE = scores_of(noisy_TE, spec)
         made = context.once(
             f"{self.name}.decision",
@@ -126,10 +132,59 @@ class Router(nn.Module):
             gate_TK = chosen_gates(scores_TE, noisy_TE, chosen.expert_TK, spec=spec, of_TK=of_TK)
         else:
             gate_TK = spec.gate_scale * gate_TK
-        if self.expert_scale is not None:
-            gate_TK = gate_TK * self.expert_scale.float()[chosen.expert_TK]
+        gate_TK = self._scaled(gate_TK, chosen.expert_TK)
         groups = (made.capacity, made.num_groups, context.valid_T, chosen.counted_TK, made.load_TK)
         return Routing(chosen.expert_TK, gate_TK, made.kept_TK, probabilities(scores_TE, spec), logits_TE, *groups, chance_TE)
+
+    def _scaled(self, gate_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        return gate_TK if self.expert_scale is None else gate_TK * self.expert_scale.float()[expert_TK]
+
+    def _fuses(self, logits_TE: Tensor, context: Context) -> bool:
+        """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
+        all others, and a balance loss over the whole step's tokens.
+        """
+        s, dropless = self.spec, (self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor) is None
+        return (
+            _fused_kernel(self.kernels, logits_TE) is not None
+            and self.method.fuses
+            and s.score in ("softmax", "sigmoid")
+            and s.gates != "after_drop"
+            and not s.importance_weight
+            and not (self.training and (s.noise != "none" or s.random_second))
+            and (s.balance_scope == "sequence" or dropless or s.group == "rank")
+            and not (s.balance_scope == "global_batch" and context.whole_step)
+            and self.slices is None
+        )
+
+    def _fused(self, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
+        """Route by one kernel. It also chooses the experts, unless the choice needs a method, a record or gates, or was made before."""
+        from moe.kernels.triton.router import Given
+
+        spec, route, made_now = self.spec, _fused_kernel(self.kernels, logits_TE), list["Fused"]()
+        assert route is not None
+        num_groups, slots = self._groups(len(logits_TE), sequence_tokens)
+        groups = num_groups if spec.balance_scope == "sequence" else 1
+        unbiased = spec.balance_counts == "unbiased" and self.bias_E is not None
+        chooses = self.method.is_top_k and not unbiased and context.replay_routing is None and (slots is None or spec.drop == "position")
+
+        def run(expert_TK: Tensor | None = None, load_TK: Tensor | None = None) -> Fused:
+            given = Given(groups, slots, self.bias_E, context.valid_T, expert_TK, load_TK)
+            return route(logits_TE, given, spec)
+
+        def decide() -> Decision:
+            if not chooses:
+                detached_TE = logits_TE.detach()
+                return self._decide(scores_of(detached_TE, spec), detached_TE, sequence_tokens=sequence_tokens, context=context)
+            made_now.append(run())
+            expert_TK = supposed(made_now[0].expert_TK, lambda: self._balanced(logits_TE)().topk(spec.num_choices).indices)
+            kept_TK = self._keep(expert_TK, self._active(logits_TE, expert_TK, context), context, num_groups=num_groups, slots=slots)
+            return Decision(Chosen(expert_TK), kept_TK, slots, num_groups)
+
+        made = context.once(f"{self.name}.decision", decide)
+        fused = made_now[0] if made_now else run(made.chosen.expert_TK, made.load_TK)
+        gate_TK = self._scaled(fused.gate_TK, fused.expert_TK)
+        of_groups = (made.capacity, made.num_groups, context.valid_T)
+        return Routing(fused.expert_TK, gate_TK, made.kept_TK, fused.probs_TE, logits_TE, *of_groups, fused=fused)
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (logits, logits with noisy_top_k's noise, each expert's probability of being chosen), each [T, E].
@@ -169,9 +224,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
         """Select experts for tokens of whole groups, and keep the choices that get a slot, by scores and logits [T, E] fp32."""
-        spec, tokens = self.spec, len(logits_TE)
-        num_groups = self._num_groups(tokens, sequence_tokens)
-        slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
+        spec = self.spec
+        num_groups, slots = self._groups(len(logits_TE), sequence_tokens)
         preferred_TE, own = self._preferred(scores_TE, logits_TE, context), (self.kernels, self.name, self._given(context), self.table_VK)
         request = RoutingRequest(spec, preferred_TE, scores_TE, logits_TE, num_groups, slots, self.training, context, *own)
         chosen = self.method.choose(request)
@@ -179,21 +233,35 @@ class Router(nn.Module):
             assert chosen.counted_TK is not None
             return Decision(chosen, chosen.counted_TK, slots, num_groups)
         expert_TK = chosen.expert_TK
+        priority_TK = None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context)
+        active_TK = self._active(scores_TE, expert_TK, context)
+        kept_TK = self._keep(expert_TK, active_TK, context, num_groups=num_groups, slots=slots, priority_TK=priority_TK)
+        load_TK = self.kernels.top_k(scores_TE, spec.num_choices) if spec.balance_counts == "unbiased" else None
+        return Decision(chosen, kept_TK, slots, num_groups, load_TK)
+
+    def _keep(
+        self,
+        expert_TK: Tensor,
+        active_TK: Tensor | None,
+        context: Context,
+        *,
+        num_groups: int,
+        slots: int | None,
+        priority_TK: Tensor | None = None,
+    ) -> Tensor:
+        """Return the active choices that get a slot: bool [T, K]. Record the experts if the context asks for it."""
         if context.record_routing is not None:
             context.record_routing.add(self.name, context.position_T, expert_TK)
-        active_TK = self._active(scores_TE, expert_TK, context)
-        kept_TK = kept_choices(
+        return kept_choices(
             expert_TK,
             active_TK,
             num_groups=num_groups,
             num_experts=self.num_experts,
             slots_each=slots,
             kernels=self.kernels,
-            queue=spec.queue,
-            priority_TK=None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context),
+            queue=self.spec.queue,
+            priority_TK=priority_TK,
         )
-        load_TK = self.kernels.top_k(scores_TE, spec.num_choices) if spec.balance_counts == "unbiased" else None
-        return Decision(chosen, kept_TK, slots, num_groups, load_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
         """Return the scores [T, E] by which experts are selected, with noise and bias. Gates are computed without them."""
@@ -219,14 +287,16 @@ class Router(nn.Module):
         sizes = {"num_choices": self.spec.num_choices, "num_experts": self.num_experts}
         return context.replay_routing.take(self.name, context.position_T, **sizes)
 
-    def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
-        """Return bool [T, K]: False for padding tokens, and for second choices that `router.second: random` does not use."""
-        active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
+    def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
+        """Return bool [T, K]: False for padding, and for second choices that `router.second: random` does not use. None: all are True."""
+        valid_T1 = None if context.valid_T is None else context.valid_T.unsqueeze(1)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)
             second_T = gate_TK[:, 1] / gate_TK.sum(-1)
+            active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
             active_TK[:, 1] = 2 * second_T > context.uniform(f"{self.name}.second", 1)[:, 0]
-        return active_TK if context.valid_T is None else active_TK & context.valid_T.unsqueeze(1)
+            return active_TK if valid_T1 is None else active_TK & valid_T1
+        return None if valid_T1 is None else valid_T1.expand_as(expert_TK).contiguous()
 
     def _priority(self, scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
         """Return each choice's priority for a slot [T, K], or None if queue order alone decides."""
@@ -238,6 +308,11 @@ class Router(nn.Module):
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         # choices_first: a token's highest gate is the priority of all its choices (V-MoE); tokens_first: each choice's own gate
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
+
+    def _groups(self, tokens: int, sequence_tokens: int) -> tuple[int, int | None]:
+        """Return the number of groups, and an expert's slots in each."""
+        num_groups = self._num_groups(tokens, sequence_tokens)
+        return num_groups, slots_of(self.spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
 
     def _num_groups(self, tokens: int, sequence_tokens: int) -> int:
         group = self.spec.group
@@ -251,6 +326,12 @@ class Router(nn.Module):
             fix = Set("router.group", "sequence")
             raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the {sequences} given", fix=fix)
         return 1  # in evaluation, one group: there may be fewer sequences than in a training group
+
+
+def _fused_kernel(kernels: ModuleType, logits_TE: Tensor) -> Callable[..., Fused] | None:
+    """Return the function that routes these logits by one kernel, None if `kernels` have none for their device and dtype."""
+    of = getattr(kernels, "kernels_of", None)  # kernels that differ by device
+    return getattr(of(logits_TE) if of else kernels, "route", None) if logits_TE.dtype == torch.float32 else None
 
 
 def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:

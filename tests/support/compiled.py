@@ -24,8 +24,9 @@ from triton.compiler import ASTSource
 
 import moe.kernels.triton as kernels
 from moe.kernels.rows import Plan
-from moe.kernels.triton import device, network, routing, rows
-from moe.recipe.sections import Swiglu
+from moe.kernels.triton import device, network, router, routing, rows
+from moe.kernels.triton.router import Given
+from moe.recipe.sections import Router, Swiglu
 from tests.support.networks import network_of
 
 # limits for one program, from the table of compute capabilities in CUDA's programming guide
@@ -130,13 +131,20 @@ def report(compiled: Any, said: str) -> dict[str, Any]:
     }
 
 
-def route(*, tokens: int, num_experts: int, k: int) -> None:
-    scores = torch.rand(tokens, num_experts)
+def route(preset: str, *, tokens: int, num_experts: int) -> None:
+    """Run a router forward and backward, and the kernels that sort its choices."""
+    spec, scores = Router(preset=preset, z_weight=0.1), torch.rand(tokens, num_experts, requires_grad=True)
+    k = spec.num_choices
     kernels.top_k(scores, k)
     expert = scores.topk(k).indices
+    bias, valid = (torch.rand(num_experts), torch.rand(tokens) > 0.5) if spec.bias_rate else (None, None)
+    for given in (None, expert)[: 2 if valid is not None else 1]:
+        fused = kernels.route(scores, Given(2, 9, bias, valid, given, given), spec)
+        (fused.gate_TK.sum() + fused.loss).backward()
     kept = torch.ones_like(expert, dtype=torch.bool)
-    kernels.slots(expert, kept, num_groups=2, num_experts=num_experts)
+    kernels.kept(expert, kept, num_groups=2, num_experts=num_experts, slots_each=7)
     kernels.plan(expert, kept, num_experts=num_experts)
+    kernels.by_bin(torch.ones(4, num_experts // 4, dtype=torch.int64), total=num_experts)
 
 
 def compute(c: Case) -> None:
@@ -166,16 +174,17 @@ def compute(c: Case) -> None:
 def main(capability: int, names: list[str]) -> None:
     """Compile these cases of PUBLISHED; without a name, the kernels of routing and the cases of SMALL."""
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (kernels.gemm, kernels.moves):  # type: ignore[attr-defined]
+    for module in (kernels.gemm, kernels.moves, router):  # type: ignore[attr-defined]
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.run = compile_instead(kernel, capability)
-    for module in (network, rows, routing):
+    for module in (network, rows, router, routing):
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
     device._l2_bytes = lambda _: 50 * 2**20  # type: ignore[assignment]
     if not names:
-        route(tokens=120, num_experts=60, k=3)
+        route("glam", tokens=120, num_experts=60)
+        route("deepseek_v3", tokens=2000, num_experts=256)
     for case in [PUBLISHED[name] for name in names] or SMALL.values():
         compute(case)
 

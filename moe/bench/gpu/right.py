@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from moe.kernels import choose, cpu, reference
 from moe.kernels.activation import Activation
 from moe.kernels.network import Network
 from moe.kernels.rows import Plan
+from moe.router.losses import balance_loss, z_loss
 
 # T tokens, K choices, E experts, D model, F hidden
 
@@ -60,12 +61,31 @@ def _routing(machine: Machine) -> list[Row]:
         active_TK = _random(machine, tokens, k, seed=number + 10) > -0.5
         kernels: tuple[Any, ...] = (choose("triton"), reference)
         chosen = [m.top_k(scores_TE, k) for m in kernels]
-        slots = [m.slots(chosen[1], active_TK, num_groups=1, num_experts=experts) for m in kernels]
+        kept = [m.kept(chosen[1], active_TK, num_groups=1, num_experts=experts, slots_each=3) for m in kernels]
         plans = [m.plan(chosen[1], active_TK, num_experts=experts).cut(int(active_TK.sum())) for m in kernels]
-        same = {"top_k": torch.equal(*chosen), "slots": torch.equal(*slots)}
+        same = {"top_k": torch.equal(*chosen), "kept": torch.equal(*kept)}
         same["plan"] = all(torch.equal(getattr(plans[0], name), getattr(plans[1], name)) for name in ("choice_R", "row_TK", "counts_E"))
+        same["route"] = _routes(scores_TE, chosen[1])
         found += [{"kernel": name, "experts": experts, "passed": passed} for name, passed in same.items()]
     return found
+
+
+def _routes(logits_TE: Tensor, expert_TK: Tensor) -> bool:
+    """Return whether the router's kernels equal torch operations: choices exactly, gates, loss and the logits' gradient to 1e-5."""
+    from moe.kernels.triton.router import Given
+
+    k = expert_TK.shape[1]
+    spec: Any = SimpleNamespace(num_choices=k, score="softmax", softmax_over="all", gates="before_drop", gate_scale=1.0)
+    vars(spec).update(balance_counts="all", balance_weight=0.1, z_weight=0.1)
+    logits_TE = logits_TE.requires_grad_()
+    fused = choose("triton").route(logits_TE, Given(1, None, None, None), spec)
+    loss = 0.1 * balance_loss(logits_TE.softmax(1), expert_TK) + 0.1 * z_loss(logits_TE)
+    found = []
+    for gate_TK, of_losses in ((fused.gate_TK, fused.loss), (logits_TE.gather(1, expert_TK).softmax(1), loss)):
+        (grad_TE,) = torch.autograd.grad(gate_TK[:, 0].sum() + of_losses, logits_TE)
+        found.append((gate_TK, of_losses, grad_TE))
+    close = all(torch.allclose(a, b, rtol=LIMITS[torch.float32], atol=1e-7) for a, b in zip(*found, strict=True))
+    return torch.equal(fused.expert_TK, expert_TK) and close
 
 
 def _networks(

@@ -68,7 +68,6 @@ class Chunked(Exchange):
 
         from moe.experts.dispatch.network import compute
         from moe.experts.dispatch.steps import permuted
-        from moe.kernels.rows import inverse
         from parallel.mesh.collectives import finish_all_to_all, start_all_to_all
 
         route, counts = self._plan(routing)
@@ -85,7 +84,7 @@ class Chunked(Exchange):
                 following = steps[j + 1].start(rows[j + 1])
             rows_RD = self.kernels.reorder(finish_all_to_all(current), step.order_R)
             out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=counts[j], weights=weights, position_R=positions[j], dropout=dropout)
-            out_RD = self.kernels.reorder(out_RD, inverse(step.order_R))
+            out_RD = self.kernels.reorder(out_RD, step.order_R, undo=True)
             backs.append(start_all_to_all(out_RD, self.axis, send=step.receive, receive=step.send))
         y_TD: Tensor = self.kernels.combine(torch.cat([finish_all_to_all(back) for back in backs]), routing.gate_TK, plan)
         return y_TD

@@ -17,10 +17,11 @@ from moe.experts.dispatch.dispatcher import Exchange
 from moe.experts.dispatch.network import Dropout, compute
 from moe.experts.dispatch.placement import plan_rows
 from moe.experts.experts import Experts
-from moe.kernels.rows import Plan, inverse
+from moe.kernels.auto import by_bin
+from moe.kernels.rows import Plan
 from moe.router.router import Routing
 from parallel.mesh.collectives import StartedRows, all_to_all, start_all_to_all
-from parallel.mesh.exchange import by_bin, collect, exchange_counts, spread
+from parallel.mesh.exchange import collect, exchange_counts, spread
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
@@ -60,7 +61,7 @@ class Step:
     def back(self, rows: Tensor, kernels: Any) -> Tensor:
         """Send the results of received rows back to their sources, and return the results of the rows that this rank sent."""
         if self.slot_R is None:
-            return all_to_all(kernels.reorder(rows, inverse(self.order_R)), self.axis, send=self.receive, receive=self.send)
+            return all_to_all(kernels.reorder(rows, self.order_R, undo=True), self.axis, send=self.receive, receive=self.send)
         slots = spread(rows, self.order_R, slots=sum(self.receive))
         return collect(all_to_all(slots, self.axis, send=self.receive, receive=self.send), self.slot_R)
 
@@ -96,10 +97,10 @@ def planned(axes: Sequence[Axis], sends: Sequence[Tensor], receives: Sequence[Te
     """Return a function that returns the step over each axis, given the counts of rows [P, B] that this rank sends and receives in it.
     All counts go to the host in one copy, which starts now. The function waits for it.
     """
-    read = read_later(*(counts_PB.sum(1) for counts_PB in (*sends, *receives)))
+    read = read_later(*sends, *receives)
 
     def steps() -> list[Step]:
-        numbers = read()
+        numbers = [[sum(counts_B) for counts_B in counts_PB] for counts_PB in read()]
         pairs = zip(axes, numbers[: len(axes)], numbers[len(axes) :], receives, strict=True)
         return [Step(axis, send, receive, by_bin(arrived_PB, total=sum(receive))) for axis, send, receive, arrived_PB in pairs]
 

@@ -1,6 +1,7 @@
 """The GPU kernels, in Triton. Products gather their rows while they load them. The backward pass recomputes the activations.
 
-    routing.py   top_k, slots, plan            moves.py   the kernels that count, sort and move
+    router.py    route: scores to gates, losses
+    routing.py   top_k, kept, plan             moves.py   the kernels that count, sort and move
     rows.py      permute, reorder, combine     gemm.py    the kernels that multiply
     network.py   grouped_ffn, routed_ffn       device.py  tile sizes, and the device a kernel runs on
 
@@ -11,7 +12,8 @@ Sources: SonicMoE (arXiv 2512.14080), ScatterMoE (arXiv 2403.08245), MegaBlocks 
 from __future__ import annotations
 
 from moe.kernels.triton.network import grouped_ffn, routed_ffn
-from moe.kernels.triton.routing import plan, slots, top_k
+from moe.kernels.triton.router import route
+from moe.kernels.triton.routing import by_bin, kept, plan, top_k
 from moe.kernels.triton.rows import combine, permute, reorder
 
-__all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
+__all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "route", "routed_ffn", "top_k"]

@@ -1,8 +1,8 @@
 """Kernels that count choices, sort them by expert and move rows. Each element has one writer: no atomics, no additions at an index.
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
-                         (host)  cumulative sums over blocks: the first position of each expert's choices in each block
-                         rank    first position + number of earlier choices of the same expert in the block
+                         scan    number of its choices in earlier blocks
+                         rank    that number + earlier choices of the same expert in the block [+ choices of lower experts]
 
 Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
 """
@@ -39,20 +39,25 @@ def put(at, value, mask):
     tl.store(at, value, mask=mask)
 
 
+@triton.jit
+def best(score_TE, open_TE, expert_E):
+    """Return each token's expert with the highest score among its open ones. Ties go to the lowest expert. NaN counts as infinity."""
+    score_TE = tl.where(score_TE != score_TE, float("inf"), score_TE)
+    left_TE = tl.where(open_TE, score_TE, float("-inf"))
+    found_TE = open_TE & (left_TE == tl.max(left_TE, axis=1)[:, None])
+    return tl.min(tl.where(found_TE, expert_E[None, :], 2**30), axis=1)
+
+
 @triton.jit(do_not_specialize=["T"])
 def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write each token's `choices` best experts to out, one maximum after another; ties go to the lowest expert. NaN counts as infinity."""
+    """Write each token's `choices` best experts to out, one after another."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     real_TE = (token_T < T)[:, None] & (expert_E < E)[None, :]
     score_TE = tl.load(scores + token_T.to(tl.int64)[:, None] * E + expert_E[None, :], mask=real_TE, other=0.0).to(tl.float32)
-    score_TE = tl.where(score_TE != score_TE, float("inf"), score_TE)
     open_TE = (expert_E < E)[None, :] & (token_T >= 0)[:, None]
     for k in range(choices):
-        left_TE = tl.where(open_TE, score_TE, float("-inf"))
-        best_T = tl.max(left_TE, axis=1)
-        found_TE = open_TE & (left_TE == best_T[:, None])
-        best_expert_T = tl.min(tl.where(found_TE, expert_E[None, :], BLOCK_E), axis=1)
+        best_expert_T = best(score_TE, open_TE, expert_E)
         tl.store(out + token_T.to(tl.int64) * choices + k, best_expert_T.to(tl.int64), mask=token_T < T)
         open_TE = open_TE & (expert_E[None, :] != best_expert_T[:, None])
 
@@ -70,45 +75,101 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]."""
+def count(expert, active, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]. `zeros`, if given [T, K]:
+    gets zeros.
+    """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
-    active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
+    active_N = real_N
+    if active is not None:
+        active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
     expert_N = tl.load(expert + choice_N, mask=real_N, other=0).to(tl.int32)
     expert_E = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
     equal_NE = (expert_N[:, None] == expert_E[None, :]) & active_N[:, None]
     at = out + (group.to(tl.int64) * tl.num_programs(0) + block) * E
     tl.store(at + expert_E, tl.sum(equal_NE.to(tl.int32), axis=0), mask=expert_E < E)
+    if zeros is not None:
+        tl.store(zeros + choice_N, tl.zeros((BLOCK,), tl.int64), mask=real_N & (tl.program_id(2) == 0))
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write each choice's position in its expert's queue into out [T, K], -1 for inactive choices. `before` [groups, blocks, E]: number of
-    the expert's choices in earlier blocks. `choice_of`, if given: receives the flat choice at each position.
+@triton.jit(do_not_specialize=["blocks"])
+def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Replace counts [groups, blocks, E] by their sums over earlier blocks of the group. `totals`, if given [E]: sums over all blocks."""
+    expert_E = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    passed_E = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, blocks, BLOCK_B):
+        block_B = first + tl.arange(0, BLOCK_B)
+        at_BE = counts + (tl.program_id(1).to(tl.int64) * blocks + block_B)[:, None] * E + expert_E[None, :]
+        mask_BE = (block_B < blocks)[:, None] & (expert_E < E)[None, :]
+        count_BE = tl.load(at_BE, mask=mask_BE, other=0)
+        tl.store(at_BE, passed_E[None, :] + tl.cumsum(count_BE, axis=0) - count_BE, mask=mask_BE)
+        passed_E += tl.sum(count_BE, axis=0)
+    if totals is not None:
+        tl.store(totals + expert_E, passed_E.to(tl.int64), mask=expert_E < E)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
+         BLOCK_E: tl.constexpr):  # fmt: skip
+    """Write into out [T, K] whether a choice is active, and among the first `slots` in the queue of its expert and group. `before` [groups,
+    blocks, E]: number of the expert's choices in earlier blocks. With `totals` [E], the choices of each expert: write each choice's
+    position among all choices, sorted by expert (-1: inactive), and into `choice_of` the flat choice at each position.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
-    active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
+    active_N = real_N
+    if active is not None:
+        active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
     expert_N = tl.load(expert + choice_N, mask=real_N, other=0).to(tl.int32)
     key_N = tl.where(active_N, expert_N, -1)
     place_N = tl.arange(0, BLOCK)
     earlier_NN = (key_N[:, None] == key_N[None, :]) & (place_N[None, :] < place_N[:, None])
     at = before + (group.to(tl.int64) * tl.num_programs(0) + block) * E
     rank_N = tl.load(at + expert_N, mask=active_N, other=0).to(tl.int64) + tl.sum(earlier_NN.to(tl.int32), axis=1)
-    tl.store(out + choice_N, tl.where(active_N, rank_N, -1), mask=real_N)
-    if choice_of is not None:
+    if totals is None:
+        tl.store(out + choice_N, active_N & (rank_N < slots), mask=real_N)
+    else:
+        for first in range(0, E, BLOCK_E):
+            expert_E = first + tl.arange(0, BLOCK_E)
+            total_E = tl.load(totals + expert_E, mask=expert_E < E, other=0).to(tl.int32)
+            rank_N += tl.sum(tl.where(expert_E[None, :] < expert_N[:, None], total_E[None, :], 0), axis=1)
+        tl.store(out + choice_N, tl.where(active_N, rank_N, -1), mask=real_N)
         tl.store(choice_of + rank_N, choice_N, mask=active_N)
 
 
+@triton.jit(do_not_specialize=["R"])
+def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows arrived sorted by (source, bin), counts [P, B] of each. Write the R rows' indices in the order of (bin, source)."""
+    row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
+    begin_R = passed_R
+    for first in range(0, P * B, BLOCK_N):  # pairs in the order of (bin, source): those that end before the row, and their rows
+        pair_N = first + tl.arange(0, BLOCK_N)
+        count_N = tl.load(counts + pair_N % P * B + pair_N // P, mask=pair_N < P * B, other=0).to(tl.int32)
+        ended_RN = (end + tl.cumsum(count_N, axis=0))[None, :] <= row_R[:, None]
+        passed_R += tl.sum((ended_RN & (pair_N < P * B)[None, :]).to(tl.int32), axis=1)
+        begin_R += tl.sum(tl.where(ended_RN, count_N[None, :], 0), axis=1)
+        end += tl.sum(count_N, axis=0)
+    mine_R = passed_R % P * B + passed_R // P
+    for first in range(0, P * B, BLOCK_N):  # pairs in the order of arrival: rows before the row's own pair
+        pair_N = first + tl.arange(0, BLOCK_N)
+        count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0).to(tl.int32)
+        begin_R -= tl.sum(tl.where(pair_N[None, :] < mine_R[:, None], count_N[None, :], 0), axis=1)
+    tl.store(out + row_R, (row_R - begin_R).to(tl.int64), mask=row_R < R)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
-def tile_map(ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3]. `ends` [E]: end of each expert's rows."""
+def tile_map(counts, ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3], given each expert's number of rows, and the
+    end of its rows into ends [E]."""
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
-    end_E = tl.load(ends + expert_E, mask=expert_E < E, other=0)
-    begin_E = tl.load(ends + expert_E - 1, mask=(expert_E > 0) & (expert_E < E), other=0)
-    tiles_E = tl.where(expert_E < E, (end_E - begin_E + TILE - 1) // TILE, 0)
+    count_E = tl.load(counts + expert_E, mask=expert_E < E, other=0).to(tl.int32)
+    end_E = tl.cumsum(count_E, axis=0)
+    begin_E = end_E - count_E
+    tl.store(ends + expert_E, end_E, mask=(expert_E < E) & (tl.program_id(0) == 0))
+    tiles_E = (count_E + TILE - 1) // TILE
     last_E = tl.cumsum(tiles_E, axis=0)
     passed_TE = (last_E[None, :] <= tile_T[:, None]) & (expert_E < E)[None, :]
     expert_T = tl.sum(passed_TE.to(tl.int32), axis=1)
@@ -168,3 +229,26 @@ def combine_backward(grad, rows, gate, choice, grad_rows, grad_gate, R, D, choic
         dot_R += tl.sum(grad_RD * tl.load(rows + here_RD, mask=mask_RD, other=0.0).to(tl.float32), axis=1)
         put(grad_rows + here_RD, grad_RD * gate_R[:, None], mask_RD)
     put(grad_gate + choice_R, dot_R, row_R < R)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gate_gradient(parts, row, out, N, P, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Compute out[n] = sum of the P parts of row[n], for N choices; row -1 gives 0."""
+    choice_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_N = tl.load(row + choice_N, mask=choice_N < N, other=-1)
+    sum_N = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, P, BLOCK_P):
+        part_P = first + tl.arange(0, BLOCK_P)
+        mask_NP = (row_N >= 0)[:, None] & (part_P < P)[None, :]
+        sum_N += tl.sum(tl.load(parts + row_N[:, None] * P + part_P[None, :], mask=mask_NP, other=0.0), axis=1)
+    put(out + choice_N, sum_N, choice_N < N)
+
+
+@triton.jit
+def cast(first, second, out_first, out_second, N, BLOCK: tl.constexpr):
+    """Copy two tensors of N elements, rounded to the results' dtype. Grid: blocks of elements, then the tensors."""
+    at_N = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        put(out_first + at_N, tl.load(first + at_N, mask=at_N < N).to(tl.float32), at_N < N)
+    else:
+        put(out_second + at_N, tl.load(second + at_N, mask=at_N < N).to(tl.float32), at_N < N)

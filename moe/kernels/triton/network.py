@@ -58,13 +58,12 @@ def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | Non
     """Make the tile map on the GPU. The host does not wait for the counts: it uses an upper bound of the number of tiles."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    tiles = ends_E.new_empty(num_tiles, 3)
+    ends_E, tiles = counts_E.new_empty(num_experts, dtype=torch.int32), counts_E.new_empty(num_tiles, 3, dtype=torch.int32)
     block_e = max(2, triton.next_power_of_2(num_experts))
     block_t = max(1, min(64, 8192 // block_e))
     with on(ends_E):
-        moves.tile_map[(triton.cdiv(num_tiles, block_t),)](
-            ends_E, tiles, num_tiles, num_experts, TILE=tile_rows, BLOCK_T=block_t, BLOCK_E=block_e
+        moves.tile_map[(max(1, triton.cdiv(num_tiles, block_t)),)](
+            counts_E, ends_E, tiles, num_tiles, num_experts, TILE=tile_rows, BLOCK_T=block_t, BLOCK_E=block_e
         )
     return Rows(rows, ends_E, tiles, tile_rows, plan)
 
@@ -137,10 +136,14 @@ def back(
         )
     if gate_TK is None or parts is None or rows.plan is None:
         return grad_h, grad_g, a_gated, None
-    row_TK = rows.plan.row_TK
     if not rows.number:
         return grad_h, grad_g, a_gated, torch.zeros_like(gate_TK)
-    grad_gate = parts.sum(1).to(gate_TK.dtype).take(row_TK.clamp(min=0)).masked_fill_(row_TK < 0, 0)
+    grad_gate, number = torch.empty_like(gate_TK), gate_TK.numel()
+    block_p = triton.next_power_of_2(min(64, parts.shape[1]))
+    with on(h):
+        moves.gate_gradient[(triton.cdiv(number, 64),)](
+            parts, rows.plan.row_TK.contiguous(), grad_gate, number, parts.shape[1], BLOCK_N=64, BLOCK_P=block_p
+        )
     return grad_h, grad_g, a_gated, grad_gate
 
 
@@ -174,9 +177,10 @@ class _Network(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, keep: bool, *given: Any) -> Tensor:
         form, w1, w2, w3, b1, b3 = given  # the network's activation, then its tensors
-        gate = None if w3 is None else _cast(w3, x_TD)
         wide_b1, wide_b3 = (None if b is None else _aligned(b, 1) for b in (b1, b3))
-        h, g, a = up(x_TD, Network(_cast(w1, x_TD), w2, gate, wide_b1, wide_b3, form), scale_RF, rows, keep=keep)
+        first, gate = _cast_both(w1, w3, x_TD)
+        h, g, a = up(x_TD, Network(first, w2, gate, wide_b1, wide_b3, form), scale_RF, rows, keep=keep)
+        del first, gate
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
@@ -203,8 +207,8 @@ class _Network(torch.autograd.Function):
         if pending is None and (ctx.needs_input_grad[6] or ctx.needs_input_grad[8]):
             grad_w1, grad_w3 = _first_gradients(x_TD, (grad_h, grad_g), w1, rows)
         if ctx.needs_input_grad[0]:
-            w_too = None if w3 is None else _cast(w3, x_TD)
-            grad_x = product(grad_h, _cast(w1, x_TD), rows, turned=True, a_too=grad_g, w_too=w_too)
+            first, gate = _cast_both(w1, w3, x_TD)
+            grad_x = product(grad_h, first, rows, turned=True, a_too=grad_g, w_too=gate)
             if rows.plan is not None:
                 grad_x = total(grad_x, rows.plan.row_TK, None)
         return grad_x, grad_gate, None, None, None, None, grad_w1, grad_w2, grad_w3, grad_b1, grad_b3
@@ -226,6 +230,17 @@ def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor,
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
     """Return the weight in the rows' dtype, contiguous and aligned: cast once per product, not once per tile."""
     return _aligned(weight.to(like.dtype).contiguous(), 2)
+
+
+def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return `_cast` of w1 and w3, by one kernel."""
+    if w3 is None or w1.dtype == like.dtype:
+        return _cast(w1, like), None if w3 is None else _cast(w3, like)
+    w1, w3 = w1.contiguous(), w3.contiguous()
+    made = torch.empty_like(w1, dtype=like.dtype), torch.empty_like(w3, dtype=like.dtype)
+    with on(w1):
+        moves.cast[(triton.cdiv(w1.numel(), 4096), 2)](w1, w3, *made, w1.numel(), BLOCK=4096)
+    return _aligned(made[0], 2), _aligned(made[1], 2)
 
 
 def _aligned(tensor: Tensor, dims: int) -> Tensor:

@@ -26,46 +26,40 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
     return out_TK
 
 
-def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int, queue: bool) -> Tensor:
-    """Count the active choices of each expert in each block of _BLOCK choices of a group: int32 [G, B, E]."""
+def _sort(expert_TK: Tensor, active_TK: Tensor | None, out: Tensor | Plan, *, num_groups: int, num_experts: int, slots: int = 0) -> None:
+    """Sort the choices by expert, and fill a plan, or bool [T, K]: whether a choice gets one of its expert's slots in its group."""
+    expert_TK, active_TK = expert_TK.contiguous(), None if active_TK is None else active_TK.contiguous()
     tokens, choices = expert_TK.shape[0] // num_groups, expert_TK.shape[1]
-    blocks = triton.cdiv(tokens * choices, _BLOCK)
-    out_GBE = expert_TK.new_empty(num_groups, blocks, num_experts, dtype=torch.int32)
-    block_e = min(64, triton.next_power_of_2(num_experts))
+    blocks, block_e = triton.cdiv(tokens * choices, _BLOCK), min(64, triton.next_power_of_2(num_experts))
+    counts_GBE = expert_TK.new_empty(num_groups, blocks, num_experts, dtype=torch.int32)
+    out_TK, choice_N, totals_E = (out.row_TK, out.choice_R, out.counts_E) if isinstance(out, Plan) else (out, None, None)
+    sizes, same = (tokens, choices, num_experts), {"QUEUE": choice_N is None, "BLOCK": _BLOCK, "BLOCK_E": block_e}
     with on(expert_TK):
-        moves.count[(blocks, num_groups, triton.cdiv(num_experts, block_e))](
-            expert_TK, active_TK, out_GBE, tokens, choices, num_experts, QUEUE=queue, BLOCK=_BLOCK, BLOCK_E=block_e
+        moves.count[(blocks, num_groups, triton.cdiv(num_experts, block_e))](expert_TK, active_TK, counts_GBE, choice_N, *sizes, **same)
+        narrow = min(32, block_e)
+        moves.scan[(triton.cdiv(num_experts, narrow), num_groups)](
+            counts_GBE, totals_E, blocks, num_experts, BLOCK_B=4096 // narrow // 2, BLOCK_E=narrow
         )
-    return out_GBE
+        moves.rank[(blocks, num_groups)](expert_TK, active_TK, counts_GBE, totals_E, out_TK, choice_N, slots, *sizes, **same)
 
 
-def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tensor, choice_N: Tensor | None) -> None:
-    """Write each choice's position into out_TK and, if `choice_N` is given, the flat choice at each position into it (in token order)."""
-    groups, blocks, num_experts = before_GBE.shape
-    tokens, choices = expert_TK.shape[0] // groups, expert_TK.shape[1]
-    with on(expert_TK):
-        moves.rank[(blocks, groups)](
-            expert_TK, active_TK, before_GBE, out_TK, choice_N, tokens, choices, num_experts, QUEUE=choice_N is None, BLOCK=_BLOCK
-        )
-
-
-def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    expert_TK, active_TK = expert_TK.contiguous(), active_TK.contiguous()
-    counts_GBE = _counts(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts, queue=True)
-    before_GBE = counts_GBE.cumsum(1, dtype=torch.int32) - counts_GBE
-    out_TK = torch.empty_like(expert_TK)
-    _rank(expert_TK, active_TK, before_GBE, out_TK, None)
+def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_experts: int, slots_each: int) -> Tensor:
+    out_TK = expert_TK.new_empty(expert_TK.shape, dtype=torch.bool)
+    _sort(expert_TK, active_TK, out_TK, num_groups=num_groups, num_experts=num_experts, slots=slots_each)
     return out_TK
 
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
     """Make the plan by counting sort. The host does not wait for the number of rows: choice_R goes on with zeros, up to T K."""
-    expert_TK, kept_TK = expert_TK.contiguous(), kept_TK.contiguous()
-    counts_1BE = _counts(expert_TK, kept_TK, num_groups=1, num_experts=num_experts, queue=False)
-    through_1BE = counts_1BE.cumsum(1, dtype=torch.int32)
-    counts_E = counts_1BE[0].sum(0, dtype=torch.int64)
-    first_E = counts_E.cumsum(0) - counts_E
-    row_TK, choice_N = torch.empty_like(expert_TK), expert_TK.new_zeros(expert_TK.numel())
-    _rank(expert_TK, kept_TK, (through_1BE - counts_1BE + first_E).to(torch.int32), row_TK, choice_N)
-    return Plan(choice_N, row_TK, counts_E)
+    made = Plan(expert_TK.new_empty(expert_TK.numel()), expert_TK.new_empty(expert_TK.shape), expert_TK.new_empty(num_experts))
+    _sort(expert_TK, kept_TK, made, num_groups=1, num_experts=num_experts)
+    return made
+
+
+def by_bin(counts_PB: Tensor, *, total: int) -> Tensor:
+    """Compute parallel.mesh.exchange.by_bin, without a stride."""
+    counts_PB, out_R = counts_PB.contiguous(), counts_PB.new_empty(total)
+    with on(counts_PB):
+        moves.by_bin[(triton.cdiv(total, 64),)](counts_PB, out_R, total, *counts_PB.shape, BLOCK_R=64, BLOCK_N=64)
+    return out_R

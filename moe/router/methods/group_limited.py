@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 class GroupLimited(Method):
     name = "group_limited"
+    fuses = True
     reads = dict.fromkeys(("expert_groups", "top_groups", "group_score"), "only group_limited knows groups of experts")
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:

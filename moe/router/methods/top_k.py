@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class TopK(Method):
     name = "top_k"
     is_top_k = True
+    fuses = True
 
     def select(self, request: RoutingRequest) -> Tensor:
         expert_TK: Tensor = request.kernels.top_k(request.preferred_TE, request.spec.num_choices)

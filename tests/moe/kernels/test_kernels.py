@@ -73,16 +73,18 @@ def both(function: Callable[[ModuleType, list[Tensor]], Tensor], *inputs: Tensor
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 6), st.integers(1, 3), st.floats(0, 1), st.floats(0, 4))
 @settings(max_examples=60, deadline=None)
-def test_slots_and_plans_are_the_references(
+def test_drops_and_plans_are_the_references(
     seed: int, groups: int, each: int, num_experts: int, k: int, active: float, skew: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(groups * each, num_experts, generator=generator) - skew * torch.arange(num_experts) / num_experts
     expert_TK = scores.topk(min(k, num_experts)).indices
     active_TK = torch.rand(expert_TK.shape, generator=generator) <= active
-    slots = [m.slots(expert_TK, active_TK, num_groups=groups, num_experts=num_experts) for m in (cpu, reference)]
-    assert torch.equal(*slots)
-    kept_TK = active_TK & (slots[0] < 3)
+    sizes = {"num_groups": groups, "num_experts": num_experts, "slots_each": 3}
+    kept_TK, want_TK = (m.kept(expert_TK, active_TK, **sizes) for m in (cpu, reference))
+    assert torch.equal(kept_TK, want_TK)
+    every_TK = torch.ones_like(active_TK)
+    assert all(torch.equal(cpu.kept(expert_TK, mask, **sizes), reference.kept(expert_TK, every_TK, **sizes)) for mask in (None, every_TK))
     got, want = (m.plan(expert_TK, kept_TK, num_experts=num_experts) for m in (cpu, reference))
     assert torch.equal(got.choice_R, want.choice_R) and got.choice_R.dtype == torch.int64
     assert torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)

@@ -113,9 +113,10 @@ def test_routing_is_the_references(seed: int, groups: int, each: int, num_expert
     expert_TK = triton.top_k(scores_TE, k)
     assert torch.equal(expert_TK, reference.top_k(scores_TE, k)) and expert_TK.dtype == torch.int64
     active_TK = (torch.rand(expert_TK.shape, generator=generator) <= active).to(DEVICE)
-    slot_TK = triton.slots(expert_TK, active_TK, num_groups=groups, num_experts=num_experts)
-    assert torch.equal(slot_TK, reference.slots(expert_TK, active_TK, num_groups=groups, num_experts=num_experts))
-    kept_TK = active_TK & (slot_TK < 3)
+    sizes = {"num_groups": groups, "num_experts": num_experts, "slots_each": 3}
+    for mask in (None, active_TK):
+        kept_TK = triton.kept(expert_TK, mask, **sizes)
+        assert torch.equal(kept_TK, reference.kept(expert_TK, mask, **sizes)) and kept_TK.dtype == torch.bool
     got, want = (m.plan(expert_TK, kept_TK, num_experts=num_experts) for m in (triton, reference))
     rows = len(want.choice_R)
     assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == active_TK.numel()
@@ -155,7 +156,17 @@ def test_permute_and_combine_equal_the_reference(plan: Plan) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 300])
 def test_reorder_equals_the_reference(rows: int) -> None:
     order_R = torch.randperm(rows, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    both(lambda kernels, t: kernels.reorder(t[0], order_R), random(rows, D))
+    for undo in (False, True):
+        both(lambda kernels, t, undo=undo: kernels.reorder(t[0], order_R, undo=undo), random(rows, D))
+    there = triton.reorder(random(rows, D), order_R)
+    assert torch.equal(triton.reorder(there, order_R, undo=True), random(rows, D))
+
+
+@pytest.mark.parametrize(("ranks", "bins", "most"), [(1, 1, 9), (3, 5, 4), (4, 40, 2), (2, 3, 0)])
+def test_received_rows_are_sorted_by_bin_as_by_torch_operations(ranks: int, bins: int, most: int) -> None:
+    counts_PB = torch.randint(most + 1, (ranks, bins), generator=torch.Generator().manual_seed(ranks)).to(DEVICE)
+    total = int(counts_PB.sum())
+    assert torch.equal(triton.by_bin(counts_PB, total=total), cpu.by_bin(counts_PB, total=total))
 
 
 def test_bf16_combine_weighs_and_sums_in_fp32() -> None:
@@ -401,8 +412,8 @@ def test_routing_of_real_sizes_is_the_cpu_kernels(tokens: int, d: int, f: int, n
     expert_TK = triton.top_k(scores_TE, k)
     assert torch.equal(expert_TK, cpu.top_k(scores_TE, k))
     active_TK = random(tokens, k, seed=1) > -1
-    slot_TK = triton.slots(expert_TK, active_TK, num_groups=4, num_experts=num_experts)
-    assert torch.equal(slot_TK, cpu.slots(expert_TK, active_TK, num_groups=4, num_experts=num_experts))
+    sizes = {"num_groups": 4, "num_experts": num_experts, "slots_each": tokens * k // num_experts // 4}
+    assert torch.equal(triton.kept(expert_TK, active_TK, **sizes), cpu.kept(expert_TK, active_TK, **sizes))
     got, want = (m.plan(expert_TK, active_TK, num_experts=num_experts) for m in (triton, cpu))
     rows = len(want.choice_R)
     assert torch.equal(got.cut(rows).choice_R, want.choice_R) and not got.choice_R[rows:].any() and len(got.choice_R) == active_TK.numel()
@@ -444,7 +455,8 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
-    moves = {"top_k", "count", "rank", "tile_map", "gather", "total", "combine_backward"}
+    moves = {"top_k", "count", "scan", "rank", "tile_map", "gather", "total", "combine_backward", "gate_gradient", "by_bin", "cast"}
+    moves |= {"choose", "finish", "backward"}
     assert {f["kernel"] for f in found} == moves | {"up", "product", "back", "weights"}
     assert {f["out"] for f in found if f["kernel"] == "weights"} == {"torch.float32", "torch.bfloat16"}
     for f in found:

@@ -108,10 +108,10 @@ LAYERS = [
 ]
 
 
-def walked(dispatch: dict[str, Any], ep: int, factor: float | None) -> Walked:
+def walked(dispatch: dict[str, Any], ep: int, factor: float | None, *, preset: str = "gshard") -> Walked:
     model = {"num_layers": 1, "moe_every": 1, "d_model": 32, "d_ff": 48, "num_heads": 2, "vocab_size": 256, "max_length": 32}
-    router = {"preset": "gshard", "capacity_factor": factor}
-    parts = {"experts": {"num_experts": 8}, "router": router, "degrees": {"ep": ep}, "dispatch": dispatch, "train": {"global_batch": 8}}
+    router, experts = {"preset": preset, "capacity_factor": factor}, {"num_experts": 8, "ffn": "swiglu"}
+    parts = {"experts": experts, "router": router, "degrees": {"ep": ep}, "dispatch": dispatch, "train": {"global_batch": 8}}
     return walk(check_run(build_run({"model": model, "precision": {"compute": "bf16"}, **parts}), ep), World(ep - 1, ep, place="cuda"))
 
 
@@ -124,3 +124,22 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(dispatch: dict[str, Any], e
     assert found["layers.0.moe", "forward"] == waits
     assert found["", "forward"] == 2
     assert found.total() == waits + 2  # none in backward, none in attention
+
+
+# dispatch section, ep, preset, capacity factor, kernels forward, kernels backward
+LAUNCHES = [
+    ({}, 1, "switch", 1.25, 16, 16),
+    ({}, 1, "glam", 1.25, 16, 16),
+    ({}, 1, "mixtral", None, 14, 16),
+    ({"kind": "all_to_all"}, 4, "switch", 1.25, 24, 20),
+    ({"kind": "all_to_all"}, 4, "glam", 1.25, 24, 20),
+]
+
+
+@pytest.mark.parametrize(("dispatch", "ep", "preset", "factor", "forward", "backward"), LAUNCHES)
+def test_a_layer_launches_few_kernels(
+    dispatch: dict[str, Any], ep: int, preset: str, factor: float | None, forward: int, backward: int
+) -> None:
+    work = walked(dispatch, ep, factor, preset=preset).work
+    assert work["layers.0.moe", "forward"].kernels <= forward
+    assert work["layers.0.moe", "backward"].kernels <= backward

@@ -1,0 +1,302 @@
+"""A router after its logits in two kernels: scores, choice, gates, and the sums for losses and report. One more computes the gradient.
+
+    choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
+    finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, each expert's load, drops
+    backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
+
+The formulas are those of moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` says for which routers they serve.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.kernels.triton.device import on
+from moe.kernels.triton.moves import best
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
+
+# T tokens, E experts, K choices of a token (the argument `choices`), G groups, B blocks of a group's tokens
+
+_PROGRAMS = 256  # of `choose`, about two for each multiprocessor; `finish` reads a row of each
+_TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
+_LEAST = torch.finfo(torch.float32).tiny  # least probability before its logarithm
+_ELEMENTS = 1024  # of a block: 8 for each thread, of each tensor
+TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
+
+
+class Fused(NamedTuple):
+    """Results for T tokens. `expert_TK` int64. With gradient: `gate_TK` fp32, and `loss` fp32, the weighted balance and z losses.
+    Without: `probs_TE` fp32, rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts` int64 [E + 2]: choices of each
+    expert before dropping, then the choices kept and dropped.
+    """
+
+    expert_TK: Tensor
+    gate_TK: Tensor
+    probs_TE: Tensor
+    loss: Tensor
+    means: Tensor
+    counts: Tensor
+
+
+class Given(NamedTuple):
+    """Inputs of a layer in addition to its logits. `slots` of an expert in a group, None if dropless. `bias_E` fp32 is added to the scores
+    that are compared. `valid_T` bool: False for padding, which is not counted. `expert_TK` int64: choices already made. `load_TK` int64:
+    experts that the balance loss counts instead of the chosen ones.
+    """
+
+    num_groups: int
+    slots: int | None
+    bias_E: Tensor | None
+    valid_T: Tensor | None
+    expert_TK: Tensor | None = None
+    load_TK: Tensor | None = None
+
+
+@triton.jit
+def _softmax(logit_TE, real_E):
+    """Return the softmax of each token's logits, and the logarithm of the sum of their exponentials."""
+    most_T = tl.max(tl.where(real_E[None, :], logit_TE, float("-inf")), axis=1)
+    grown_TE = tl.where(real_E[None, :], tl.exp(logit_TE - most_T[:, None]), 0.0)
+    sum_T = tl.sum(grown_TE, axis=1)
+    return grown_TE / sum_T[:, None], most_T + tl.log(sum_T)
+
+
+@triton.jit
+def _sigmoid(logit_TE, real_E):
+    return tl.where(real_E[None, :], 1.0 / (1.0 + tl.exp(-logit_TE)), 0.0)
+
+
+@triton.jit
+def _scores(logit_TE, real_E, SIGMOID: tl.constexpr):
+    """Return the scores, the scores normalised to sum to 1, and the logarithm of the sum of the logits' exponentials."""
+    prob_TE, logsum_T = _softmax(logit_TE, real_E)
+    score_TE = prob_TE
+    if SIGMOID:
+        score_TE = _sigmoid(logit_TE, real_E)
+        prob_TE = score_TE / tl.maximum(tl.sum(score_TE, axis=1), TINY)[:, None]
+    return score_TE, prob_TE, logsum_T
+
+
+@triton.jit
+def _counted(valid, token_T, here_T):
+    """Return which of the tokens that exist are no padding."""
+    counts_T = here_T
+    if valid is not None:
+        counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
+    return counts_T
+
+
+@triton.jit
+def _log_score(logit_TE, SIGMOID: tl.constexpr):
+    """Return the logarithms of scores; of a softmax's, all of a token are off by the same number."""
+    if SIGMOID:
+        return tl.minimum(logit_TE, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(logit_TE)))
+    else:
+        return logit_TE
+
+
+@triton.jit(do_not_specialize=["tokens", "each"])
+def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
+           CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+           BLOCK_K: tl.constexpr):  # fmt: skip
+    """Route `each` of a group's `tokens`. `bias` [E] is added to what is compared, `given` [T, K] replaces the choice, `load` [T, K]
+    the counted one.
+    CHOSEN: logits are compared. NORMED: gates sum to SCALE. Write sums to parts [G, B, 4, W]: probabilities, all choices, the first
+    `counted` choices of each token, and (z loss, entropy, tokens).
+    """
+    block, group = tl.program_id(0), tl.program_id(1)
+    expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    real_E, end = expert_E < E, tl.minimum((block + 1) * each, tokens)
+    zero_E, zero_T = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
+    prob_E, load_E, counted_E, z_T, entropy_T, number_T = zero_E, zero_E, zero_E, zero_T, zero_T, zero_T
+    for begin in range(block * each, end, BLOCK_T):
+        place_T = begin + tl.arange(0, BLOCK_T)
+        here_T, token_T = place_T < end, group.to(tl.int64) * tokens + place_T
+        here_TE = here_T[:, None] & real_E[None, :]
+        at_TE = token_T[:, None] * E + expert_E[None, :]
+        logit_TE = tl.load(logits + at_TE, mask=here_TE, other=0.0).to(tl.float32)
+        score_TE, prob_TE, logsum_T = _scores(logit_TE, real_E, SIGMOID)
+        tl.store(probs + at_TE, prob_TE, mask=here_TE)
+        counts_T = _counted(valid, token_T, here_T)
+        prob_E += tl.sum(tl.where(counts_T[:, None], prob_TE, 0.0), axis=0)
+        z_T += tl.where(counts_T, logsum_T * logsum_T, 0.0)
+        entropy_T -= tl.where(counts_T, tl.sum(prob_TE * tl.log(tl.maximum(prob_TE, LEAST)), axis=1), 0.0)
+        number_T += counts_T.to(tl.float32)
+        prefer_TE = logit_TE if CHOSEN else score_TE
+        if bias is not None:
+            prefer_TE += tl.load(bias + expert_E, mask=real_E, other=0.0)[None, :]
+        value_TE = _log_score(logit_TE, SIGMOID) if NORMED else score_TE
+        open_TE = real_E[None, :] & (place_T >= 0)[:, None]
+        value_TK = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+        for k in range(choices):
+            if given is None:
+                best_T = best(prefer_TE, open_TE, expert_E)
+                tl.store(expert + token_T * choices + k, best_T.to(tl.int64), mask=here_T)
+            else:
+                best_T = tl.load(given + token_T * choices + k, mask=here_T, other=0).to(tl.int32)
+            mine_TE = expert_E[None, :] == best_T[:, None]
+            open_TE = open_TE & (expert_E[None, :] != best_T[:, None])
+            value_T = tl.sum(tl.where(mine_TE, value_TE, 0.0), axis=1)
+            value_TK = tl.where(choice_K[None, :] == k, value_T[:, None], value_TK)
+            chosen_E = tl.sum((mine_TE & counts_T[:, None]).to(tl.float32), axis=0)
+            load_E += chosen_E
+            if load is not None:
+                load_T = tl.load(load + token_T * choices + k, mask=here_T, other=0).to(tl.int32)
+                mine_TE = expert_E[None, :] == load_T[:, None]
+                chosen_E = tl.sum((mine_TE & counts_T[:, None]).to(tl.float32), axis=0)
+            counted_E += tl.where(k < counted, chosen_E, 0.0)
+        real_K = choice_K < choices
+        if NORMED:
+            value_TK, _ = _softmax(value_TK, real_K)
+        at_TK = gate + token_T[:, None] * choices + choice_K[None, :]
+        tl.store(at_TK, value_TK * SCALE, mask=here_T[:, None] & real_K[None, :])
+    at = parts + (group.to(tl.int64) * tl.num_programs(0) + block) * 4 * W + expert_E
+    tl.store(at, prob_E, mask=expert_E < W)
+    tl.store(at + W, load_E, mask=expert_E < W)
+    tl.store(at + 2 * W, counted_E, mask=expert_E < W)
+    last_E = tl.where(expert_E == 0, tl.sum(z_T, axis=0), tl.where(expert_E == 1, tl.sum(entropy_T, axis=0), tl.sum(number_T, axis=0)))
+    tl.store(at + 3 * W, last_E, mask=expert_E < W)
+
+
+@triton.jit(do_not_specialize=["G", "B", "slots"])
+def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
+           BLOCK_E: tl.constexpr):  # fmt: skip
+    """Sum the parts. Write E times each expert's share of its group's counted choices into share [G, E], and Fused's loss, means (then
+    the number of tokens, at least 1) and counts. BALANCE, Z: weights of the losses. `slots`: of an expert in a group.
+    """
+    expert_E = tl.arange(0, BLOCK_E)
+    zero_E, load_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.int64)
+    kept_E, last_E, balance_E = load_E, zero_E, zero_E
+    for group in range(G):
+        prob_E, group_E, counted_E = zero_E, zero_E, zero_E
+        for first in range(0, B, BLOCK_B):
+            block_B = first + tl.arange(0, BLOCK_B)
+            at_BE = parts + (group * B + block_B)[:, None] * 4 * W + expert_E[None, :]
+            mask_BE = (block_B < B)[:, None] & (expert_E < W)[None, :]
+            prob_E += tl.sum(tl.load(at_BE, mask=mask_BE, other=0.0), axis=0)
+            group_E += tl.sum(tl.load(at_BE + W, mask=mask_BE, other=0.0), axis=0)
+            counted_E += tl.sum(tl.load(at_BE + 2 * W, mask=mask_BE, other=0.0), axis=0)
+            last_E += tl.sum(tl.load(at_BE + 3 * W, mask=mask_BE, other=0.0), axis=0)
+        share_E = counted_E * E / tl.maximum(tl.sum(counted_E, axis=0), 1.0)
+        tl.store(share + group * E + expert_E, share_E, mask=expert_E < E)
+        balance_E += share_E * prob_E
+        load_E += group_E.to(tl.int64)
+        kept_E += tl.minimum(group_E, slots.to(tl.float32)).to(tl.int64)
+    number = tl.maximum(tl.sum(tl.where(expert_E == 2, last_E, 0.0), axis=0), 1.0)
+    z = tl.sum(tl.where(expert_E == 0, last_E, 0.0), axis=0) / number
+    entropy = tl.sum(tl.where(expert_E == 1, last_E, 0.0), axis=0) / number
+    balance, kept = tl.sum(balance_E, axis=0) / number, tl.sum(kept_E, axis=0)
+    tl.store(loss, BALANCE * balance + Z * z)
+    tl.store(means, balance)
+    tl.store(means + 1, 0.0)
+    tl.store(means + 2, 0.0)
+    tl.store(means + 3, z)
+    tl.store(means + 4, entropy)
+    tl.store(means + 5, number)
+    tl.store(counts + expert_E, load_E, mask=expert_E < E)
+    tl.store(counts + E, kept)
+    tl.store(counts + E + 1, tl.sum(load_E, axis=0) - kept)
+
+
+@triton.jit(do_not_specialize=["T", "tokens"])
+def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, tokens, E, choices, SIGMOID: tl.constexpr,
+             NORMED: tl.constexpr, SCALE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_T: tl.constexpr,
+             BLOCK_E: tl.constexpr):  # fmt: skip
+    """Write the gradient of the logits, [T, E] in their dtype. `tokens`: of a group. `grad_gate`, `grad_loss`: None if they are 0."""
+    token_T, expert_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
+    here_T, real_E = token_T < T, expert_E < E
+    here_TE = here_T[:, None] & real_E[None, :]
+    at_TE = token_T.to(tl.int64)[:, None] * E + expert_E[None, :]
+    logit_TE = tl.load(logits + at_TE, mask=here_TE, other=0.0).to(tl.float32)
+    soft_TE, logsum_T = _softmax(logit_TE, real_E)
+    zero_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    out_TE, of_score_TE, of_prob_TE = zero_TE, zero_TE, zero_TE
+    if grad_loss is not None:
+        counts_T = _counted(valid, token_T, here_T)
+        each_T = tl.where(counts_T, tl.load(grad_loss) / tl.load(means + 5), 0.0)
+        share_TE = tl.load(share + (token_T // tokens)[:, None] * E + expert_E[None, :], mask=here_TE, other=0.0)
+        of_prob_TE += BALANCE * each_T[:, None] * share_TE
+        out_TE += (2.0 * Z * each_T * logsum_T)[:, None] * soft_TE
+    rest_TE = 1.0 / (1.0 + tl.exp(logit_TE))  # 1 - sigmoid
+    if grad_gate is not None:
+        gate_TE, chosen_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32), tl.zeros((BLOCK_T, BLOCK_E), tl.int32)
+        for k in range(choices):
+            at_T = token_T.to(tl.int64) * choices + k
+            mine_TE = expert_E[None, :] == tl.load(expert + at_T, mask=here_T, other=0).to(tl.int32)[:, None]
+            gate_TE += tl.where(mine_TE, SCALE * tl.load(grad_gate + at_T, mask=here_T, other=0.0).to(tl.float32)[:, None], 0.0)
+            chosen_TE += mine_TE.to(tl.int32)
+        if NORMED:
+            kept_TE = tl.where(chosen_TE > 0, _log_score(logit_TE, SIGMOID), float("-inf"))
+            share_of_TE = tl.exp(kept_TE - tl.max(kept_TE, axis=1)[:, None])
+            share_of_TE /= tl.sum(share_of_TE, axis=1)[:, None]
+            of_log_TE = share_of_TE * (gate_TE - tl.sum(share_of_TE * gate_TE, axis=1)[:, None])
+            out_TE += of_log_TE * rest_TE if SIGMOID else of_log_TE
+        else:
+            of_score_TE += gate_TE
+    if SIGMOID:
+        score_TE = _sigmoid(logit_TE, real_E)
+        sum_T = tl.sum(score_TE, axis=1)
+        mean_T = tl.where(sum_T < TINY, 0.0, tl.sum(score_TE * of_prob_TE, axis=1) / tl.maximum(sum_T, TINY))
+        of_score_TE += (of_prob_TE - mean_T[:, None]) / tl.maximum(sum_T, TINY)[:, None]
+        out_TE += of_score_TE * score_TE * rest_TE
+    else:
+        of_score_TE += of_prob_TE
+        out_TE += soft_TE * (of_score_TE - tl.sum(soft_TE * of_score_TE, axis=1)[:, None])
+    tl.store(out + at_TE, out_TE, mask=here_TE)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, given: Given, spec: RouterSpec) -> tuple[Tensor, ...]:
+        (total, num_experts), choices = logits_TE.shape, spec.num_choices
+        tokens, width, block_e = total // given.num_groups, max(4, num_experts), max(4, triton.next_power_of_2(num_experts))
+        block_t = max(1, min(32, _ELEMENTS // block_e))
+        each = block_t * triton.cdiv(tokens, block_t * min(triton.cdiv(tokens, block_t), max(1, _PROGRAMS // given.num_groups)))
+        blocks, normed = triton.cdiv(tokens, each), spec.gates == "before_drop" or spec.softmax_over == "chosen"
+        expert_TK = logits_TE.new_empty(total, choices, dtype=torch.int64) if given.expert_TK is None else given.expert_TK
+        gate_TK, probs_TE = logits_TE.new_empty(total, choices), torch.empty_like(logits_TE)
+        parts, share_GE = logits_TE.new_empty(given.num_groups, blocks, 4, width), logits_TE.new_empty(given.num_groups, num_experts)
+        loss, means, counts = logits_TE.new_empty(()), logits_TE.new_empty(6), expert_TK.new_empty(num_experts + 2)
+        same = {"SIGMOID": spec.score == "sigmoid", "NORMED": normed, "SCALE": spec.gate_scale, "BLOCK_E": block_e}
+        weights = {"BALANCE": spec.balance_weight, "Z": spec.z_weight}
+        with on(logits_TE):
+            choose[(blocks, given.num_groups)](
+                *(logits_TE, given.bias_E, given.valid_T, given.expert_TK, given.load_TK, expert_TK, gate_TK, probs_TE, parts),
+                *(tokens, each, num_experts, width, choices, 1 if spec.balance_counts == "first" else choices),
+                **same,
+                **{"CHOSEN": spec.softmax_over == "chosen", "BLOCK_T": block_t, "BLOCK_K": max(2, triton.next_power_of_2(choices))},
+            )
+            slots = tokens if given.slots is None else given.slots
+            sizes = given.num_groups, blocks, num_experts, width, slots
+            block_b = max(1, 2048 // block_e)
+            finish[(1,)](parts, share_GE, loss, means, counts, *sizes, **weights, BLOCK_B=block_b, BLOCK_E=block_e)
+        ctx.save_for_backward(logits_TE, expert_TK, given.valid_T, share_GE, means)
+        ctx.sizes, ctx.constants = (total, tokens, num_experts, choices), same | weights | {"BLOCK_T": block_t}
+        means = means[:5]
+        ctx.mark_non_differentiable(expert_TK, probs_TE, means, counts)
+        ctx.set_materialize_grads(False)
+        return expert_TK, gate_TK, probs_TE, loss, means, counts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, grad_gate: Tensor | None, __: None, grad_loss: Tensor | None, *___: None) -> tuple[Tensor, None, None]:
+        logits_TE, *saved = ctx.saved_tensors
+        grad_gate, out_TE = None if grad_gate is None else grad_gate.contiguous(), torch.empty_like(logits_TE)
+        with on(logits_TE):
+            backward[(triton.cdiv(len(logits_TE), ctx.constants["BLOCK_T"]),)](
+                logits_TE, *saved, grad_gate, grad_loss, out_TE, *ctx.sizes, **ctx.constants
+            )
+        return out_TE, None, None
+
+
+def route(logits_TE: Tensor, given: Given, spec: RouterSpec) -> Fused:
+    """Route the tokens with logits [T, E] fp32, group after group."""
+    return Fused(*_Route.apply(logits_TE.contiguous(), given, spec))

@@ -1,0 +1,120 @@
+"""A router's kernels (moe/kernels/triton/router.py) equal the router in torch operations: choices and counts exactly, the rest in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.experts.layer import MoELayer
+from moe.nn.context import Context
+from moe.recipe import sections
+from moe.router.router import Routing
+
+pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
+
+import tests.support.interpreted  # noqa: E402, F401
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+# B sequences, L length, T = B*L tokens, E experts; T and E are no multiples of a block
+B, L, E = 3, 23, 12
+
+SIGMOID = {"preset": "deepseek_v3", "num_choices": 3, "balance_weight": 0.5, "expert_groups": 4, "top_groups": 2}
+FUSED: dict[str, dict[str, Any]] = {
+    "a probability as gate": {"preset": "switch", "capacity_factor": 0.7},
+    "two gates sum to 1, first choices count": {"preset": "glam", "capacity_factor": 0.6, "balance_weight": 0.5},
+    "softmax over the chosen": {"preset": "mixtral", "balance_weight": 0.5},
+    "z loss": {"preset": "olmoe", "num_choices": 5, "balance_weight": 0.5, "z_weight": 0.3},
+    "sigmoid, selection bias": SIGMOID | {"select": "top_k", "balance_counts": "all"},
+    "sigmoid, groups of experts, load without bias": SIGMOID,
+    "one sigmoid": {"preset": "llama4", "balance_weight": 0.5},
+    "one group, a learned scale": {"preset": "switch", "group": "rank", "balance_scope": "micro_batch", "expert_scale": "learned"},
+    "the lowest gates are dropped": {"preset": "glam", "capacity_factor": 0.6, "drop": "lowest_gate"},
+}
+IN_TORCH: dict[str, dict[str, Any]] = {
+    "random second choices": {"preset": "gshard"},
+    "gates after drops": {"preset": "nllb"},
+    "experts choose": {"preset": "expert_choice"},
+    "other scores": {"preset": "mixtral", "score": "sqrt_softplus", "softmax_over": "all"},
+    "noise": {"preset": "switch", "noise": "gumbel"},
+    "importance loss": {"preset": "glam", "importance_weight": 0.1},
+    "capacity of sequences, balance of all": {"preset": "switch", "balance_scope": "micro_batch"},
+}
+
+
+def layer_of(kernels: str, **options: Any) -> MoELayer:
+    """Return a layer whose router takes its input as logits."""
+    experts = sections.Experts(num_experts=E, kernels=kernels)
+    layer = MoELayer(experts, sections.Router(**options), d_model=E, d_ff=8, ffn="relu", layer=0).to(DEVICE)
+    layer.router.weight.data.copy_(torch.eye(E))
+    if layer.router.bias_E is not None:
+        layer.router.bias_E.copy_(torch.linspace(-0.4, 0.4, E))
+    if layer.router.expert_scale is not None:
+        layer.router.expert_scale.data.copy_(torch.linspace(0.5, 2, E))
+    return layer
+
+
+def logits(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return logits [T, E], of which half the tokens have many equal ones."""
+    drawn = 3 * torch.randn(B * L, E, generator=torch.Generator().manual_seed(seed))
+    drawn[::2] = drawn[::2].round()
+    return drawn.to(DEVICE, dtype)
+
+
+def context(*, padded: bool = False) -> Context:
+    valid = torch.rand(B, L, generator=torch.Generator().manual_seed(2)) > 0.4 if padded else None
+    return Context.of(torch.zeros(B, L, device=DEVICE), valid_BL=None if valid is None else valid.to(DEVICE))
+
+
+def routed(layer: MoELayer, x_TD: Tensor, context: Context) -> tuple[Routing, list[Tensor], Tensor]:
+    """Return the routing, the losses and report, and the gradient of the input from gates and losses."""
+    x_TD = x_TD.clone().requires_grad_()
+    routing = layer.router(x_TD, sequence_tokens=L, context=context)
+    loss, report = layer._measured(routing, context)
+    assert loss is not None
+    weights_TK = torch.randn(routing.gate_TK.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    ((routing.gate_TK * weights_TK).sum() + 50 * loss).backward()
+    assert x_TD.grad is not None
+    return routing, [loss.detach(), *astuple(report)[1:]], x_TD.grad
+
+
+def same(got: tuple[Routing, list[Tensor], Tensor], want: tuple[Routing, list[Tensor], Tensor]) -> None:
+    assert got[0].fused is not None and want[0].fused is None
+    assert torch.equal(got[0].expert_TK, want[0].expert_TK) and torch.equal(got[0].kept_TK, want[0].kept_TK)
+    pairs = [*zip(got[1], want[1], strict=True), (got[2], want[2])]
+    pairs += [(getattr(got[0], name).detach(), getattr(want[0], name).detach()) for name in ("gate_TK", "probs_TE", "logits_TE")]
+    for mine, plain in pairs:
+        assert mine.dtype == plain.dtype and mine.shape == plain.shape
+        if plain.is_floating_point():
+            bound = 2e-6 if plain.dtype == torch.float32 else torch.finfo(plain.dtype).eps
+            torch.testing.assert_close(mine, plain, rtol=bound, atol=bound * plain.abs().max().item())
+        else:
+            assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", FUSED)
+def test_gates_losses_report_and_gradient_are_those_of_torch_operations(name: str, padded: bool) -> None:
+    x_TD = logits(len(name), torch.bfloat16 if name == "z loss" else torch.float32)
+    same(*(routed(layer_of(kernels, **FUSED[name]), x_TD, context(padded=padded)) for kernels in ("triton", "cpu")))
+
+
+def test_a_recomputed_pass_takes_the_first_ones_choices() -> None:
+    """The second pass has other logits. Its gates and losses are those of its logits for the first pass's choices."""
+    made = []
+    for kernels in ("triton", "cpu"):
+        layer, twice = layer_of(kernels, **FUSED["two gates sum to 1, first choices count"]), context().remembering()
+        first = layer.router(logits(1), sequence_tokens=L, context=twice)
+        made.append(routed(layer, logits(2), twice))
+        assert torch.equal(made[-1][0].expert_TK, first.expert_TK) and torch.equal(made[-1][0].kept_TK, first.kept_TK)
+    same(*made)
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_other_routers_are_computed_in_torch_operations(name: str) -> None:
+    layer = layer_of("triton", **IN_TORCH[name])
+    assert layer.router(logits(1), sequence_tokens=L, context=context()).fused is None
