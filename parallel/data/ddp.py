@@ -1,11 +1,11 @@
 """DDP: every rank holds the whole dense model; gradients are summed over dp and sp during the backward pass.
 
 torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. Its average is replaced by a sum in fp32. It
-ignores parameters that are summed over other axes (experts: edp); flat sums of their gradients follow the last backward pass.
+ignores parameters that are summed over other axes (experts: edp), which have buckets of their own (parallel/data/buckets.py).
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from parallel.data.buckets import Buckets
 from parallel.data.engine import Rule
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
-from parallel.mesh.gradients import StartedSum, data_axis, start_flat, start_sums, sum_gradients
+from parallel.mesh.gradients import data_axis, start_flat
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 
@@ -26,7 +27,7 @@ from parallel.mesh.mesh import Axis, Mesh
 class DDP(Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
-    DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`."""
+    DistributedDataParallel is not used: all gradients are in the engine's own buckets."""
 
     def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
@@ -34,10 +35,9 @@ class DDP(Stepped):
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.model = forward or model
-        self.flying: deque[StartedSum] = deque()  # sums started during a pipeline's actions, oldest first
-        self.started: set[str] = set()  # parameters whose gradient sum has started in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
+        self.sums = Buckets({name: self.parameters[name] for name in self.apart}, layouts, mesh)
         if dp.size > 1 and not staged and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
             buffers = [name for name, _ in model.named_buffers()]  # not broadcast by DDP: the trainer keeps them equal
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
@@ -52,19 +52,20 @@ class DDP(Stepped):
             self.model.require_backward_grad_sync = last
         return self.model(*args)
 
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        if last:
+            self.sums.expect(self.apart)
+        super().backward(loss, last=last)
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        self.sums.expect(names)
+
     def start_sums(self, names: Sequence[str]) -> None:
-        while self.flying and self.flying[0].work.is_completed():
-            self.flying.popleft().finish()
-        grads = {name: grad for name in names if (grad := self.parameters[name].grad) is not None}
-        self.flying.extend(start_sums(grads, self.layouts, self.mesh))
-        self.started |= grads.keys()
+        self.sums.start(names)
 
     def reduce(self) -> None:
-        while self.flying:
-            self.flying.popleft().finish()
-        grads = {name: self.parameters[name].grad for name in self.apart if name not in self.started}
-        self.started.clear()
-        sum_gradients({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
+        self.sums.start(self.apart)
+        self.sums.finish()
 
     def drop_gradients(self) -> None:
         """Zero the gradients that are views of DDP's buckets, which stay allocated. Set all other gradients to None, which is cheaper."""

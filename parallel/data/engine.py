@@ -67,7 +67,7 @@ class Engine(Protocol):
     """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
     Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
-    micro-batch, may call `start_sums` after a stage's last micro-batch, and calls `reduce` at the end of the batch."""
+    micro-batch, may call `expect_sums` before and `start_sums` after a stage's last micro-batch, and calls `reduce` after the batch."""
 
     module: nn.Module
     layouts: Layouts
@@ -80,6 +80,9 @@ class Engine(Protocol):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         """Run the backward pass of one stage and micro-batch. `gradient`: the gradient of `output`; None if `output` is the loss."""
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        """Announce that the next backward pass completes these parameters' gradients, so that their sums may start during it."""
 
     def start_sums(self, names: Sequence[str]) -> None:
         """Start now the sums that `reduce` would make of these parameters' complete gradients; some engines do nothing here. Collective."""

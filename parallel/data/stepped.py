@@ -39,6 +39,9 @@ class Stepped(ABC):
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
 
+    def expect_sums(self, names: Sequence[str]) -> None:
+        return  # as in `start_sums`
+
     def start_sums(self, names: Sequence[str]) -> None:
         return  # this engine starts no sum early; `reduce` makes all
 

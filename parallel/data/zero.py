@@ -58,6 +58,9 @@ class DeepSpeed:
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
 
+    def expect_sums(self, names: Sequence[str]) -> None:
+        return  # as in `start_sums`
+
     def start_sums(self, names: Sequence[str]) -> None:
         return  # DeepSpeed's sums block the rank, which would delay its other stages
 

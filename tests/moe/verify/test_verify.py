@@ -48,7 +48,6 @@ from parallel.errors import BadInput
 from parallel.mesh.collectives import Started, sum_over
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
 from parallel.numerics.clip import GradientNorm
 from parallel.tensor import overlapped
 
@@ -400,15 +399,15 @@ def on_ranks() -> bool:
 
 def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     """Fault of averaging experts' gradients over edp ranks instead of dividing their sum by dp (DeepSpeed issue 5259)."""
-    real = ddp.sum_gradients
+    real = ddp.DDP.reduce
 
-    def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
-        real(grads, layouts, mesh)
-        for name, grad in grads.items():
-            if "ep" in layouts[name].cut_by():
-                grad.mul_(mesh.axis("ep").size)
+    def wrong(engine: ddp.DDP) -> None:
+        real(engine)
+        for name, grad in engine.gradients():
+            if "ep" in engine.layouts[name].cut_by():
+                grad.mul_(engine.mesh.axis("ep").size)
 
-    patch.setattr(ddp, "sum_gradients", wrong)
+    patch.setattr(ddp.DDP, "reduce", wrong)
 
 
 def copies_that_saw_the_same_tokens_summed(patch: pytest.MonkeyPatch) -> None:
@@ -432,7 +431,7 @@ def routers_not_summed_over_cut_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_of_experts_never_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ddp, "sum_gradients", lambda grads, layouts, mesh: None)
+    patch.setattr(ddp.Buckets, "_start", lambda self, bucket: None)
 
 
 def dense_gradient_averaged(patch: pytest.MonkeyPatch) -> None:
