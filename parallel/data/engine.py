@@ -1,7 +1,7 @@
 """The interface between the trainer and every kind of data parallelism (an engine).
 
     loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over all copies
-    owned_gradients()      --clip----->   scale_gradients(factor)  -->  step(lr)      or      drop_gradients()
+    owned_gradients()      --clip----->   step(lr, factor=...)      or      drop_gradients()
 
 Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert, which gets tokens of its whole
 ep group, needs no correction factor: gradients do not depend on ep.
@@ -102,10 +102,8 @@ class Engine(Protocol):
     def copy_again(self) -> bool:
         """Copy the optimizer's master weights to the model's weights; return False if both are the same tensors. Collective."""
 
-    def scale_gradients(self, factor: float) -> None: ...
-
-    def step(self, lr: float) -> None:
-        """Make one optimizer step and drop the gradients."""
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
+        """Make one optimizer step with the gradients times `factor`, and drop the gradients."""
 
     def drop_gradients(self) -> None: ...
 

@@ -197,20 +197,9 @@ class Zero3(DeepSpeed):
     def copy_again(self) -> bool:
         return False
 
-    def scale_gradients(self, factor: float) -> None:
-        zero = self.zero
-        zero.grad_partitions_flat_buffer.mul_(factor)
-        if self.offload.optimizer == "none":
-            return
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer on the host reads master.grad
-            if not zero._swappable_optimizer_subgroup(number):
-                master.grad.mul_(factor)
-        if zero.swap_optimizer:  # the step scales gradients on a disk when it reads them
-            zero.override_loss_scale((zero.external_loss_scale or 1.0) / factor)
-
-    def step(self, lr: float) -> None:
-        super().step(lr)
-        self.zero.custom_loss_scaler, self.zero.external_loss_scale = False, None
+    def masters(self) -> Iterable[Tensor]:
+        masters: Iterable[Tensor] = self.zero.fp32_partitioned_groups_flat
+        return masters
 
     def drop_gradients(self) -> None:
         zero = self.zero

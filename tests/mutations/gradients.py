@@ -155,7 +155,8 @@ def _averaged_by_the_engine(real: Any) -> Any:
     def wrong(self: Any, loss: Tensor, *, last: bool) -> None:
         real(self, loss, last=last)
         if last:
-            self.scale_gradients(1 / self.mesh.axis("dp").size)
+            for _, part in self._partitions():
+                part.div_(self.mesh.axis("dp").size)
 
     return wrong
 
@@ -165,7 +166,7 @@ def _experts_doubled(real: Any) -> Any:
 
     def wrong(self: Any) -> None:
         real(self)
-        for name, grad in self._gradients():
+        for name, grad in self.gradients():
             if self.layouts[name].family == "expert":
                 grad.mul_(self.mesh.axis("ep").size)
 

@@ -501,10 +501,13 @@ def weight_decay_on_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def experts_left_out_of_clipping(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: DDP, factor: float) -> None:
-        torch._foreach_mul_([p.grad for n, p in self.parameters.items() if n not in self.apart and p.grad is not None], factor)
+    real = DDP.step
 
-    patch.setattr(DDP, "scale_gradients", wrong)
+    def wrong(self: DDP, lr: float, *, factor: float = 1.0) -> None:
+        torch._foreach_mul_([p.grad for n, p in self.parameters.items() if n not in self.apart and p.grad is not None], factor)
+        real(self, lr)
+
+    patch.setattr(DDP, "step", wrong)
 
 
 def gradients_of_the_step_before_kept(patch: pytest.MonkeyPatch) -> None:
@@ -517,7 +520,8 @@ def engine_divides_by_dp(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Zero, loss: torch.Tensor, *, last: bool) -> None:
         real(self, loss, last=last)
         if last:
-            self.scale_gradients(1 / self.mesh.axis("dp").size)
+            for _, part in self._partitions():
+                part.div_(self.mesh.axis("dp").size)
 
     patch.setattr(Zero, "backward", wrong)
 
