@@ -24,6 +24,7 @@ from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> its content
+Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the parameter's shape, or the dim over which it is a mean
 
 

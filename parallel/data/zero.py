@@ -14,7 +14,7 @@ groups that the model reads in 16 bits. Their gradients are still summed in fp32
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.data.deepspeed import dense_axis, set_groups, start_deepspeed, with_mark
-from parallel.data.engine import MOMENTS, AdamW, Load, Rule
+from parallel.data.engine import MOMENTS, AdamW, Load, Rule, Working
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
 from parallel.mesh.gradients import data_axis
@@ -32,7 +32,6 @@ from parallel.mesh.mesh import Mesh
 from parallel.optim.step import at_rate
 from parallel.watch.audit import Held, copies_of
 
-Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 

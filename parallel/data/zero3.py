@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.deepspeed import group_of, set_groups, start_deepspeed
-from parallel.data.engine import MOMENTS, AdamW, Load
+from parallel.data.engine import MOMENTS, AdamW, Load, Working
 from parallel.data.load import boxes, fill_run
 from parallel.data.offload import Offload
-from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, in_partition, settings
+from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, group_parameters, in_partition, settings
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh

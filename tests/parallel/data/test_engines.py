@@ -312,3 +312,31 @@ def test_parameter_groups_are_by_decay_and_none_is_empty() -> None:
     groups = settings.groups([("a", a), ("b", b)])
     assert {g["weight_decay"]: [id(p) for p in g["params"]] for g in groups} == {0.1: [id(a)], 0.0: [id(b)]}
     assert [g["weight_decay"] for g in settings.groups([("b", b)])] == [0.0]
+
+
+def test_casts_at_each_step_change_no_number() -> None:
+    """Losses, norms and states of three steps in bf16 are bitwise those of casts at each use. The model holds 16-bit weights, and a
+    checkpoint of one form continues in the other."""
+
+    def work(rank: int, case: Case) -> list[bool]:
+        found = []
+        for model, tied, ep, pp in (("switch", True, 2, 1), ("dense", False, 1, 2)):
+            chosen = replace(case, model=model, ep=ep, pp=pp, layers=2 * pp)
+            use, held = (start(chosen, rank, precision={"casts": casts}, model={"tied_embeddings": tied}) for casts in CASTS)
+            for step in range(3):
+                found.append(use.accumulate(step).loss == held.accumulate(step).loss and use.finish() == held.finish())
+            found.append(same(use.state(), held.state()))
+            assert isinstance(held.engine, DDP)
+            narrow = {name for name, weight in held.engine.weights.items() if weight.dtype == torch.bfloat16}
+            kept = [w.dtype == torch.float32 for w in use.model.parameters()]
+            found.append(narrow == held.engine.masters.keys() and len(narrow) > len(held.engine.weights) // 2 and all(kept))
+            again = start(chosen, rank, precision={"casts": CASTS[1]}, model={"tied_embeddings": tied}, train={"seed": 8})
+            again.run = held.run
+            again.engine.load_state(use.state(), given(use.state()), steps=3)
+            found.append(again.accumulate(3).loss == held.accumulate(3).loss)
+        return found
+
+    assert on_ranks("ddp", work, precision="bf16", microbatches=3, batch=12) == [[True] * 12] * 2
+
+
+CASTS = ("use", "step")
