@@ -30,8 +30,8 @@ class Buckets:
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
         self.parameters, self.layouts, self.mesh = parameters, layouts, mesh
         self.expected: set[str] = set()  # parameters of this step's buckets
-        self.coming: deque[Bucket] = deque()  # buckets whose sum has not started
-        self.complete: set[str] = set()  # parameters whose gradient is complete
+        self.coming: deque[Bucket] = deque()  # buckets that have not started
+        self.complete: set[str] = set()  # parameters with a complete gradient
         self.started: deque[StartedSum] = deque()  # oldest first
         for name, parameter in parameters.items():
             if parameter.requires_grad and data_axis(layouts[name], mesh).size > 1:

@@ -118,7 +118,7 @@ class OverlappedReduction(Watcher):
                                                ^ the reduction of stage 4 starts during 4B3, that of stage 0 during 0B3
 
     names: stage -> names of the parameters that no other stage holds. expect: called with them before the stage's last backward action.
-    start: called after each action with the names of the parameters whose gradients are now complete (often none); starts the reductions
+    start: called after each action with the parameters (often none) that now have complete gradients; starts the reductions
     that have not started, and stores the results of those that have ended."""
 
     def __init__(self, schedule: Schedule, rank: int, names: Mapping[int, Sequence[str]], *, expect: Sums, start: Sums) -> None:

@@ -83,7 +83,7 @@ VARIANTS: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 def _observed(rank: int, case: Case, sections: dict[str, Any]) -> list[Any]:
-    """For two sizes of buckets, return (`started` and `most` of the clock, trained parameters whose gradients the engine sums itself,
+    """For two sizes of buckets, return (`started` and `most` of the clock, trained parameters in the engine's own buckets,
     whether their sums are right)."""
     tiny, found = start(case, rank, **sections), []
     engine = tiny.engine

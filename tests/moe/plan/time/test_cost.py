@@ -236,7 +236,7 @@ def test_layers_that_do_not_divide_leave_the_ends_the_fewest() -> None:
 
 
 def test_casts_once_a_step_save_those_of_all_micro_batches_but_one() -> None:
-    """4 bytes of each parameter are read and 2 written. Programs whose times contain no casts save nothing, nor do weights in fp32."""
+    """4 bytes of each parameter are read and 2 written. Programs with times without casts save nothing, nor do weights in fp32."""
     for m in (1, 4):
         use, held = (Plan(dp=2, microbatches=m, storage=storage, compute_bytes=2) for storage in (FP32, MIXED_FP32_GRADIENTS))
         for program, casts in ((OWN, m - 1), (FUSED, 0)):
