@@ -22,9 +22,11 @@ from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
 from moe.router.checks import check_causal, check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
+from parallel.data.kinds.catalog import PLAIN
 from parallel.errors import BadInput, counted, did_you_mean
 from parallel.fixes import Nproc, Remove, Set, guess
 from parallel.mesh.mesh import Degrees, check_world, divisors
+from parallel.pipeline.schedules.catalog import ADVISED
 from parallel.store.files import user_path
 
 
@@ -133,6 +135,23 @@ def _check_precision(run: Run) -> None:
         raise clash(run, "precision.loss_scale", by, "none", f"{p.compute} has the range of fp32")
     if isinstance(p.loss_scale, float) and p.loss_scale <= 0:
         raise BadInput("precision.loss_scale", got=p.loss_scale, needed="above 0", fix=Set("precision.loss_scale", "dynamic"))
+    if p.casts != "use":
+        _check_casts(run)
+
+
+def _check_casts(run: Run) -> None:
+    p, key = run.precision, "precision.casts"
+    if p.compute == "fp32" or p.compute == p.master:
+        raise clash(run, key, f"compute {p.compute} and master {p.master}", "use", "no weight is cast")
+    if p.casts not in run.sharding.carrier(pp=run.degrees.pp).casts:
+        why = "replicas copy the weights" if run.sharding.named.threads else "its engine already gathers or holds them in precision.compute"
+        raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
+    if run.optimizer.kind == "kfac":
+        why = "K-FAC steps the weights that the model reads"
+        raise clash(run, key, "optimizer.kind", "use", why, Set("optimizer.kind", "adamw"))
+    if continuous(run):
+        why = "stages keep older versions of the weights that the model reads"
+        raise clash(run, key, "pipeline.schedule", "use", why, Set("pipeline.schedule", ADVISED))
 
 
 def _check_data(run: Run) -> None:

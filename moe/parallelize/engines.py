@@ -86,6 +86,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
         reshard=s.reshard,
         prefetch=s.prefetch,
         replicas=s.replicas,
+        casts=run.precision.casts,
         working=None if compute == wide else lambda name: wide if name in kept else compute,
         units=lambda: units_of(model, lambda name: data_axis(layouts[name], mesh).ranks),
         scatter=scatter,

@@ -71,7 +71,7 @@ def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedRed
     assert isinstance(engine.module, Transformer)
     names = _names_of(engine.module, parts_of(run, runtime.schedule))
     alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
-    return OverlappedReduction(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
+    return OverlappedReduction(runtime.schedule, runtime.axis.index, alone, expect=engine.expect_sums, start=engine.start_sums)
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:

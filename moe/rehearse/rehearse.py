@@ -228,16 +228,16 @@ def take_step(job: Job) -> None:
     job.counters.updates += len(made)
 
 
-def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[[float], None]:
+def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[..., None]:
     """Return a function that calls the engine's step, and labels gradients and optimizer states in `ledger`, which counts live storages.
     built: number of storages at the end of the build."""
     step = engine.step
 
-    def named(lr: float) -> None:
+    def named(lr: float, **how: float) -> None:
         ledger.name("gradients", _gradients(engine))
         ledger.name_alive("optimizer", before=built)  # all tensors of the build without a label, such as master weights
         now = ledger.mark()
-        step(lr)
+        step(lr, **how)
         ledger.name_alive("optimizer", since=now)
 
     return named

@@ -176,6 +176,7 @@ class Case:
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
     kernels: str = "cpu"  # of the experts (experts.kernels)
+    casts: str = "use"  # precision.casts
     recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
 
     @property
@@ -188,6 +189,7 @@ class Case:
         parts += [self.rows if self.rows != PLAIN else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
+        parts += [f"casts {self.casts}"] if self.casts != "use" else []
         parts += [f"replicas{self.replicas}" if self.engine.threads else ""]
         parts += [f"{self.kernels}-kernels" if self.kernels != "cpu" else ""]
         parts += ["padded" if self.padded else "", "overflow" if self.overflow else ""]
@@ -228,7 +230,7 @@ class Case:
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
-            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
+            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none", "casts": self.casts},
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip

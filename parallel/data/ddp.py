@@ -1,12 +1,12 @@
 """DDP: every rank holds the whole dense model; gradients are summed over dp and sp during the backward pass.
 
 torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. Its average is replaced by a sum in fp32. It
-ignores parameters that are summed over other axes (experts: edp); flat sums of their gradients follow the last backward pass.
+ignores parameters that are summed over other axes (experts: edp), which have buckets of their own (parallel/data/buckets.py).
 """
 
 import math
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,30 +15,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.data.engine import Rule
+from parallel.data.buckets import Buckets
+from parallel.data.engine import Load, Rule, Working
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
-from parallel.mesh.gradients import StartedSum, data_axis, start_flat, start_sums, sum_gradients
+from parallel.mesh.gradients import data_axis, start_flat
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
+from parallel.watch.audit import Held
 
 
 class DDP(Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
+    `working`: parameter name -> the dtype in which the model reads it, if weights are cast once a step instead of at each use. The model
+    then holds these copies, and `parameters` has the master weights; all gradients are in the engine's own buckets.
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
-    DistributedDataParallel is not used: gradient sums start in `start_sums`, or else in `reduce`."""
+    DistributedDataParallel is not used: all gradients are in the engine's own buckets."""
 
-    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layouts: Layouts,
+        mesh: Mesh,
+        optimizer: Rule,
+        forward: nn.Module | None = None,
+        working: Working | None = None,
+    ) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
-        self.parameters = dict(model.named_parameters())
+        self.weights = dict(model.named_parameters())
+        self.masters = {} if working is None else masters_of(self.weights, working)
+        self.parameters = self.weights | self.masters
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.model = forward or model
-        self.flying: deque[StartedSum] = deque()  # sums started during a pipeline's actions, oldest first
-        self.started: set[str] = set()  # parameters whose gradient sum has started in this batch
-        dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
-        self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
-        if dp.size > 1 and not staged and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
+        dp, apart = dense_axis(layouts, mesh), mesh.axis("pp").size > 1 or bool(self.masters)
+        self.apart = [name for name, layout in layouts.items() if apart or data_axis(layout, mesh).ranks != dp.ranks]
+        self.sums = Buckets({name: self.weights[name] for name in self.apart}, layouts, mesh)
+        if dp.size > 1 and not apart and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
             buffers = [name for name, _ in model.named_buffers()]  # not broadcast by DDP: the trainer keeps them equal
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
@@ -52,28 +66,66 @@ class DDP(Stepped):
             self.model.require_backward_grad_sync = last
         return self.model(*args)
 
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        if last:
+            self.sums.expect(self.apart)
+        super().backward(loss, last=last)
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        self.sums.expect(names)
+
     def start_sums(self, names: Sequence[str]) -> None:
-        while self.flying and self.flying[0].work.is_completed():
-            self.flying.popleft().finish()
-        grads = {name: grad for name in names if (grad := self.parameters[name].grad) is not None}
-        self.flying.extend(start_sums(grads, self.layouts, self.mesh))
-        self.started |= grads.keys()
+        self.sums.start(names)
 
     def reduce(self) -> None:
-        while self.flying:
-            self.flying.popleft().finish()
-        grads = {name: self.parameters[name].grad for name in self.apart if name not in self.started}
-        self.started.clear()
-        sum_gradients({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
+        self.sums.start(self.apart)
+        self.sums.finish()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, weight.grad) for name, weight in self.weights.items() if weight.grad is not None)
+
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
+        for name, master in self.masters.items():
+            master.grad = self.weights[name].grad
+        super().step(lr, factor=factor)
+        self.copy_again()
+
+    @torch.no_grad()
+    def copy_again(self) -> bool:
+        if self.masters:
+            torch._foreach_copy_([self.weights[name] for name in self.masters], list(self.masters.values()))
+        return bool(self.masters)
+
+    def tensors(self) -> Iterator[Held]:
+        yield from super().tensors()
+        yield from (self.held(name, "copy of weight", self.weights[name]) for name in self.masters)
+
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
+        super().load_state(names, load, steps=steps)
+        self.copy_again()
 
     def drop_gradients(self) -> None:
         """Zero the gradients that are views of DDP's buckets, which stay allocated. Set all other gradients to None, which is cheaper."""
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
-        for name, parameter in self.parameters.items():
+        for master in self.masters.values():
+            master.grad = None
+        for name, parameter in self.weights.items():
             if name in freed:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
+
+
+def masters_of(weights: Mapping[str, nn.Parameter], working: Working) -> dict[str, nn.Parameter]:
+    """Cast each trained weight to its dtype in `working`, unless it has it. Return name -> a parameter with the former content. Gradients
+    of the cast weights keep the former dtype."""
+    masters: dict[str, nn.Parameter] = {}
+    for name, weight in weights.items():
+        if weight.requires_grad and working(name) != weight.dtype:
+            masters[name] = nn.Parameter(weight.data)
+            weight.data = weight.data.to(working(name))
+            weight.grad_dtype = masters[name].dtype
+    return masters
 
 
 def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:

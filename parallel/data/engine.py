@@ -1,7 +1,7 @@
 """The interface between the trainer and every kind of data parallelism (an engine).
 
     loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over all copies
-    owned_gradients()      --clip----->   scale_gradients(factor)  -->  step(lr)      or      drop_gradients()
+    owned_gradients()      --clip----->   step(lr, factor=...)      or      drop_gradients()
 
 Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert, which gets tokens of its whole
 ep group, needs no correction factor: gradients do not depend on ep.
@@ -24,6 +24,7 @@ from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> its content
+Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the parameter's shape, or the dim over which it is a mean
 
 
@@ -67,7 +68,7 @@ class Engine(Protocol):
     """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
     Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
-    micro-batch, may call `start_sums` after a stage's last micro-batch, and calls `reduce` at the end of the batch."""
+    micro-batch, may call `expect_sums` before and `start_sums` after a stage's last micro-batch, and calls `reduce` after the batch."""
 
     module: nn.Module
     layouts: Layouts
@@ -80,6 +81,9 @@ class Engine(Protocol):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         """Run the backward pass of one stage and micro-batch. `gradient`: the gradient of `output`; None if `output` is the loss."""
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        """Announce that the next backward pass completes these parameters' gradients, so that their sums may start during it."""
 
     def start_sums(self, names: Sequence[str]) -> None:
         """Start now the sums that `reduce` would make of these parameters' complete gradients; some engines do nothing here. Collective."""
@@ -99,10 +103,8 @@ class Engine(Protocol):
     def copy_again(self) -> bool:
         """Copy the optimizer's master weights to the model's weights; return False if both are the same tensors. Collective."""
 
-    def scale_gradients(self, factor: float) -> None: ...
-
-    def step(self, lr: float) -> None:
-        """Make one optimizer step and drop the gradients."""
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
+        """Make one optimizer step with the gradients times `factor`, and drop the gradients."""
 
     def drop_gradients(self) -> None: ...
 

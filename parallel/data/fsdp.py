@@ -223,10 +223,10 @@ class FSDP(Stepped):
         self._reshard()
         return False
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
         for name, grad in self.gradients():
             self.parameters[name].grad = grad
-        super().step(lr)
+        super().step(lr, factor=factor)
 
     def drop_gradients(self) -> None:
         super().drop_gradients()

@@ -15,6 +15,7 @@ from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, held_of, kept_of
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
+from parallel.optim.step import at_rate
 from parallel.watch.audit import Held, copies_of
 
 
@@ -38,6 +39,9 @@ class Stepped(ABC):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        return  # as in `start_sums`
 
     def start_sums(self, names: Sequence[str]) -> None:
         return  # this engine starts no sum early; `reduce` makes all
@@ -69,13 +73,10 @@ class Stepped(ABC):
     def copy_again(self) -> bool:
         return False
 
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([grad for _, grad in self.gradients()], factor)
-
-    def step(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
+        grads = (grad for _, grad in self.gradients())
+        with at_rate(lr, factor, self.optimizer, weights=self.parameters.values(), grads=grads):
+            self.optimizer.step()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

@@ -13,7 +13,8 @@ groups that the model reads in 16 bits. Their gradients are still summed in fp32
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,19 +23,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.data.deepspeed import dense_axis, set_groups, start_deepspeed, with_mark
-from parallel.data.engine import MOMENTS, AdamW, Load, Rule
+from parallel.data.engine import MOMENTS, AdamW, Load, Rule, Working
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
+from parallel.optim.step import at_rate
 from parallel.watch.audit import Held, copies_of
 
-Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 
-class DeepSpeed:
+class DeepSpeed(ABC):
     """Base class of the engines of all ZeRO stages: the passes and the step, by DeepSpeed's engine."""
 
     module: nn.Module
@@ -58,6 +59,9 @@ class DeepSpeed:
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
 
+    def expect_sums(self, names: Sequence[str]) -> None:
+        return  # as in `start_sums`
+
     def start_sums(self, names: Sequence[str]) -> None:
         return  # DeepSpeed's sums block the rank, which would delay its other stages
 
@@ -66,10 +70,13 @@ class DeepSpeed:
         self.zero.setup_buckets()
         self.zero.reduce_gradients(pipeline_parallel=True)
 
-    def step(self, lr: float) -> None:
-        for group in self.zero.optimizer.param_groups:
-            group["lr"] = lr
-        self.engine.step()
+    @abstractmethod
+    def masters(self) -> Iterable[Tensor]:
+        """Return this rank's flat shards of master weights."""
+
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
+        with at_rate(lr, factor, self.zero.optimizer, weights=self.masters()):
+            self.engine.step()
 
 
 class Zero(DeepSpeed):
@@ -153,6 +160,10 @@ class Zero(DeepSpeed):
                     buffer = torch.zeros(parameter.numel(), dtype=torch.float32)
                     zero.accumulated_grads_in_cpu[number] = buffer.pin_memory() if zero.cpu_offload_pin_memory else buffer
 
+    def masters(self) -> Iterable[Tensor]:
+        masters: Iterable[Tensor] = self.zero.single_partition_of_fp32_groups
+        return masters
+
     def _partitions(self) -> Iterator[tuple[int, Tensor]]:
         if self.offloads:
             for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
@@ -178,9 +189,6 @@ class Zero(DeepSpeed):
     def copy_again(self) -> bool:
         self.zero.update_lp_params()
         return True
-
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([part for _, part in self._partitions()], factor)
 
     def drop_gradients(self) -> None:
         zero = self.zero

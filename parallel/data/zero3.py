@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.deepspeed import group_of, set_groups, start_deepspeed
-from parallel.data.engine import MOMENTS, AdamW, Load
+from parallel.data.engine import MOMENTS, AdamW, Load, Working
 from parallel.data.load import boxes, fill_run
 from parallel.data.offload import Offload
-from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, in_partition, settings
+from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, group_parameters, in_partition, settings
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
@@ -197,20 +197,9 @@ class Zero3(DeepSpeed):
     def copy_again(self) -> bool:
         return False
 
-    def scale_gradients(self, factor: float) -> None:
-        zero = self.zero
-        zero.grad_partitions_flat_buffer.mul_(factor)
-        if self.offload.optimizer == "none":
-            return
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer on the host reads master.grad
-            if not zero._swappable_optimizer_subgroup(number):
-                master.grad.mul_(factor)
-        if zero.swap_optimizer:  # the step scales gradients on a disk when it reads them
-            zero.override_loss_scale((zero.external_loss_scale or 1.0) / factor)
-
-    def step(self, lr: float) -> None:
-        super().step(lr)
-        self.zero.custom_loss_scaler, self.zero.external_loss_scale = False, None
+    def masters(self) -> Iterable[Tensor]:
+        masters: Iterable[Tensor] = self.zero.fp32_partitioned_groups_flat
+        return masters
 
     def drop_gradients(self) -> None:
         zero = self.zero

@@ -79,9 +79,9 @@ class KfacEngine:
         with self.kfac.recording():
             return self.engine.forward(*args, last=last)
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
         self.kfac.finish()
-        self.engine.step(lr)
+        self.engine.step(lr, factor=factor)
 
     def drop_gradients(self) -> None:
         self.kfac.discard_step()

@@ -5,8 +5,9 @@ Layouts define the ranks (parallel/mesh/layout.py). Sums, never means: each loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,6 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
     """Sum gradients (name -> gradient) in place over each layout's summed_over(). Collective: all ranks must pass the same names."""
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
-
-
-def start_sums(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> list[StartedSum]:
-    """Start all sums of `sum_gradients`. Until each is finished, its gradients are in memory twice. Collective."""
-    return list(_started(grads, lambda name: data_axis(layouts[name], mesh)))
 
 
 def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
@@ -50,7 +46,8 @@ def data_axis(layout: Layout, mesh: Mesh) -> Axis:
 
 @dataclass(frozen=True)
 class StartedSum:
-    """A started sum of the gradients `grads`. When `work` is done, the buffer `flat` holds the sums in this order."""
+    """A started sum of the gradients `grads`. When `work` is done, the buffer `flat` holds the sums in this order. Without `grads`, the
+    buffer is the gradient itself."""
 
     work: dist.Work
     flat: Tensor
@@ -59,12 +56,18 @@ class StartedSum:
     def finish(self) -> None:
         """Wait, and copy the sums into the gradients."""
         self.work.wait()
-        for grad, part in zip(self.grads, self.flat.split([g.numel() for g in self.grads]), strict=True):
+        parts = self.flat.split([g.numel() for g in self.grads]) if self.grads else ()
+        for grad, part in zip(self.grads, parts, strict=True):
             grad.copy_(part.view_as(grad))
 
 
 def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
-    """Start to sum these gradients, as one flat buffer, over an axis of at least 2 ranks. `first`: the first one's name, for messages."""
+    """Start to sum these gradients, as one flat buffer, over an axis of at least 2 ranks. A single fp32 gradient is summed in place.
+    `first`: the first one's name, for messages."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    if len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == wide:
+        flat = grads[0].view(-1)
+        return StartedSum(start_flat(flat, axis, first=first), flat, ())
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     return StartedSum(start_flat(flat, axis, first=first), flat, grads)
@@ -78,32 +81,30 @@ def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
 
 
 def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
-    for one in _started(grads, axis_of):
-        one.finish()
+    for bucket in buckets_of({name: grad.numel() for name, grad in grads.items()}, axis_of):
+        start_sum([grads[name] for name in bucket.names], bucket.axis, first=bucket.names[0]).finish()
 
 
-def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[StartedSum]:
-    """Start a sum for each bucket of gradients with the same axis, and yield it. axis_of: name -> axis of its sum."""
-    names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
-    for name in grads:
+class Bucket(NamedTuple):
+    """Names of gradients that are summed together, and the axis of the sum."""
+
+    axis: Axis
+    names: list[str]
+
+
+def buckets_of(elements: Mapping[str, int], axis_of: Callable[[str], Axis]) -> list[Bucket]:
+    """Cut consecutive gradients with the same axis, of at least 2 ranks, into buckets: at most _BUCKET_ELEMENTS elements in each, or one
+    larger gradient. elements: name -> number of elements. axis_of: name -> axis of its sum."""
+    found: dict[tuple[str, tuple[int, ...]], list[Bucket]] = {}
+    room: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, count in elements.items():
         axis = axis_of(name)
-        axes[axis.name, axis.ranks] = axis
-        names.setdefault((axis.name, axis.ranks), []).append(name)
-    for key, axis in axes.items():
-        for bucket in _buckets(names[key], grads) if axis.size > 1 else ():
-            yield start_sum([grads[name] for name in bucket], axis, first=bucket[0])
-
-
-def _buckets(names: Iterable[str], grads: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield lists of consecutive names: at most _BUCKET_ELEMENTS gradient elements in each, or one name with a larger gradient."""
-    bucket: list[str] = []
-    held = 0
-    for name in names:
-        if bucket and held + grads[name].numel() > _BUCKET_ELEMENTS:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(name)
-        held += grads[name].numel()
-    if bucket:
-        yield bucket
+        key = axis.name, axis.ranks
+        if axis.size == 1:
+            continue
+        if room.get(key, -1) < count:
+            found.setdefault(key, []).append(Bucket(axis, []))
+            room[key] = _BUCKET_ELEMENTS
+        found[key][-1].names.append(name)
+        room[key] -= count
+    return [bucket for buckets in found.values() for bucket in buckets]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,3 +53,25 @@ class AdamWExcept(torch.optim.AdamW):
 def decay_and_subtract(weight: Tensor, step: Tensor, *, lr: float, decay: float) -> None:
     """Set `weight` to weight - lr * decay * weight - step, in place. `step` (fp32) is rounded to the weight's dtype."""
     weight.mul_(1 - lr * decay).sub_(step.to(weight.dtype))
+
+
+@contextmanager
+def at_rate(
+    lr: float, factor: float, optimizer: torch.optim.Optimizer, *, weights: Iterable[Tensor], grads: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Return a context in which `optimizer` steps `weights` with learning rate `lr` and with `grads` times `factor`. torch's fused AdamW
+    divides gradients by `grad_scale` (fp32) when it reads them; for other optimizers and float64, `grads` are multiplied."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    first = next(iter(weights), None)
+    if factor == 1.0 or first is None:
+        yield
+    elif type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] and first.dtype != torch.float64:
+        optimizer.grad_scale = torch.full((), 1 / factor, dtype=torch.float32, device=first.device)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+    else:
+        torch._foreach_mul_(list(grads), factor)
+        yield

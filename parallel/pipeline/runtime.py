@@ -108,20 +108,26 @@ class StageReplicas:
         return shard
 
 
+Sums = Callable[[Sequence[str]], None]  # gets names of parameters
+
+
 class OverlappedReduction(Watcher):
     """Watcher that starts the data-parallel reduction of a stage's gradients as soon as they are complete, while other actions still run.
 
     rank 0 of interleaved, two chunks    ... 4B2 4B3 | 0B0 0B1 0B2 0B3 |
-                                                     ^ the reduction of stage 4 starts here, that of stage 0 at the end
+                                               ^ the reduction of stage 4 starts during 4B3, that of stage 0 during 0B3
 
-    names: stage -> names of the parameters that no other stage holds. start: called after each action with the names of the parameters
-    whose gradients are now complete (often none); starts their reduction, and stores the results of reductions that have ended.
-    """
+    names: stage -> names of the parameters that no other stage holds. expect: called with them before the stage's last backward action.
+    start: called after each action with the parameters (often none) that now have complete gradients; starts the reductions
+    that have not started, and stores the results of those that have ended."""
 
-    def __init__(
-        self, schedule: Schedule, rank: int, names: Mapping[int, Sequence[str]], *, start: Callable[[Sequence[str]], None]
-    ) -> None:
-        self.stage_at, self.names, self.start = stage_complete_at(schedule.orders[rank]), names, start
+    def __init__(self, schedule: Schedule, rank: int, names: Mapping[int, Sequence[str]], *, expect: Sums, start: Sums) -> None:
+        self.stage_at, self.names, self.expect, self.start = stage_complete_at(schedule.orders[rank]), names, expect, start
+        self.last = {schedule.orders[rank][at] for at in self.stage_at}
+
+    def before(self, action: Action) -> None:
+        if action in self.last:
+            self.expect(self.names.get(action.stage, ()))
 
     def after(self, at: int, took: Span) -> None:
         self.start(self.names.get(self.stage_at[at], ()) if at in self.stage_at else ())

@@ -61,6 +61,7 @@ FILES = {
 T = "train switch_tiny "
 K = T + "--optimizer.kind kfac "
 Z = T + "--sharding.kind zero --sharding.stage "
+B = T + "--precision.compute bf16 --precision.casts step "
 NVME = "3 --sharding.offload.optimizer nvme"
 # (command line, what the line must name, what it must advise)
 CASES: list[tuple[str, str, str]] = [
@@ -578,6 +579,11 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--precision.compute bf16 --precision.loss_scale dynamic", "precision.loss_scale: got dynamic with compute bf16", "none"),
     (T + "--precision.compute fp16 --precision.master bf16 --precision.loss_scale dynamic", "precision.master: got bf16", "fp32"),
     (T + "--precision.compute fp16 --precision.loss_scale -8", "precision.loss_scale: got -8", "dynamic"),
+    (T + "--precision.compute fp32 --precision.casts step", "precision.casts: got step with compute fp32 and master fp32", "use"),
+    (B + "--sharding.kind fsdp", "precision.casts: got step with sharding.kind=fsdp", "ddp"),
+    (B + "--sharding.kind zero --sharding.stage 1", "precision.casts: got step with sharding.kind=zero", "ddp"),
+    (B + "--sharding.kind dp", "precision.casts: got step with sharding.kind=dp", "ddp"),
+    (B + "--optimizer.kind kfac", "precision.casts: got step with optimizer.kind=kfac", "adamw"),
     (T + "--precision.compute fp8", "precision.compute: got 'fp8'", "precision.compute"),
     (T + "--data.source text", "data.path: got null, needed a path for data.source=text", "--data.path"),
     (T + "--data.source text --data.path no_such.txt", "data.path: got no_such.txt", "spelling"),

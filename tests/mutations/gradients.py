@@ -11,32 +11,28 @@ from torch import Tensor
 from moe.verify.cases import Case
 from parallel.data.whole import Cut
 from parallel.mesh.collectives import _exchange
-from parallel.mesh.mesh import Axis, Mesh
+from parallel.mesh.layout import Layout
+from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
 
 
 def _experts_times_ep(real: Any) -> Any:
-    def wrong(grads: dict[str, Tensor], layouts: Any, mesh: Mesh) -> None:
-        real(grads, layouts, mesh)
-        for name, grad in grads.items():
-            if layouts[name].family == "expert":
-                grad.mul_(mesh.axis("ep").size)
+    def wrong(self: Any) -> None:
+        real(self)
+        for name, grad in self.gradients():
+            if self.layouts[name].family == "expert":
+                grad.mul_(self.mesh.axis("ep").size)
 
     return wrong
 
 
 def _experts_over_dp(real: Any) -> Any:
     """All gradients are reduced over the group of the dense parameters, so gradients of different experts are added."""
-
-    def wrong(grads: dict[str, Tensor], layouts: Any, mesh: Mesh) -> None:
-        dense = next(layout for layout in layouts.values() if layout.family != "expert")
-        real(grads, {name: dense for name in layouts}, mesh)
-
-    return wrong
+    return lambda layout, mesh: real(Layout(()) if layout.family == "expert" else layout, mesh)
 
 
 def _copies_alone(real: Any) -> Any:
-    return lambda grads, layouts, mesh: None
+    return lambda self, bucket: None
 
 
 def _hook(wrong: Any) -> Any:
@@ -159,7 +155,8 @@ def _averaged_by_the_engine(real: Any) -> Any:
     def wrong(self: Any, loss: Tensor, *, last: bool) -> None:
         real(self, loss, last=last)
         if last:
-            self.scale_gradients(1 / self.mesh.axis("dp").size)
+            for _, part in self._partitions():
+                part.div_(self.mesh.axis("dp").size)
 
     return wrong
 
@@ -169,7 +166,7 @@ def _experts_doubled(real: Any) -> Any:
 
     def wrong(self: Any) -> None:
         real(self)
-        for name, grad in self._gradients():
+        for name, grad in self.gradients():
             if self.layouts[name].family == "expert":
                 grad.mul_(self.mesh.axis("ep").size)
 
@@ -245,7 +242,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#5259",
         "data",
         _EP,
-        (Edit("parallel.data.ddp:sum_gradients", _experts_times_ep),),
+        (Edit("parallel.data.ddp:DDP.reduce", _experts_times_ep),),
     ),
     Mutation(
         "experts_summed_over_dp",
@@ -253,7 +250,7 @@ MUTATIONS = (
         "NVIDIA/Megatron-LM#5916",
         "data",
         _EP,
-        (Edit("parallel.data.ddp:sum_gradients", _experts_over_dp),),
+        (Edit("parallel.data.ddp:data_axis", _experts_over_dp),),
     ),
     Mutation(
         "copies_of_experts_not_summed",
@@ -261,7 +258,7 @@ MUTATIONS = (
         "facebookresearch/fairseq#4220",
         "data",
         _EDP,
-        (Edit("parallel.data.ddp:sum_gradients", _copies_alone),),
+        (Edit("parallel.data.buckets:Buckets._start", _copies_alone),),
     ),
     Mutation(
         "router_not_reduced",

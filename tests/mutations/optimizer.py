@@ -45,9 +45,10 @@ def _into_the_gradient(real: Any) -> Any:
 
 
 def _experts_not_clipped(real: Any) -> Any:
-    def wrong(self: Any, factor: float) -> None:
+    def wrong(self: Any, lr: float, *, factor: float = 1.0) -> None:
         held = [p.grad for name, p in self.parameters.items() if ".experts." not in name and p.grad is not None]
         torch._foreach_mul_(held, factor)
+        real(self, lr)
 
     return wrong
 
@@ -185,7 +186,7 @@ MUTATIONS = (
         "laekov/fastmoe#29",
         "data",
         _SWITCH,
-        (Edit("parallel.data.stepped:Stepped.scale_gradients", _experts_not_clipped),),
+        (Edit("parallel.data.stepped:Stepped.step", _experts_not_clipped),),
     ),
     Mutation(
         "experts_frozen",

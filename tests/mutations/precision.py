@@ -55,8 +55,8 @@ def _clipped_before_unscaled(real: Any) -> Any:
 def _unscaled_twice(real: Any) -> Any:
     """Gradients are divided by the loss scale before the step and in it; the reported norm is correct."""
 
-    def wrong(self: Any, factor: float) -> None:
-        real(self, factor / 1024.0)
+    def wrong(self: Any, lr: float, *, factor: float = 1.0) -> None:
+        real(self, lr, factor=factor / 1024.0)
 
     return wrong
 
@@ -212,7 +212,7 @@ MUTATIONS = (
         "THUDM/slime#1842",
         "data",
         _FP16_DENSE,
-        (Edit("parallel.data.stepped:Stepped.scale_gradients", _unscaled_twice),),
+        (Edit("parallel.data.stepped:Stepped.step", _unscaled_twice),),
     ),
     Mutation(
         "overflow_known_to_one_rank",

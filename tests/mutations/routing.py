@@ -296,7 +296,7 @@ def _first_run(real: Any) -> Any:
 
     def wrong(name: str, layout: Any, mesh: Any, within: Any = None) -> Any:
         for tensor in real(name, layout, mesh, within):
-            yield tensor if tensor.place is None else tensor._replace(name=layout.unstack.format(tensor.place))
+            yield tensor if tensor.entry is None else tensor._replace(name=layout.unstack.format(tensor.entry))
 
     return wrong
 

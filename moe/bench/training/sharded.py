@@ -156,10 +156,7 @@ class DeepSpeedAlone:
         for parts in self.engine.optimizer.averaged_gradients.values():
             yield from (("dense", part) for part in parts or ())
 
-    def scale_gradients(self, factor: float) -> None:
-        pass
-
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, *, factor: float = 1.0) -> None:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()

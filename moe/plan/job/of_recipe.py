@@ -196,7 +196,8 @@ def storage_of(run: Run) -> Storage:
 
 def _with_adam(run: Run) -> Storage:
     """Return the storage with AdamW, for the recipe's master precision. Some engines compute with a copy of the master parameters."""
-    copied = run.sharding.carrier().master_copy
+    carrier = run.sharding.carrier()
+    copied = carrier.master_copy or (run.precision.casts in carrier.casts[1:] and compute_bytes(run) == 2)
     if run.precision.master == "bf16":
         return MIXED if copied else BF16
     if copied and compute_bytes(run) == 2:

@@ -45,11 +45,21 @@ class Program:
     accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed in a kernel of its own, or within the product
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
     selective: Literal["core", "second", "half"] = "core"  # selective recompute repeats scores, a layer's second half, half of the layer
+    casts: Literal["use", "step"] = "step"  # of weights to the compute dtype, as far as the times above include casts
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 
 
 # this project's trainer: eager torch with fused attention
-OWN = Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch")
+OWN = Program(
+    "moe-parallel",
+    launch_us=20,
+    pointwise=2.0,
+    transfers="whole",
+    selective="second",
+    staged="by stage",
+    shards="micro-batch",
+    casts="use",
+)
 # this project's trainer on a CPU host, where a core either computes or communicates
 OWN_ON_CPU = replace(
     OWN, name="moe-parallel-cpu", streams="elements", staged="as gradients", gradients="after", gathers="waited", alone=1.0

@@ -91,17 +91,19 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     crowd = cluster.crowd(plan.world)
     equal = times_of(network.balanced, plan, cluster, program, kinds) if crowd > 1 else stages
     cores = _for_cores(crowd, m, equal, passes)
-    busy = m * (slowest.total + 2 * sent * crossings(plan))
+    saved = _casts_saved(plan, cluster, program, slowest)
+    passes -= saved
+    busy = m * (slowest.total + 2 * sent * crossings(plan)) - saved
     whole = slowest.forward + slowest.backward + slowest.recompute
     return Time(
-        forward=m * slowest.forward.compute,
+        forward=m * slowest.forward.compute - saved,
         backward=m * slowest.backward.compute,
         recompute=m * slowest.recompute.compute,
         tensor=m * whole.tensor,
         sequence=m * whole.sequence,
         experts=m * whole.experts,
         launch=m * (slowest.launch_forward + slowest.launch_backward),
-        transfer=busy - m * slowest.total,
+        transfer=busy + saved - m * slowest.total,
         bubble=passes - busy,
         cores=cores,
         gradients=gradients,
@@ -232,6 +234,13 @@ def _after_backward(seconds: float, stage: Stage, program: Program, plan: Plan) 
     """Seconds of gradient reductions that a backward pass does not hide. The last bucket is reduced after it, so a tenth hides nothing."""
     after = program.gradients == "after" or not plan.kind.overlaps
     return seconds if after else _overlapped(seconds, 0.9 * stage.backward_seconds, program)[0]
+
+
+def _casts_saved(plan: Plan, cluster: Cluster, program: Program, stage: Stage) -> float:
+    """Seconds that DDP saves in all micro-batches but one if its weights are cast once a step, although the program's times include casts
+    at each use: 4 bytes of a parameter are read and 2 written."""
+    held = program.casts == "use" and plan.stage == 0 and plan.storage.parameters == plan.compute_bytes < plan.storage.gradients
+    return (plan.microbatches - 1) * 6 * (stage.dense + stage.expert) / cluster.device.bandwidth if held else 0.0
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:

@@ -127,3 +127,8 @@ class Precision(Section, alters="training"):
     compute: Literal["auto", "fp32", "bf16", "fp16"] = key("fp32", "auto: bf16 if every processor has it, else fp32")
     master: Literal["fp32", "bf16"] = "fp32"
     loss_scale: Literal["none", "dynamic"] | float = "none"
+    casts: Literal["use", "step"] = key(
+        "use",
+        "when weights are cast to compute: at each use, or once a step, for 2 bytes a parameter",
+        alters="cost",
+    )

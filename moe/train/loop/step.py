@@ -70,10 +70,7 @@ def finish(
     norm = gradient_norm(engine.owned_gradients(), families=FAMILIES, world=world, device=device).divided_by(scale.value)
     if norm.finite:
         watchdog.enter("the optimizer's step")
-        factor = clip_factor(norm.total, clip_norm) / scale.value
-        if factor != 1.0:
-            engine.scale_gradients(factor)
-        engine.step(lr)
+        engine.step(lr, factor=clip_factor(norm.total, clip_norm) / scale.value)
         move_biases(engine.module, {layer.layer: on_device(torch.tensor(layer.choices), device) for layer in numbers.layers})
     else:
         engine.drop_gradients()

@@ -15,7 +15,7 @@ THREE = ("dense", "gshard", "deepseek")
 
 def data_cases() -> list[Case]:
     """Return all cases of `moe verify --kinds data`."""
-    found = engine_cases() + _sharded_cases() + tiled_cases() + _replica_cases() + _batch_cases()
+    found = engine_cases() + _sharded_cases() + tiled_cases() + _replica_cases() + _batch_cases() + _casts_cases()
     return found + _copied_cases() + _halves_cases() + _options_cases()
 
 
@@ -76,6 +76,12 @@ def _replica_cases() -> list[Case]:
         for microbatches in (1, 3)
         for precision in ("fp32", "bf16", "fp16")
     ]
+
+
+def _casts_cases() -> list[Case]:
+    """Cases of DDP in which weights are cast once a step."""
+    found = [Case("gshard", PLAIN, 2, ep, 3, "bf16", casts="step") for ep in (1, 2)]
+    return [*found, Case("dense", PLAIN, 1, 1, 1, "fp16", casts="step")]
 
 
 def _batch_cases() -> list[Case]:

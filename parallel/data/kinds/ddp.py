@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
     from parallel.data.ddp import DDP
 
-    return DDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer)
+    working = setup.working if setup.casts == "step" else None
+    return DDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, working=working)
 
 
 def start_dp(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
@@ -34,9 +35,17 @@ def start_dp(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
     return DDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, forward=replicas)
 
 
-DDP = EngineKind("ddp", start, {"kind": "ddp"}, steps_by_stage=True, gradients="buckets")
+DDP = EngineKind("ddp", start, {"kind": "ddp"}, steps_by_stage=True, gradients="buckets", casts=("use", "step"))
 # stage 0 of ZeRO shards nothing, so it is DDP with DeepSpeed's keys and fp32 master weights
 ZERO_0 = replace(DDP, name="zero0", sharding={"kind": "zero", "stage": 0}, keys=("engine", "offload"), planned_as="ddp", master_copy=True)
 DP = replace(
-    DDP, name="dp", start=start_dp, sharding={"kind": "dp"}, keys=("replicas",), steps_by_stage=False, threads=True, planned_as="ddp"
+    DDP,
+    name="dp",
+    start=start_dp,
+    sharding={"kind": "dp"},
+    keys=("replicas",),
+    steps_by_stage=False,
+    threads=True,
+    planned_as="ddp",
+    casts=("use",),
 )

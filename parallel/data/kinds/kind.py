@@ -25,7 +25,7 @@ At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  
 @dataclass(frozen=True)
 class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
-    working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters.
+    working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters. casts: when weights are cast to it.
     units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py."""
 
     layouts: Layouts
@@ -35,6 +35,7 @@ class Setup:
     prefetch: int
     replicas: int
     working: Callable[[str], torch.dtype] | None
+    casts: Literal["use", "step"]
     units: Callable[[], Sequence[Unit]]
     scatter: Scatter
     gather: Gather
@@ -89,6 +90,7 @@ class EngineKind:
     frees_weights: gathered weights are freed after use, so no matrix product may save its weight for the backward pass.
     steps: the form in which the optimizer gets parameters: whole `matrices`, `shards` of matrices, or flat `elements`.
     steps_by_stage: a pipeline stage can make its optimizer step before other stages have their gradients.
+    casts: the values of precision.casts that it can carry out.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
     with_stages, stands_in, planned_as: another engine that is used with pipeline stages, in a rehearsal, in the planner; None: this one.
@@ -109,6 +111,7 @@ class EngineKind:
     steps: Literal["matrices", "shards", "elements"] = "matrices"
     steps_by_stage: bool = False
     threads: bool = False
+    casts: tuple[str, ...] = ("use",)
     master_copy: bool = False
     offloads: frozenset[tuple[str, str]] = frozenset()
     with_stages: str | None = None

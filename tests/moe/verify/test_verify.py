@@ -48,7 +48,6 @@ from parallel.errors import BadInput
 from parallel.mesh.collectives import Started, sum_over
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Mesh
 from parallel.numerics.clip import GradientNorm
 from parallel.tensor import overlapped
 
@@ -410,15 +409,15 @@ def on_ranks() -> bool:
 
 def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     """Fault of averaging experts' gradients over edp ranks instead of dividing their sum by dp (DeepSpeed issue 5259)."""
-    real = ddp.sum_gradients
+    real = ddp.DDP.reduce
 
-    def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
-        real(grads, layouts, mesh)
-        for name, grad in grads.items():
-            if "ep" in layouts[name].cut_by():
-                grad.mul_(mesh.axis("ep").size)
+    def wrong(engine: ddp.DDP) -> None:
+        real(engine)
+        for name, grad in engine.gradients():
+            if "ep" in engine.layouts[name].cut_by():
+                grad.mul_(engine.mesh.axis("ep").size)
 
-    patch.setattr(ddp, "sum_gradients", wrong)
+    patch.setattr(ddp.DDP, "reduce", wrong)
 
 
 def copies_that_saw_the_same_tokens_summed(patch: pytest.MonkeyPatch) -> None:
@@ -442,7 +441,7 @@ def routers_not_summed_over_cut_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_of_experts_never_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ddp, "sum_gradients", lambda grads, layouts, mesh: None)
+    patch.setattr(ddp.Buckets, "_start", lambda self, bucket: None)
 
 
 def dense_gradient_averaged(patch: pytest.MonkeyPatch) -> None:
@@ -512,10 +511,13 @@ def weight_decay_on_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def experts_left_out_of_clipping(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: DDP, factor: float) -> None:
-        torch._foreach_mul_([p.grad for n, p in self.parameters.items() if n not in self.apart and p.grad is not None], factor)
+    real = DDP.step
 
-    patch.setattr(DDP, "scale_gradients", wrong)
+    def wrong(self: DDP, lr: float, *, factor: float = 1.0) -> None:
+        torch._foreach_mul_([p.grad for n, p in self.parameters.items() if n not in self.apart and p.grad is not None], factor)
+        real(self, lr)
+
+    patch.setattr(DDP, "step", wrong)
 
 
 def gradients_of_the_step_before_kept(patch: pytest.MonkeyPatch) -> None:
@@ -528,7 +530,8 @@ def engine_divides_by_dp(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Zero, loss: torch.Tensor, *, last: bool) -> None:
         real(self, loss, last=last)
         if last:
-            self.scale_gradients(1 / self.mesh.axis("dp").size)
+            for _, part in self._partitions():
+                part.div_(self.mesh.axis("dp").size)
 
     patch.setattr(Zero, "backward", wrong)
 

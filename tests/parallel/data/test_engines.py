@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.model.names import global_name
-from moe.parallelize.plan import FAMILIES
 from moe.verify.cases import Case
 from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed
@@ -21,9 +20,8 @@ from parallel.data.engine import AdamW
 from parallel.data.load import given
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.clip import gradient_norm
 from parallel.process.fork import run_on_ranks
-from tests.support.tiny import CPU, State, Tiny, same, start
+from tests.support.tiny import State, Tiny, same, start
 
 KINDS = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -154,29 +152,27 @@ def test_recompute_and_chunks_of_the_loss_change_no_number(kind: str) -> None:
 
 
 @each_kind
-def test_micro_batches_add_up_and_scaling_multiplies(kind: str) -> None:
-    """Gradients of a batch in three micro-batches equal those in one. Scaling by a power of two changes gradients and norm exactly."""
+def test_micro_batches_add_up_and_a_step_multiplies_gradients_by_its_factor(kind: str) -> None:
+    """Gradients of a batch in three micro-batches equal those in one. With a power of two, a step with the gradients of a scaled loss and
+    its inverse as factor is bitwise the step of the plain loss."""
 
     def work(rank: int, case: Case) -> list[Any]:
-        def norm(tiny: Tiny) -> float:
-            return gradient_norm(tiny.engine.owned_gradients(), families=FAMILIES, world=tiny.mesh.axis("world"), device=CPU).total
-
         three, one = start(replace(case, microbatches=3), rank), start(case, rank)
         losses = [t.accumulate(0).loss for t in (three, one)]
         a, b = gradients(three), gradients(one)
         found: list[Any] = [losses, max(float((a[n] - b[n]).abs().max() / b[n].abs().max()) for n in a)]
-        whole = norm(three)
-        three.engine.scale_gradients(0.25)
-        found.append(all(torch.equal(g, a[n] * 0.25) for n, g in gradients(three).items()) and norm(three) == whole * 0.25)
-        # a step with zero gradients, without weight decay and moments, changes only the step counter
-        before = one.state()
-        one.engine.scale_gradients(0.0)
-        one.engine.step(lr=0.0)
-        return [*found, same(one.state(), before), one.adam_steps() == {1.0}]
+        scaled = start(case, rank)
+        for step in range(2):
+            if step:
+                one.accumulate(step)
+            scaled.accumulate(step, scale=4.0)
+            one.engine.step(0.125)
+            scaled.engine.step(0.125, factor=0.25)
+        return [*found, same(scaled.state(), one.state()), scaled.adam_steps() == {2.0}]
 
-    for losses, difference, scaled, still, counted in on_ranks(kind, work):
+    for losses, difference, equal, counted in on_ranks(kind, work):
         assert losses[0] == pytest.approx(losses[1], rel=1e-6) and difference < 2e-6
-        assert scaled and still and counted
+        assert equal and counted
 
 
 @pytest.mark.parametrize(
@@ -316,3 +312,31 @@ def test_parameter_groups_are_by_decay_and_none_is_empty() -> None:
     groups = settings.groups([("a", a), ("b", b)])
     assert {g["weight_decay"]: [id(p) for p in g["params"]] for g in groups} == {0.1: [id(a)], 0.0: [id(b)]}
     assert [g["weight_decay"] for g in settings.groups([("b", b)])] == [0.0]
+
+
+def test_casts_at_each_step_change_no_number() -> None:
+    """Losses, norms and states of three steps in bf16 are bitwise those of casts at each use. The model holds 16-bit weights, and a
+    checkpoint of one form continues in the other."""
+
+    def work(rank: int, case: Case) -> list[bool]:
+        found = []
+        for model, tied, ep, pp in (("switch", True, 2, 1), ("dense", False, 1, 2)):
+            chosen = replace(case, model=model, ep=ep, pp=pp, layers=2 * pp)
+            use, held = (start(chosen, rank, precision={"casts": casts}, model={"tied_embeddings": tied}) for casts in CASTS)
+            for step in range(3):
+                found.append(use.accumulate(step).loss == held.accumulate(step).loss and use.finish() == held.finish())
+            found.append(same(use.state(), held.state()))
+            assert isinstance(held.engine, DDP)
+            narrow = {name for name, weight in held.engine.weights.items() if weight.dtype == torch.bfloat16}
+            kept = [w.dtype == torch.float32 for w in use.model.parameters()]
+            found.append(narrow == held.engine.masters.keys() and len(narrow) > len(held.engine.weights) // 2 and all(kept))
+            again = start(chosen, rank, precision={"casts": CASTS[1]}, model={"tied_embeddings": tied}, train={"seed": 8})
+            again.run = held.run
+            again.engine.load_state(use.state(), given(use.state()), steps=3)
+            found.append(again.accumulate(3).loss == held.accumulate(3).loss)
+        return found
+
+    assert on_ranks("ddp", work, precision="bf16", microbatches=3, batch=12) == [[True] * 12] * 2
+
+
+CASTS = ("use", "step")

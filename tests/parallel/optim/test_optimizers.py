@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel.data.engine import Rule
+from parallel.data.engine import AdamW, Rule
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.mesh import Degrees
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.muon import Muon, Orientation, orthogonal, scale
 from parallel.optim.sgd import Sgd
+from parallel.optim.step import at_rate
 from parallel.process import process
 from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
@@ -203,3 +207,41 @@ def test_distributed_muon_equals_one_process_bit_for_bit_and_balances_the_work(r
     each = [work for _, work in found]
     largest = max(15 * (4 * max(n, m) * min(n, m) ** 2 + 2 * min(n, m) ** 3) for *_, n, m in UNLIKE.values())
     assert sum(each) == flops and max(each) - min(each) <= largest
+
+
+@pytest.mark.parametrize("factor", [0.37, 2.0**-16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_with_a_factor_is_a_step_with_multiplied_gradients(factor: float, dtype: torch.dtype) -> None:
+    """Moments and weights of AdamW in three steps: bitwise for a power of two, else within the rounding of a factor and of its inverse."""
+    rule, ends = AdamW((0.9, 0.95), 1e-8, 0.1, decays), list[dict[str, Tensor]]()
+    for folded in (True, False):
+        weights = {name: nn.Parameter(draw(shape, 50 + i).to(dtype)) for i, (name, shape) in enumerate(SHAPES.items())}
+        optimizer = rule.build(rule.groups(weights.items()))
+        for step, lr in enumerate(LRS):
+            for i, weight in enumerate(weights.values()):
+                weight.grad = draw(tuple(weight.shape), 10 * step + i).to(dtype) * (1 if folded else factor)
+            grads = [weight.grad for weight in weights.values() if weight.grad is not None]
+            with at_rate(lr, factor if folded else 1.0, optimizer, weights=weights.values(), grads=grads):
+                optimizer.step()
+        ends.append({f"{name} {kind}": t for name, w in weights.items() for kind, t in ({"weight": w} | optimizer.state[w]).items()})
+    for name, tensor in ends[0].items():
+        bound = 0.0 if factor < 0.1 or dtype == torch.float64 else 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(tensor, ends[1][name], rtol=bound, atol=bound)
+
+
+def test_a_step_of_fused_adamw_reads_each_gradient_once() -> None:
+    """No operator other than the step reads a gradient, whatever the factor."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = AdamW((0.9, 0.95), 1e-8, 0.1, decays).build([{"params": [weight], "weight_decay": 0.1}])
+    read: list[str] = []
+
+    class Readers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(leaf is weight.grad for leaf in tree_leaves((args, kwargs))):
+                read.append(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    with Readers(), at_rate(0.1, 0.5, optimizer, weights=[weight], grads=[weight.grad]):
+        optimizer.step()
+    assert read == ["_fused_adamw_"]

@@ -8,7 +8,9 @@ from typing import Literal
 
 import pytest
 
+from moe.plan.job.counts import parameters
 from moe.plan.job.network import Experts, Network, Plan
+from moe.plan.job.states import FP32, MIXED_FP32_GRADIENTS
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.program import OWN
 from moe.plan.time.collective_times import all_reduce, gather, group_of
@@ -249,3 +251,13 @@ def test_layers_that_do_not_divide_leave_the_ends_the_fewest() -> None:
         for p in (2, 3, 4, 5):
             counts = [sum(kinds) for kinds in rank_layers(replace(DENSE, layers=layers), Plan(pp=p))]
             assert sum(counts) == layers and max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
+
+
+def test_casts_once_a_step_save_those_of_all_micro_batches_but_one() -> None:
+    """4 bytes of each parameter are read and 2 written. Programs with times without casts save nothing, nor do weights in fp32."""
+    for m in (1, 4):
+        use, held = (Plan(dp=2, microbatches=m, storage=storage, compute_bytes=2) for storage in (FP32, MIXED_FP32_GRADIENTS))
+        for program, casts in ((OWN, m - 1), (FUSED, 0)):
+            before, after = (step_time(DENSE, plan, A100.holding(2), program) for plan in (use, held))
+            saved = casts * 6 * parameters(DENSE) / A100.device.bandwidth
+            assert before.step - after.step == pytest.approx(saved) and before.forward - after.forward == pytest.approx(saved)

@@ -165,8 +165,7 @@ def test_scaling_saves_a_gradient_that_fp16_would_lose(kind: str, scale: float, 
         out = engine.forward(torch.ones(1, 1, dtype=torch.float16), last=True)
         engine.backward(out.float().sum() * 2e-8 * scale, last=True)
         gradient = float(engine.gradient("weight")) / scale
-        engine.scale_gradients(1 / scale)
-        engine.step(lr=0.125)
+        engine.step(lr=0.125, factor=1 / scale)
         return [gradient, float(engine.state("weight")["weight"])]
 
     ((gradient, weight),) = run_on_ranks(work, 1, timeout_s=90)

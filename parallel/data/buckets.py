@@ -1,0 +1,77 @@
+"""Sums of gradients over ranks that run during the backward pass, several buckets at a time.
+
+    backward pass     ... w3 complete | w2 complete | w1 complete ...      bucket 0: w3, w2      bucket 1: w1
+    sums                                bucket 0 --------------->
+                                                      bucket 1 ------------>   the step waits for the rest
+
+Buckets start in a fixed order, from the last parameter to the first: a bucket starts when its gradients are complete and all buckets before
+it have started. So all ranks call the same collectives in the same order, whatever the order in which gradients become complete.
+Source: PyTorch Distributed (arXiv 2006.15704), section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from torch import Tensor, nn
+
+from parallel.mesh.gradients import Bucket, StartedSum, buckets_of, data_axis, start_sum
+from parallel.mesh.layout import Layouts
+from parallel.mesh.mesh import Mesh
+
+_MOST_STARTED = 8  # sums in flight, so at most 256 MiB of copied gradients; a gradient larger than a bucket is not copied
+
+
+class Buckets:
+    """Sums the gradients of `parameters` (name -> parameter) over each layout's summed_over()."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
+        self.parameters, self.layouts, self.mesh = parameters, layouts, mesh
+        self.expected: set[str] = set()  # parameters of this step's buckets
+        self.coming: deque[Bucket] = deque()  # buckets that have not started
+        self.complete: set[str] = set()  # parameters with a complete gradient
+        self.started: deque[StartedSum] = deque()  # oldest first
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and data_axis(layouts[name], mesh).size > 1:
+                parameter.register_post_accumulate_grad_hook(partial(self._completed, name))
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Announce that the next backward pass completes the gradients of these parameters. Each bucket's sum starts during this pass."""
+        trained = [name for name in names if self.parameters[name].requires_grad]
+        self.expected.update(trained)
+        elements = {name: self.parameters[name].numel() for name in reversed(trained)}
+        self.coming.extend(buckets_of(elements, lambda name: data_axis(self.layouts[name], self.mesh)))
+
+    def start(self, names: Iterable[str]) -> None:
+        """Start the sums of these parameters, and all expected ones, that have not started. Collective."""
+        self.expect([name for name in names if name not in self.expected])
+        while self.coming:
+            self._start(self.coming.popleft())
+        self.complete.clear()
+        self._store(most=_MOST_STARTED)
+
+    def finish(self) -> None:
+        """Wait for all started sums. Call it once a step."""
+        self._store(most=0)
+        self.expected.clear()
+
+    def _completed(self, name: str, _: Tensor) -> None:
+        if name not in self.expected or not self.coming:
+            return  # an earlier micro-batch, or a parameter of several stages
+        assert name not in self.complete, f"the gradient of {name} changed after it was complete"
+        self.complete.add(name)
+        while self.coming and self.complete.issuperset(self.coming[0].names):
+            self._start(self.coming.popleft())
+
+    def _start(self, bucket: Bucket) -> None:
+        self._store(most=_MOST_STARTED - 1)
+        grads = [grad for name in bucket.names if (grad := self.parameters[name].grad) is not None]
+        if grads:
+            self.started.append(start_sum(grads, bucket.axis, first=bucket.names[0]))
+
+    def _store(self, *, most: int) -> None:
+        """Store the sums that have ended; wait until at most `most` are in flight."""
+        while self.started and (len(self.started) > most or self.started[0].work.is_completed()):
+            self.started.popleft().finish()
