@@ -153,14 +153,15 @@ def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
 
 
 def nearest(one: Tensor, here: Tensor) -> Tensor | None:
-    """Return for each row of `one` [..., width] the row of `here` that is nearest to it; rows of zeros in `here` are padding.
-    None if their numbers differ, or one row is nearest to two."""
-    one, here = one.double().flatten(0, -2), here.double().flatten(0, -2)
+    """Return for each row of `one` [rows, width] its row of `here`, so that the sum of distances is smallest; rows of zeros in `here` are
+    padding. None if the numbers of rows differ."""
     filled = here.abs().amax(-1).nonzero().flatten() if len(here) != len(one) else torch.arange(len(here))
     if len(one) != len(filled) or not 0 < len(one) <= _NEAREST or one.shape[1:] != here.shape[1:]:
         return None
-    at = torch.cdist(here[filled], one, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
-    return filled[at.argsort()] if len(at.unique()) == len(at) else None
+    from scipy.optimize import linear_sum_assignment
+
+    distances = torch.cdist(one, here[filled], compute_mode="donot_use_mm_for_euclid_dist").nan_to_num(torch.inf)
+    return filled[torch.from_numpy(linear_sum_assignment(distances.clamp(max=1e30).numpy())[1])]
 
 
 def renamed(one: Recorded, here: Recorded) -> dict[str, int]:

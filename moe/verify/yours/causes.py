@@ -56,7 +56,7 @@ def _times(factor: float) -> str:
 def _of_weight(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
     for s in bad:
         piece, whole = of.ranks[s.rank].pieces[key][0], of.one.pieces[key][0]
-        for part, deviation in of._tried(key.name, s.rank):
+        for part, deviation in of.tried(key.name, s.rank):
             if deviation <= bound and part.cut and s.part and s.part.cut:
                 dim, _, chunk, _ = part.cut
                 return f"wrong slice: rank {s.rank} holds chunk {chunk} of dim {dim} instead of chunk {s.part.cut[2]}"
@@ -102,6 +102,8 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
     if missing:
         return f"missing on rank {', '.join(map(str, missing))}: unused, frozen or not reduced"
     local = {r: rank.pieces[k][0] for r, rank in enumerate(of.ranks) if (k := key._replace(kind="local gradient")) in rank.pieces}
+    if (total := _summed(bad)) is not None and of.deviation("gradient", bad[0].one, total) <= bound:
+        return "not summed: each rank has a term of the sum"
     same = [s for s in bad if s.rank in local and local[s.rank].values.shape == s.here.shape]
     values = {r: p.values.double() for r, p in local.items() if p.values.shape == next(iter(local.values())).values.shape}
     differ = len(values) > 1 and any(not torch.equal(v, next(iter(values.values()))) for v in values.values())
@@ -122,7 +124,13 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
                     return f"reduced over ranks {', '.join(map(str, ranks))} only"
     if (order := _order(bad[0].one, bad[0].here)) is not None:
         return f"order: equal up to a permutation along dim 0 (here {order})"
-    return _rows(bad, bound, "gradient") or "the computation of this gradient differs (not its reduction)"
+    return _precision(of, key, bad) or _rows(bad, bound, "gradient") or "the computation of this gradient differs (not its reduction)"
+
+
+def _summed(bad: list[Seen]) -> Tensor | None:
+    """Return the sum of what the ranks hold, if they hold copies of the same elements."""
+    alike = len(bad) > 1 and all(s.one.shape == bad[0].one.shape and torch.equal(s.one, bad[0].one) for s in bad)
+    return torch.stack([s.here for s in bad]).sum(0) if alike else None
 
 
 def _proportional(of: Comparison, one: Tensor, here: Tensor, bound: float) -> bool:
@@ -158,31 +166,63 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
         return f"{int(lost.sum())} of {len(lost)} tokens are zero: dropped (capacity) or masked"
     if factor is not None:
         return _times(factor)
-    if (bias := _bias(of, key, one_rows, here_rows, bound)) is not None:
-        return bias
+    total = _summed(bad)
+    if total is not None and _same(total.reshape(-1, width) - one_rows[: len(one_rows) // len(bad)], bound * float(one.abs().max())):
+        return "not summed: each rank has a term of the sum"
+    if _same(here_rows - one_rows, bound * float(one.abs().max())):
+        return _bias(of, key, bad[0])
     own = (one_rows * here_rows).sum(-1) / (one_rows * one_rows).sum(-1).clamp_min(1e-30)
     if width > 1 and float((here_rows - own[:, None] * one_rows).abs().max()) <= 10 * bound * float(one.abs().max()):
         return f"each token by a factor of its own ({float(own.min()):.3g} to {float(own.max()):.3g}): gates, weights or masks of tokens"
+    if precision := _precision(of, key, bad):
+        return precision
     if (order := _order(one_rows, here_rows)) is not None:
         return f"order: the same rows in another order (here {order})"
-    expected = "its inputs and weights are right: another computation (stale copy, order of experts, mask)"
     partial = int((~right).sum())
     of_tokens = f"only {partial} of {len(right)} tokens: " if partial < len(right) else ""
     if key.kind == "output":
-        return of_tokens + expected
+        return of_tokens + _inside(of, key, bound)
     if key.kind == "output gradient":
         return of_tokens + "backward of the operations that use this output (not summed over ranks, masked, or detached)"
     return of_tokens + "the operations before this module"
 
 
-def _bias(of: Comparison, key: Key, one: Tensor, here: Tensor, bound: float) -> str | None:
+def _inside(of: Comparison, key: Key, bound: float) -> str:
+    """Say what is wrong in a module whose inputs and weights are right."""
+    if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
+        return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
+    weights, given = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
+    rows = [(r.pieces[given][0].values, r.pieces[key][0].values) for r in of.ranks if given in r.pieces and key in r.pieces]
+    if weights and len(weights[0].shape) == 2 and rows and rows[0][0].dim() > 1:
+        x, y = (torch.cat([pair[side].double().flatten(0, -2) for pair in rows]) for side in (0, 1))
+        x = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), 1)
+        if len(x) > x.shape[1] and len(x) == len(y) and x.shape[1] == weights[0].shape[1] + 1:
+            rest = y - x @ torch.linalg.lstsq(x, y).solution
+            if float(rest.abs().max()) <= 10 * bound * float(y.abs().max()):
+                return "linear in its inputs, but with another weight than the module's: stale, a copy, or not loaded"
+    return "its inputs and weights are right, its computation is not (order, scale, mask, lost term)"
+
+
+def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
+    """Say in which 16-bit dtype a sum looks to be taken: every element here is a number of that dtype."""
+    here = torch.cat([s.here.flatten() for s in bad])
+    wide = all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, []))
+    exact = (n for n, d in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if torch.equal(here.to(d).double(), here))
+    name = next(exact, "") if wide and int((here != 0).sum()) > 8 else ""
+    return f"rounded to {name}: every element is a number of that precision" if name else ""
+
+
+def _same(rows: Tensor, limit: float) -> bool:
+    """Return whether all rows are equal."""
+    return len(rows) > 1 and float((rows - rows[:1]).abs().max()) <= 10 * limit
+
+
+def _bias(of: Comparison, key: Key, seen: Seen) -> str:
     """Explain rows that all differ by one vector."""
-    difference = here - one
-    if len(one) < 2 or float((difference - difference[:1]).abs().max()) > 10 * bound * float(one.abs().max()):
-        return None
     bias = of.one.pieces.get(Key("weight", f"{key.name}.bias"))
-    if bias and bias[0].values.shape == difference[0].shape:
-        times = factor_of(bias[0].values.double(), difference[0])
+    if bias and seen.part:
+        own = bias[0].values.double()[seen.part.maps[-1]]
+        times = factor_of(own, (seen.here - seen.one).reshape(-1, seen.one.shape[-1])[0]) if len(own) == seen.one.shape[-1] else None
         if times is not None:
             return f"a bias counts {1 + round(times, 3):g} times"
     return "the same vector in each token: a bias is lost or added more than once"

@@ -37,8 +37,9 @@ def main(one: str, many: str, *, json: str | None = None, say: Say = partial(pri
             continue
         kind = comparison.one.modules.get(worst.name)
         name = (worst.name or "the model") + (f" ({kind})" if kind and worst.kind in ("input", "output", "output gradient") else "")
+        follows = "may follow from forward: " if not forward and any(d.kind in FORWARD for d in wrong) else ""
         factor = "" if worst.factor is None else f"{worst.factor:.4g}"
-        say(_line(title, name, _NAMES.get(worst.kind, worst.kind), f"{worst.deviation:.1e}", f"{worst.bound:.1e}", factor, worst.cause))
+        say(_line(title, name, _NAMES.get(worst.kind, worst.kind), f"{worst.deviation:.1e}", f"{worst.bound:.1e}", factor, follows + worst.cause))
     say(f"{len(deviations) - len(wrong)} values equal, {len(wrong)} differ, {len(comparison.refused)} not compared")
     for line in (*_not_compared(comparison), _cost(one, first.ranks), _cost(many, second.ranks)):
         say(line)

@@ -46,7 +46,8 @@ class Comparison:
     rounded: list[Recorded]
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
-    rows: dict[str, Tensor] = field(default_factory=dict)  # module -> its rows on all ranks in the order of the one's
+    layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
+    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> its rows on all ranks in the order of the one's
 
     @staticmethod
     def of(one: Recording, many: Recording) -> Comparison:
@@ -172,7 +173,7 @@ class Comparison:
         summed = self._sums(key, own, bound)
         if summed is not None:
             return summed
-        if (rows := self._by_rows(key, whole, own)) is not None and (not seen or rows[0].deviation < max(s.deviation for s in seen)):
+        if (rows := self._by_rows(key, whole, own, bound)) is not None and (not seen or rows[0].deviation < max(s.deviation for s in seen)):
             return rows
         copies = len(seen) == len(self.ranks) and all(piece is not None and piece.whole == whole.shape for piece in own)
         if len(seen) < len(each) or not (copies or all(s.part and s.part.by_samples for s in seen)):
@@ -221,7 +222,8 @@ class Comparison:
             groups.setdefault((*of.rows.tolist(), -1, *of.cols.tolist()), []).append(rank)
         for together in (list(groups.values()), [list(range(len(own)))]):
             seen = [self._sum(key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
-            if all(s is not None and s.deviation <= bound for s in seen):
+            apart = len(groups) > 1 and len(together) == 1  # then the sum is over samples, and has none of its own
+            if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
                 return [s for s in seen if s is not None]
         return None
 
@@ -231,20 +233,28 @@ class Comparison:
         total = torch.stack([p.values.double() for _, p in held]).sum(0)
         return self._best(key, held[0][0], replace(held[0][1], values=total), bound)
 
-    def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None]) -> list[Seen] | None:
-        """Rows of all ranks in any order, such as an expert's inputs. Its outputs and gradients have the order of its inputs."""
-        held = [(rank, p) for rank, p in enumerate(own) if p is not None and p.values.dim() > 1]
-        if not held or any(p.sampled or p.shape[-1] != whole.shape[-1] for _, p in held) or whole.sampled:
+    def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
+        """Rows of all ranks in any order, such as an expert's inputs."""
+        one, here = _stacked([whole], [1.0]), _stacked(own, self.scales if key.kind == "output gradient" else [])
+        order = None if one is None or here is None else self._order_of_rows(key.name, bound)
+        if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
             return None
-        scale = self.scales if key.kind == "output gradient" else [1.0] * len(self.ranks)
-        here = torch.cat([p.values.double().flatten(0, -2) / scale[rank] for rank, p in held])
-        order = nearest(whole.values, here) if key.kind == "input" else self.rows.get(key.name)
-        if order is None or len(order) != len(whole.values.flatten(0, -2)) or int(order.max()) >= len(here):
-            return None
-        if key.kind == "input":
-            self.rows[key.name] = order
-        one = whole.values.double().flatten(0, -2)
         return [Seen(0, one, here[order], None, self.deviation(key.kind, one, here[order]))]
+
+    def _order_of_rows(self, module: str, bound: float) -> Tensor | None:
+        """Pair the module's rows by its inputs. Outputs decide between equal rows: with two choices, one token is there twice."""
+        if module not in self.rows:
+            sides: list[tuple[Tensor, Tensor]] = []
+            for key in (k for k in self.order if k.name == module and k.kind in ("input", "output")):
+                whole = joined(self._whole(key))
+                one, here = (None, None) if whole is None else (_stacked([whole], [1.0]), _stacked(self._pieces(key), []))
+                if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
+                    size = (1e3 if key.kind == "output" else 1.0) * (float(one.abs().max()) or 1.0)
+                    sides.append((one / size, here / size))
+            order = nearest(*(torch.cat(side, 1) for side in zip(*sides, strict=True))) if sides else None
+            right = order is not None and self.deviation("input", sides[0][0], sides[0][1][order]) <= bound
+            self.rows[module] = order if right else None
+        return self.rows[module]
 
     def _parameter(self, key: Key, own: list[Piece | None]) -> list[Seen] | None:
         weight = key._replace(kind="weight")
@@ -265,7 +275,7 @@ class Comparison:
 
     def layout(self, name: str, rank: int) -> Part | None:
         """Return which part of a parameter the rank holds. A chunk is the one that it holds of most parameters."""
-        tried = self._tried(name, rank)
+        tried = self.tried(name, rank)
         if not tried:
             return None
         best = min(tried, key=lambda pair: pair[1])[0]
@@ -278,11 +288,13 @@ class Comparison:
         of_usual = [pair for pair in tried if pair[0].cut and pair[0].cut[2] == usual[0]]
         return min(of_usual, key=lambda pair: pair[1])[0] if of_usual else best
 
-    def _tried(self, name: str, rank: int) -> list[tuple[Part, float]]:
-        weight = Key("weight", name)
-        piece, whole = self.ranks[rank].pieces[weight][0], self._whole(weight)[0]
-        both = [(part, common(whole, piece, part.maps)) for part in parts(whole.shape, piece.whole, None)]
-        return [(part, self.deviation("weight", *b)) for part, b in both if b is not None]
+    def tried(self, name: str, rank: int) -> list[tuple[Part, float]]:
+        """Return the ways to see the rank's parameter as a part, each with its deviation."""
+        if (name, rank) not in self.layouts:
+            piece, whole = (of.pieces[Key("weight", name)][0] for of in (self.ranks[rank], self.one))
+            both = [(part, common(whole, piece, part.maps)) for part in parts(whole.shape, piece.whole, None)]
+            self.layouts[name, rank] = [(part, self.deviation("weight", *b)) for part, b in both if b is not None]
+        return self.layouts[name, rank]
 
     @cached_property
     def _chunks(self) -> list[dict[int, Counter[int]]]:
@@ -290,11 +302,19 @@ class Comparison:
         votes: list[dict[int, Counter[int]]] = [{} for _ in self.ranks]
         for rank, record in enumerate(self.ranks):
             for key in (k for k in record.pieces if k.kind == "weight" and k in self.one.pieces):
-                tried = self._tried(key.name, rank) if record.pieces[key][0].values.numel() else []
+                tried = self.tried(key.name, rank) if record.pieces[key][0].values.numel() else []
                 exact = [part for part, deviation in tried if deviation == min(d for _, d in tried) and part.cut]
                 if len({part.cut[2] for part in exact if part.cut}) == 1 and exact[0].cut:
                     votes[rank].setdefault(exact[0].cut[1], Counter())[exact[0].cut[2]] += 1
         return votes
+
+
+def _stacked(pieces: list[Piece | None], scales: list[float]) -> Tensor | None:
+    """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes."""
+    held = [(p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1]
+    if not held or any(p.sampled or p.summed_over or v.shape[1] != held[0][0].shape[1] for v, p in held):
+        return None
+    return torch.cat([v for v, _ in held])
 
 
 def factor_of(one: Tensor, here: Tensor) -> float | None:

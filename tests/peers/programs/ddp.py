@@ -27,7 +27,7 @@ FAULTS = {  # name -> (module or parameter of the first deviation, a word of the
     "positions shifted on rank 1": ("positions", "rank 1"),
     "branch detached": ("blocks.1.attention.out", "missing"),
     "a parameter without optimizer": ("blocks.0.up.weight", "not updated"),
-    "decay of a norm": ("blocks.0.norm.weight", "optimizer"),
+    "decay of a norm": ("blocks.0.norm.weight", "weight decay"),
     "norm counted over ranks": ("total", "1.414 x"),
 }
 
