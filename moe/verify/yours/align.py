@@ -1,9 +1,9 @@
 """Finds which part of the one process's tensor a rank's tensor is.
 
-    samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in that of the one process
-    parameters  the place that a DTensor says; else by trying: whole, or chunk j of n along a dim, also in each of 2 or 3 blocks (fused q, k, v)
-    names       a rank's `experts.0` may be the one's `experts.2`, and `layers.0` of a stage `layers.4`: the number whose weights fit
-    rows        inputs of an expert are rows of all ranks in any order: each goes to the nearest row
+samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in that of the one process
+parameters  the place that a DTensor says; else by trying: whole, or chunk j of n along a dim, also in each of 2 or 3 blocks (fused q, k, v)
+names       a rank's `experts.0` may be the one's `experts.2`, and `layers.0` of a stage `layers.4`: the number whose weights fit
+rows        inputs of an expert are rows of all ranks in any order: each goes to the nearest row
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from moe.verify.yours.values import PERIOD, Key, Piece, Recorded
+from moe.verify.yours.values import PERIOD, Piece, Recorded
 
 Maps = list[Tensor]  # for each dim: index in the one's tensor of each index of the rank's (DTensor's) tensor
 _NEAREST = 4096  # most rows that are paired by distance
@@ -70,15 +71,15 @@ def samples(one: Piece, here: Piece, rank: int) -> Samples:
         for start in range(0, batch - len(part) + 1, len(part) or 1):
             if torch.equal(seen[start : start + len(part)], part):
                 return Samples(torch.arange(start, start + len(part)), cols, batch, length)
-        rows, free = [], [True] * batch
+        found, free = [], [True] * batch
         same = (part.flatten(1)[:, None] == seen.flatten(1)[None]).all(-1) if part.dim() > 1 else torch.zeros(1, 0, dtype=torch.bool)
         for fits in same.tolist():
             row = next((b for b, fit in enumerate(fits) if fit and free[b]), None)
             if row is not None:
-                rows.append(row)
+                found.append(row)
                 free[row] = False
-        if len(rows) == len(part):
-            return Samples(torch.tensor(rows), cols, batch, length)
+        if len(found) == len(part):
+            return Samples(torch.tensor(found), cols, batch, length)
     rows = (torch.arange(len(part)) + rank * len(part)) % batch
     return Samples(rows, torch.arange(min(width, length)), batch, length, found=False)
 
@@ -124,13 +125,13 @@ def _chunks(whole: int, own: int) -> Iterator[tuple[Tensor, tuple[int, int, int]
 
 def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Iterator[dict[int, Tensor]]:
     """Yield dim -> indices of the one's tensor for the dims that samples or tokens run along."""
-    rows, cols, b, l = of.rows, of.cols, len(of.rows), len(of.cols)
+    rows, cols, b, width = of.rows, of.cols, len(of.rows), len(of.cols)
     tokens = (rows[:, None] * of.length + cols).flatten()
     for batch_dim, token_dim in ((0, 1), (1, 0)):
-        if len(one) > 1 and (one[batch_dim], here[batch_dim], one[token_dim], here[token_dim]) == (of.batch, b, of.length, l):
+        if len(one) > 1 and (one[batch_dim], here[batch_dim], one[token_dim], here[token_dim]) == (of.batch, b, of.length, width):
             yield {batch_dim: rows, token_dim: cols}
-    if one and one[0] % (of.batch * of.length) == 0 and here[0] == one[0] // (of.batch * of.length) * b * l:
-        each = here[0] // (b * l)
+    if one and one[0] % (of.batch * of.length) == 0 and here[0] == one[0] // (of.batch * of.length) * b * width:
+        each = here[0] // (b * width)
         yield {0: (tokens[:, None] * each + torch.arange(each)).flatten()}
     if one and len(cols) == of.length and one[0] % of.batch == 0 and here[0] == one[0] // of.batch * b:
         each = here[0] // b
@@ -173,8 +174,8 @@ def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
         whole, own = ({int(m[1]) for n in of if (m := number.match(n))} for of in (all_names, own_names))
         if 0 < len(own) < len(whole) and len(whole) % len(own) == 0 and own == set(range(len(own))):
             in_order = here.rank % (len(whole) // len(own)) * len(own)
-            tried = sorted(range(0, len(whole), len(own)), key=lambda shift, mine=in_order: shift != mine)
-            shifts[prefix] = min(tried, key=lambda shift, of=prefix: _distance(one, here, of, shift))
+            tried = [in_order, *(shift for shift in range(0, len(whole), len(own)) if shift != in_order)]
+            shifts[prefix] = min(tried, key=partial(_distance, one, here, prefix))
     return shifts
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
@@ -19,7 +18,7 @@ _CLASS = {"weight": "parameter", "weight after": "parameter", "gradient": "gradi
 _SHOWN = 5  # reasons and names that are printed; --json has all
 
 
-def main(one: str, many: str, *, json: str | None = None, say: Say = partial(print, flush=True)) -> int:
+def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
     """Compare two folders of `record`. Prints a table; returns 0 if all compared values are equal within their bounds, else 1."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
@@ -39,7 +38,17 @@ def main(one: str, many: str, *, json: str | None = None, say: Say = partial(pri
         name = (worst.name or "the model") + (f" ({kind})" if kind and worst.kind in ("input", "output", "output gradient") else "")
         follows = "may follow from forward: " if not forward and any(d.kind in FORWARD for d in wrong) else ""
         factor = "" if worst.factor is None else f"{worst.factor:.4g}"
-        say(_line(title, name, _NAMES.get(worst.kind, worst.kind), f"{worst.deviation:.1e}", f"{worst.bound:.1e}", factor, follows + worst.cause))
+        say(
+            _line(
+                title,
+                name,
+                _NAMES.get(worst.kind, worst.kind),
+                f"{worst.deviation:.1e}",
+                f"{worst.bound:.1e}",
+                factor,
+                follows + worst.cause,
+            )
+        )
     say(f"{len(deviations) - len(wrong)} values equal, {len(wrong)} differ, {len(comparison.refused)} not compared")
     for line in (*_not_compared(comparison), _cost(one, first.ranks), _cost(many, second.ranks)):
         say(line)
@@ -67,7 +76,8 @@ def _cost(folder: str, ranks: list[Recorded]) -> str:
     chance = ""
     if sampled:
         least = min(p.values.numel() for p in sampled)
-        chance = f"; {len(sampled)} tensors as samples of at least {least} elements: a fault in 1 % of a tensor's elements at random places is missed with chance {0.99**least:.0e}"
+        chance = f"; {len(sampled)} tensors as samples of at least {least} elements, which miss a fault in 1 % of the elements"
+        chance += f" with chance {0.99**least:.0e}"
     return f"{folder}: {counted(len(ranks), 'rank')}, {size / 1e6:.2f} MB and {seconds:.2f} s for each{chance}"
 
 

@@ -2,7 +2,8 @@
 
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
-                earlier one, plus one rounding of the dtype. A weight after the step: in this value alone. A weight before it: one rounding
+                earlier one, plus one rounding of the dtype. A weight before the step: one rounding. A weight after it: in this value
+                alone, without elements whose gradient is within its own bound of 0 (Adam turns the sign of such a gradient into a step)
 
 A rank's activation gradients may be a multiple of the one's, because its loss is a mean over its own samples. That multiple is measured
 at the first gradient of backward. Reduced gradients must be equal without it.
@@ -46,6 +47,7 @@ class Comparison:
     rounded: list[Recorded]
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
+    limits: dict[Key, tuple[float, list[Seen]]] = field(default_factory=dict)  # gradient -> its bound, its elements
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> its rows on all ranks in the order of the one's
 
@@ -69,6 +71,9 @@ class Comparison:
             seen = self.seen(key, bound)
             if seen is None:
                 continue
+            if key.kind == "gradient":
+                self.limits[key] = bound, seen
+            seen = [self._decided(key, s) for s in seen]
             worst = max((s.deviation for s in seen), default=0.0)
             factor, cause = (None, "") if worst <= bound else explain(self, key, seen, bound)
             if (lacking := self._lacking(key, seen)) and worst <= bound:
@@ -101,6 +106,16 @@ class Comparison:
                 if a.values.shape == b.values.shape:
                     most = max(most, self.deviation(key.kind, a.values.double(), b.values.double()))
         return most
+
+    def _decided(self, key: Key, seen: Seen) -> Seen:
+        """Return a weight after the step with the one's elements if rounding decides the sign of their gradients."""
+        bound, gradients = self.limits.get(key._replace(kind="gradient"), (0.0, []))
+        gradient = next((s.one for s in gradients if s.rank == seen.rank and s.one.shape == seen.one.shape), None)
+        if gradient is None or key.kind != "weight after" or not gradient.numel():
+            return seen
+        limit = bound * max(float(gradient.abs().max()), self._least["gradient"])
+        here = torch.where(gradient.abs() <= limit, seen.one, seen.here)
+        return replace(seen, here=here, deviation=self.deviation(key.kind, seen.one, here))
 
     def deviation(self, kind: str, one: Tensor, here: Tensor) -> float:
         """Return the largest difference relative to the largest element. inf if an element is not finite on one side only."""
@@ -192,14 +207,15 @@ class Comparison:
                 return f"wrong slice: no rank holds {size - len(have)} of {size} rows along dim {dim}"
         return ""
 
-    def _refuse(self, key: Key, reason: str) -> None:
+    def _refuse(self, key: Key, reason: str) -> list[Seen] | None:
         self.refused[key] = reason
+        return None
 
     def _best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
         """Return the alignment that deviates least. If none is within the bound, the rank's samples decide."""
         whole, found = joined(self._whole(key)), []
-        for part in parts(whole.shape, piece.whole, self.samples[rank]) if whole is not None else ():
-            if (both := common(whole, piece, part.maps)) is not None:
+        for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
+            if whole is not None and (both := common(whole, piece, part.maps)) is not None:
                 here = both[1] / self.scales[rank] if scale and key.kind == "output gradient" else both[1]
                 found.append(Seen(rank, both[0], here, part, self.deviation(key.kind, both[0], here)))
         return min(found, key=lambda s: (s.deviation > bound, not (s.part and s.part.by_samples), s.deviation), default=None)
@@ -263,9 +279,11 @@ class Comparison:
             return self._refuse(key, "no rank has this parameter, or all have an empty one")
         seen = []
         for rank in holders:
-            part, piece = self.layout(key.name, rank), own[rank]
+            part, piece, own_shape = self.layout(key.name, rank), own[rank], self.ranks[rank].pieces[weight][0].whole
             if part is None:
-                return self._refuse(key, f"shape {self.ranks[rank].pieces[weight][0].whole} is no known part of {self._whole(key)[0].shape}")
+                return self._refuse(
+                    key, f"shape {self.ranks[rank].pieces[weight][0].whole} is no known part of {self._whole(key)[0].shape}"
+                )
             if piece is None or len(piece.whole) != len(part.maps) or piece.whole != self.ranks[rank].pieces[weight][0].whole:
                 one = self._whole(key)[0].values.double()
                 seen.append(Seen(rank, one, torch.zeros_like(one), part, self.deviation(key.kind, one, torch.zeros_like(one))))
@@ -311,7 +329,9 @@ class Comparison:
 
 def _stacked(pieces: list[Piece | None], scales: list[float]) -> Tensor | None:
     """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes."""
-    held = [(p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1]
+    held = [
+        (p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1
+    ]
     if not held or any(p.sampled or p.summed_over or v.shape[1] != held[0][0].shape[1] for v, p in held):
         return None
     return torch.cat([v for v, _ in held])

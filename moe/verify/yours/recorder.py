@@ -22,7 +22,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -57,12 +57,13 @@ def record(folder: str | Path, model: nn.Module, *optimizers: Optimizer, on: boo
             if old.stem.startswith("rounded") or int(old.stem.removeprefix("rank-")) >= world:
                 old.unlink()
     before = _State(model, optimizers) if world == 1 else None
-    for parts in _ORDERS if before is not None else ():
+    for parts in _ORDERS if before else ():
         step = Step(model, optimizers, Recorded(rank, world), most)
         with step.hooks(), Reordered(parts):
             yield step
         step.record.write(home, f"rounded-{parts}")
-        before.restore()
+        if before:
+            before.restore()
     step = Step(model, optimizers, Recorded(rank, world), most)
     with step.hooks():
         yield step
@@ -206,11 +207,12 @@ def _tensors(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield slot, value
         return
+    inside: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         inside = value.items()
     elif isinstance(value, tuple | list):
         inside = enumerate(value)
-    else:
-        inside = vars(value).items() if hasattr(value, "__dataclass_fields__") else ()
+    elif hasattr(value, "__dataclass_fields__"):
+        inside = vars(value).items()
     for place, item in inside:
         yield from _tensors(item, f"{slot}.{place}" if slot else str(place))

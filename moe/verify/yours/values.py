@@ -82,7 +82,7 @@ class Piece:
         return any(k < PERIOD for k in self.kept)
 
 
-def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Tensor]:
+def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Tensor]:
     """Return (shape of the whole, offset, ranks that hold terms of a sum, local tensor)."""
     if not hasattr(tensor, "placements"):
         return tuple(tensor.shape), (0,) * tensor.dim(), (), tensor
@@ -93,7 +93,7 @@ def _place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     partial = [p.is_partial() for p in placements]
     here = mesh.get_coordinate() or []
     ranks = mesh.mesh[tuple(slice(None) if p else c for p, c in zip(partial, here, strict=True))]
-    return tuple(tensor.shape), tuple(offset), tuple(ranks.flatten().tolist()) if any(partial) else (), tensor.to_local()  # type: ignore[operator]
+    return tuple(tensor.shape), tuple(offset), tuple(ranks.flatten().tolist()) if any(partial) else (), tensor.to_local()
 
 
 def _kept(shape: Sequence[int], most: int) -> tuple[int, ...]:

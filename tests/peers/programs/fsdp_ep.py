@@ -86,7 +86,9 @@ class MoE(nn.Module):
         gates = gates if self.fault == "gates not normalised" else gates / gates.sum(-1, keepdim=True)
         if self.fault == "half the router's gradient":
             gates = gates.detach() + 0.5 * (gates - gates.detach())
-        gates = torch.ones_like(gates) if self.fault == "gates not applied" else gates.detach() if self.fault == "router detached" else gates
+        gates = (
+            torch.ones_like(gates) if self.fault == "gates not applied" else gates.detach() if self.fault == "router detached" else gates
+        )
         counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
         share = counts.float()
         if self.ranks > 1 and self.fault != "balance loss by ranks":

@@ -85,12 +85,12 @@ class Attention(nn.Module):
             self.qkv.forward = lambda x: F.linear(x, self.qkv.weight) + 0 * self.qkv.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        b, l, _ = x.shape
+        batch, length, _ = x.shape
         if self.ranks > 1 and self.fault != "input gradient not summed":
             x = Copy.apply(x)
-        q, k, v = self.qkv(x).view(b, l, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scale = WIDTH**-0.5 if self.fault == "heads' scale of the whole" else (WIDTH // HEADS) ** -0.5
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2).reshape(b, l, -1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2).reshape(batch, length, -1)
         y = self.out(mixed)
         if self.fault == "bias on each rank":
             return Sum.apply(y + self.bias, False)
