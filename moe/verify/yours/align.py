@@ -201,3 +201,26 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
         if match := re.match(re.escape(prefix) + r"\.(\d+)(?=\.|$)", name):
             name = f"{prefix}.{int(match[1]) + shift}{name[match.end() :]}"
     return name
+
+
+def stacked(pieces: list[Piece | None], scales: list[float]) -> Tensor | None:
+    """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes."""
+    held = [
+        (p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1
+    ]
+    if not held or any(p.sampled or p.summed_over or v.shape[1] != held[0][0].shape[1] for v, p in held):
+        return None
+    return torch.cat([v for v, _ in held])
+
+
+def factor_of(one: Tensor, here: Tensor) -> float | None:
+    """Return f with the least |here - f one|, or None if `one` is 0."""
+    square = float((one * one).sum())
+    return float((one * here).sum()) / square if square else None
+
+
+def multiple(one: Tensor, here: Tensor) -> float:
+    """Return the median of here / one over the larger elements: a few masked tokens do not change it."""
+    large = one.abs() > 0.01 * one.abs().max()
+    value = float((here[large] / one[large]).median()) if bool(large.any()) else 1.0
+    return value if value else 1.0

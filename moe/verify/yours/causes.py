@@ -7,8 +7,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from moe.verify.yours.align import nearest, parts
-from moe.verify.yours.judge import Comparison, Seen, factor_of
+from moe.verify.yours.align import factor_of, nearest, parts
+from moe.verify.yours.judge import Comparison, Seen
 from moe.verify.yours.values import Key
 
 
@@ -98,7 +98,7 @@ def _of_update(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
 
 
 def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
-    missing = [s.rank for s in bad if key not in of.ranks[s.rank].pieces]
+    missing = [s.rank for s in bad if s.part and key not in of.ranks[s.rank].pieces]
     if missing:
         return f"missing on rank {', '.join(map(str, missing))}: unused, frozen or not reduced"
     local = {r: rank.pieces[k][0] for r, rank in enumerate(of.ranks) if (k := key._replace(kind="local gradient")) in rank.pieces}

@@ -2,8 +2,8 @@
 
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
-                earlier one, plus one rounding of the dtype. A weight before the step: one rounding. A weight after it: in this value
-                alone, without elements whose gradient is within its own bound of 0 (Adam turns the sign of such a gradient into a step)
+                earlier one, plus one rounding on each side. A weight before the step: these roundings. A weight after it: in this value
+                alone, after the differences that the bound of its gradient explains (Adam turns the sign of a tiny gradient into a step)
 
 A rank's activation gradients may be a multiple of the one's, because its loss is a mean over its own samples. That multiple is measured
 at the first gradient of backward. Reduced gradients must be equal without it.
@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe.verify.yours.align import Part, Samples, common, joined, nearest, parts, renamed, samples, shifted
+from moe.verify.yours.align import Part, Samples, common, joined, multiple, nearest, parts, renamed, samples, shifted, stacked
 from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording
 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
@@ -47,7 +47,7 @@ class Comparison:
     rounded: list[Recorded]
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
-    limits: dict[Key, tuple[float, list[Seen]]] = field(default_factory=dict)  # gradient -> its bound, its elements
+    bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> its rows on all ranks in the order of the one's
 
@@ -72,8 +72,9 @@ class Comparison:
             if seen is None:
                 continue
             if key.kind == "gradient":
-                self.limits[key] = bound, seen
-            seen = [self._decided(key, s) for s in seen]
+                self.bounds[key.name] = bound
+            if key.kind == "weight after":
+                seen = self._updates(key, seen)
             worst = max((s.deviation for s in seen), default=0.0)
             factor, cause = (None, "") if worst <= bound else explain(self, key, seen, bound)
             if (lacking := self._lacking(key, seen)) and worst <= bound:
@@ -104,18 +105,37 @@ class Comparison:
         for other in self.rounded:
             for a, b in zip(self._whole(key), other.pieces.get(key, []), strict=False):
                 if a.values.shape == b.values.shape:
-                    most = max(most, self.deviation(key.kind, a.values.double(), b.values.double()))
+                    here = b.values.double()
+                    if key.kind == "weight after" and all(k in of.pieces for k in _of_update(key) for of in (self.one, other)):
+                        sides = ([of.pieces[k][0].values.double() for k in _of_update(key)] for of in (self.one, other))
+                        here = self._settled(key.name, *sides)
+                    most = max(most, self.deviation(key.kind, a.values.double(), here))
         return most
 
-    def _decided(self, key: Key, seen: Seen) -> Seen:
-        """Return a weight after the step with the one's elements if rounding decides the sign of their gradients."""
-        bound, gradients = self.limits.get(key._replace(kind="gradient"), (0.0, []))
-        gradient = next((s.one for s in gradients if s.rank == seen.rank and s.one.shape == seen.one.shape), None)
-        if gradient is None or key.kind != "weight after" or not gradient.numel():
-            return seen
-        limit = bound * max(float(gradient.abs().max()), self._least["gradient"])
-        here = torch.where(gradient.abs() <= limit, seen.one, seen.here)
-        return replace(seen, here=here, deviation=self.deviation(key.kind, seen.one, here))
+    def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
+        """Return weights after the step without the differences that their gradients' bounds explain."""
+        others = [{s.rank: s for s in self.seen(k, 0.0) or []} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
+        settled = []
+        for s in seen:
+            if all(s.rank in other for other in others):
+                mine = [other[s.rank] for other in others]
+                here = self._settled(key.name, [s.one, *(m.one for m in mine)], [s.here, *(m.here for m in mine)])
+                s = replace(s, here=here, deviation=self.deviation(key.kind, s.one, here))
+            settled.append(s)
+        return settled
+
+    def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
+        """Return a weight after the step without the difference that the bound of its gradient explains: an update changes at most in
+        proportion to its gradient, and a gradient within its bound of 0 may have either sign.
+
+        one, here: weight after the step, weight before it, and the one's gradient."""
+        if len({t.shape for t in (*one, *here)}) > 1 or not one[0].numel():
+            return here[0]
+        limit = self.bounds.get(name, 0.0) * max(float(one[2].abs().max()), self._least["gradient"])
+        update = torch.maximum((one[0] - one[1]).abs(), (here[0] - here[1]).abs())
+        explained = update * limit / one[2].abs().clamp_min(1e-300)
+        rest = here[0] - one[0]
+        return one[0] + torch.where(one[2].abs() <= limit, 0.0, rest.sign() * (rest.abs() - explained).clamp_min(0))
 
     def deviation(self, kind: str, one: Tensor, here: Tensor) -> float:
         """Return the largest difference relative to the largest element. inf if an element is not finite on one side only."""
@@ -158,18 +178,27 @@ class Comparison:
             if key.kind == "output gradient" and all(key in r.pieces for r in self.ranks):
                 seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self._pieces(key)) if piece is not None]
                 if len(seen) == len(self.ranks) and all(s is not None and s.part and s.part.by_samples for s in seen):
-                    return [_multiple(s.one, s.here) for s in seen if s is not None]
+                    return [multiple(s.one, s.here) for s in seen if s is not None]
         return [1.0] * len(self.ranks)
 
     def _pieces(self, key: Key) -> list[Piece | None]:
         """Each rank's calls as one tensor. Terms of a DTensor's sum are added up."""
-        own = [joined(r.pieces[key]) if key in r.pieces else None for r in self.ranks]
+        own = [joined(self._calls(key, r.pieces[key])) if key in r.pieces else None for r in self.ranks]
         summed = []
         for piece in own:
             terms = [own[r] for r in piece.summed_over] if piece is not None else []
             values = [t.values for t in terms if t is not None]
             summed.append(replace(piece, values=torch.stack(values).sum(0)) if piece is not None and values else piece)
         return summed
+
+    def _calls(self, key: Key, calls: list[Piece]) -> list[Piece]:
+        """A module without samples computes the same in each micro-batch, and gets a term of its gradient from each."""
+        alike = all(p.whole == self._whole(key)[0].whole and p.values.shape == calls[0].values.shape for p in calls)
+        if key not in self.one.pieces or len(calls) <= len(self._whole(key)) or not alike:
+            return calls
+        if key.kind == "output gradient":
+            return [replace(calls[0], values=torch.stack([p.values for p in calls]).sum(0))]
+        return calls[:1] if all(torch.equal(p.values, calls[0].values) for p in calls) else calls
 
     def seen(self, key: Key, bound: float) -> list[Seen] | None:
         """Return each rank's elements next to the one's, aligned; None if they cannot be aligned (then `refused` has the reason)."""
@@ -251,7 +280,7 @@ class Comparison:
 
     def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
         """Rows of all ranks in any order, such as an expert's inputs."""
-        one, here = _stacked([whole], [1.0]), _stacked(own, self.scales if key.kind == "output gradient" else [])
+        one, here = stacked([whole], [1.0]), stacked(own, self.scales if key.kind == "output gradient" else [])
         order = None if one is None or here is None else self._order_of_rows(key.name, bound)
         if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
             return None
@@ -263,7 +292,7 @@ class Comparison:
             sides: list[tuple[Tensor, Tensor]] = []
             for key in (k for k in self.order if k.name == module and k.kind in ("input", "output")):
                 whole = joined(self._whole(key))
-                one, here = (None, None) if whole is None else (_stacked([whole], [1.0]), _stacked(self._pieces(key), []))
+                one, here = (None, None) if whole is None else (stacked([whole], [1.0]), stacked(self._pieces(key), []))
                 if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
                     size = (1e3 if key.kind == "output" else 1.0) * (float(one.abs().max()) or 1.0)
                     sides.append((one / size, here / size))
@@ -275,21 +304,32 @@ class Comparison:
     def _parameter(self, key: Key, own: list[Piece | None]) -> list[Seen] | None:
         weight = key._replace(kind="weight")
         holders = [rank for rank, r in enumerate(self.ranks) if weight in r.pieces and r.pieces[weight][0].values.numel()]
+        if key.kind == "gradient" and not any(k.kind == "gradient" for r in self.ranks for k in r.pieces):
+            return self._before_reduction(key)
         if not holders or weight not in self.one.pieces:
             return self._refuse(key, "no rank has this parameter, or all have an empty one")
         seen = []
         for rank in holders:
             part, piece, own_shape = self.layout(key.name, rank), own[rank], self.ranks[rank].pieces[weight][0].whole
             if part is None:
-                return self._refuse(
-                    key, f"shape {self.ranks[rank].pieces[weight][0].whole} is no known part of {self._whole(key)[0].shape}"
-                )
-            if piece is None or len(piece.whole) != len(part.maps) or piece.whole != self.ranks[rank].pieces[weight][0].whole:
+                return self._refuse(key, f"shape {own_shape} is no known part of {self._whole(key)[0].shape}")
+            if piece is None or piece.whole != own_shape:
                 one = self._whole(key)[0].values.double()
                 seen.append(Seen(rank, one, torch.zeros_like(one), part, self.deviation(key.kind, one, torch.zeros_like(one))))
             elif (both := common(self._whole(key)[0], piece, part.maps)) is not None:
                 seen.append(Seen(rank, *both, part, self.deviation(key.kind, *both)))
         return seen or self._refuse(key, "a sample and a part have no element in common")
+
+    def _before_reduction(self, key: Key) -> list[Seen] | None:
+        """Compare the sum of all ranks' own gradients, if the engine (ZeRO) hides the reduced one."""
+        whole, local = self._whole(key)[0], [r.pieces.get(key._replace(kind="local gradient")) for r in self.ranks]
+        reads = [(*of.rows.tolist(), -1, *of.cols.tolist()) for of in self.samples]
+        terms = [p[0].values.double() / self.scales[r] / reads.count(reads[r]) for r, p in enumerate(local) if p]
+        if len(terms) < len(self.ranks) or any(t.shape != whole.values.shape for t in terms):
+            return self._refuse(key, "no rank has such a value")
+        self._refuse(key, "only their sum before the reduction is compared: no rank shows the optimizer's gradient")
+        one, here = whole.values.double(), torch.stack(terms).sum(0)
+        return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
 
     def layout(self, name: str, rank: int) -> Part | None:
         """Return which part of a parameter the rank holds. A chunk is the one that it holds of most parameters."""
@@ -327,29 +367,10 @@ class Comparison:
         return votes
 
 
-def _stacked(pieces: list[Piece | None], scales: list[float]) -> Tensor | None:
-    """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes."""
-    held = [
-        (p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1
-    ]
-    if not held or any(p.sampled or p.summed_over or v.shape[1] != held[0][0].shape[1] for v, p in held):
-        return None
-    return torch.cat([v for v, _ in held])
-
-
-def factor_of(one: Tensor, here: Tensor) -> float | None:
-    """Return f with the least |here - f one|, or None if `one` is 0."""
-    square = float((one * one).sum())
-    return float((one * here).sum()) / square if square else None
-
-
-def _multiple(one: Tensor, here: Tensor) -> float:
-    """Return the median of here / one over the larger elements: a few masked tokens do not change it."""
-    large = one.abs() > 0.01 * one.abs().max()
-    value = float((here[large] / one[large]).median()) if bool(large.any()) else 1.0
-    return value if value else 1.0
-
-
 def _roundoff(of: list[list[Piece]]) -> float:
     dtypes = {p.dtype for pieces in of for p in pieces}
-    return max((torch.finfo(getattr(torch, d)).eps / 2 for d in dtypes if d.startswith(("float", "bfloat"))), default=0.0)
+    return max((torch.finfo(getattr(torch, d)).eps for d in dtypes if d.startswith(("float", "bfloat"))), default=0.0)
+
+
+def _of_update(key: Key) -> tuple[Key, Key, Key]:
+    return key, key._replace(kind="weight"), key._replace(kind="gradient")

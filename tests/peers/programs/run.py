@@ -5,41 +5,24 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import os
-import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import multiprocessing
 
 from moe.verify.yours.compare import main as compare
-
-LIMIT_S = 100.0
+from tests.support.ranks import run_on_ranks
 
 
 def program(name: str) -> Any:
     return importlib.import_module(f"tests.peers.programs.{name}")
 
 
-def _rank(rank: int, name: str, world: int, store: str, folder: str, given: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    program(name).main(folder, **given)
-    dist.destroy_process_group()
-    os._exit(0)  # skips the exit handlers of the parent, which this process was forked from
-
-
 def record_many(name: str, folder: Path, *, world: int = 2, **given: Any) -> Path:
-    """Run the program on forked ranks. Return the folder that it recorded."""
-    with tempfile.TemporaryDirectory() as home:
-        context = multiprocessing.start_processes(
-            _rank, (name, world, f"{home}/store", str(folder), given), nprocs=world, join=False, start_method="fork"
-        )
-        while not context.join(LIMIT_S):
-            pass
+    """Run the program on forked gloo ranks. Return the folder that it recorded."""
+    main = program(name).main
+    run_on_ranks(lambda rank: main(str(folder), **given), world)
     return folder
 
 
