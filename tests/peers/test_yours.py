@@ -18,9 +18,9 @@ from moe.verify.yours.values import Key, Piece, Recorded, Recording
 from tests.peers.programs.run import compared, program, record_many, record_one
 
 TRIED = {
-    "ddp": ["", "one parameter not reduced", "own number of tokens"],
-    "fsdp_ep": ["", "expert gradients not averaged", "rows' gradients in another order"],
-    "tensor": ["", "wrong slice of the output weight"],
+    "ddp": ["", "own number of tokens"],
+    "fsdp_ep": ["", "rows' gradients in another order"],
+    "tensor": ["wrong slice of the output weight"],
 }
 
 
@@ -93,7 +93,7 @@ def test_samples_of_parts_have_elements_of_the_sample_of_the_whole() -> None:
     whole = torch.arange(256.0 * 320).reshape(256, 320)
     one = Piece.of(whole, "layers.0.weight", 2**10)
     assert one.sampled and one.values.numel() <= 2**10
-    assert one.total == whole.double().sum()
+    assert one.norm is not None and abs(one.norm / float(whole.double().norm()) - 1) < 1e-6
     for number, rows in enumerate(whole.chunk(2)):
         here = Piece.of(rows, "layers.1.weight", 2**10)  # names differ in numbers only
         pairs = [common(one, here, part.maps) for part in parts(one.shape, here.shape, None)]

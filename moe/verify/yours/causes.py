@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from moe.verify.yours.align import factor_of, nearest, parts
-from moe.verify.yours.judge import Comparison, Seen
+from moe.verify.yours.judge import OF_PARAMETERS, Comparison, Seen
 from moe.verify.yours.values import Key
 
 
 def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[float | None, str]:
     """Return (factor, cause) of a deviation. factor: here = factor x one on all ranks that deviate, if that explains it."""
     bad = [s for s in seen if s.deviation > bound]
+    if key.kind in OF_PARAMETERS and any(s.part for s in seen):
+        bad = [s for s in bad if s.part]
+        if not bad:
+            return None, "elements that the sample leaves out: the norm of all differs"
     where = "" if len(bad) == len(seen) else f" on {_ranks(bad)}"
     if any(not bool(s.here.isfinite().all()) and bool(s.one.isfinite().all()) for s in bad):
         return None, f"not finite{where}"
@@ -128,9 +132,9 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
 
 
 def _summed(bad: list[Seen]) -> Tensor | None:
-    """Return the sum of what the ranks hold, if they hold copies of the same elements."""
+    """Return the sum of what the ranks hold, if they hold different values for the same elements."""
     alike = len(bad) > 1 and all(s.one.shape == bad[0].one.shape and torch.equal(s.one, bad[0].one) for s in bad)
-    return torch.stack([s.here for s in bad]).sum(0) if alike else None
+    return torch.stack([s.here for s in bad]).sum(0) if alike and any(not torch.equal(s.here, bad[0].here) for s in bad) else None
 
 
 def _proportional(of: Comparison, one: Tensor, here: Tensor, bound: float) -> bool:

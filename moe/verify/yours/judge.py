@@ -23,7 +23,7 @@ from moe.verify.yours.align import Part, Samples, common, joined, multiple, near
 from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording
 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
-_OF_PARAMETERS = ("weight", "gradient", "weight after")
+OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
 
 
@@ -205,7 +205,7 @@ class Comparison:
         whole, own = joined(self._whole(key)), self._pieces(key)
         if key.kind in ("note", "norm") or (whole is not None and not whole.shape):
             return self._scalars(key, whole, own, bound)
-        if key.kind in _OF_PARAMETERS:
+        if key.kind in OF_PARAMETERS:
             return self._parameter(key, own)
         if whole is None or not any(piece is not None for piece in own):
             gone = all(key not in r.pieces for r in self.ranks)
@@ -318,7 +318,22 @@ class Comparison:
                 seen.append(Seen(rank, one, torch.zeros_like(one), part, self.deviation(key.kind, one, torch.zeros_like(one))))
             elif (both := common(self._whole(key)[0], piece, part.maps)) is not None:
                 seen.append(Seen(rank, *both, part, self.deviation(key.kind, *both)))
-        return seen or self._refuse(key, "a sample and a part have no element in common")
+        if not seen:
+            return self._refuse(key, "a sample and a part have no element in common")
+        return [*seen, *self._norm(key, {rank: piece for rank in holders if (piece := own[rank]) is not None})]
+
+    def _norm(self, key: Key, own: dict[int, Piece]) -> list[Seen]:
+        """Compare the norm of all elements, if the one process has a sample of them only."""
+        whole, squares = self._whole(key)[0], {}
+        for rank, piece in own.items() if whole.norm is not None else ():
+            part = self.layout(key.name, rank)
+            if part is not None and piece.whole == tuple(len(m) for m in part.maps) and piece.values.numel():
+                ends = ((m[start], m[start + size - 1]) for m, start, size in zip(part.maps, piece.offset, piece.shape, strict=True))
+                squares[tuple(int(end) for pair in ends for end in pair)] = (piece.norm or float(piece.values.double().norm())) ** 2
+        if not squares:
+            return []
+        one, here = torch.tensor([whole.norm, sum(squares.values()) ** 0.5], dtype=torch.float64)
+        return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
 
     def _before_reduction(self, key: Key) -> list[Seen] | None:
         """Compare the sum of all ranks' own gradients, if the engine (ZeRO) hides the reduced one."""

@@ -6,7 +6,7 @@
 
 A tensor of more than `most` elements is sampled: along each dim, of each 64 indices the first k of a hashed order are kept. k is halved
 along the longest dim until the sample is small enough. Two ranks that hold parts of one tensor so keep the same elements of it, if a part
-begins at a multiple of 64 or its place is known. A sum and a norm over all elements are kept with a sample.
+begins at a multiple of 64 or its place is known. The norm of all elements is kept with a sample.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Piece:
     kept: tuple[int, ...]
     dtype: str
     summed_over: tuple[int, ...] = ()
-    total: float | None = None  # of all elements, if this is a sample
-    norm: float | None = None
+    norm: float | None = None  # of all elements, if this is a sample
     name: str = ""
 
     @staticmethod
@@ -66,8 +65,8 @@ class Piece:
         values = local
         for dim, at in enumerate(piece.at):
             values = values if kept[dim] == PERIOD else values.index_select(dim, (at - offset[dim]).to(local.device))
-        total, norm = local.sum(dtype=torch.float64), torch.linalg.vector_norm(local, dtype=torch.float64)
-        return replace(piece, values=values.to("cpu", copy=True), total=float(total), norm=float(norm))
+        rows = torch.linalg.vector_norm(local, dim=-1) if local.is_floating_point() else torch.zeros(())
+        return replace(piece, values=values.to("cpu", copy=True), norm=float(rows.double().norm()))
 
     @property
     def at(self) -> list[Tensor]:
