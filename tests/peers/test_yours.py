@@ -97,7 +97,7 @@ def test_samples_of_parts_have_elements_of_the_sample_of_the_whole() -> None:
     for number, rows in enumerate(whole.chunk(2)):
         here = Piece.of(rows, "layers.1.weight", 2**10)  # names differ in numbers only
         pairs = [common(one, here, part.maps) for part in parts(one.shape, here.shape, None)]
-        assert torch.equal(*pairs[number]) and pairs[number][0].numel() >= 2**9
+        assert torch.equal(*pairs[number]) and pairs[number][0].numel() >= 2**8  # of 2**10: one step of halving less along each dim
         assert not torch.equal(*pairs[1 - number])
 
 

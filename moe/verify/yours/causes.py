@@ -192,7 +192,7 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
 
 
 def _inside(of: Comparison, key: Key, bound: float) -> str:
-    """Say what is wrong in a module whose inputs and weights are right."""
+    """Describe the fault of a module with right inputs and weights."""
     if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
         return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
     weights, given = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")

@@ -22,7 +22,7 @@ def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> i
     """Compare two folders of `record`. Prints a table; returns 0 if all compared values are equal within their bounds, else 1."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
-        got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, whose rounding was measured"
+        got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"
         raise BadInput("ONE", got=got, needed=needed, fix="record it in one process, without torchrun")
     comparison = Comparison.of(first, second)
     comparison.run(explain)

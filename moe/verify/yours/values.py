@@ -41,7 +41,7 @@ class Key(NamedTuple):
 @dataclass(frozen=True)
 class Piece:
     """A rank's tensor, or its sample. whole: shape of the DTensor that it is a part of; offset: where in it the part begins; summed_over:
-    ranks whose parts are terms of a sum (Partial); kept: indices kept of each PERIOD, by dim."""
+    ranks that hold terms of one sum (Partial); kept: indices kept of each PERIOD, by dim."""
 
     values: Tensor
     shape: tuple[int, ...]
