@@ -54,8 +54,11 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if one differs."""
+    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if one differs.
+    --compare ONE MANY: compare two recorded steps of any PyTorch program."""
 
+    many: str | None = _word_or_none("with --compare ONE: the folder that the same step wrote on several ranks (moe.verify.record)")
+    compare: str | None = _flag("ONE, the folder that a step of a program of yours wrote on one process: name what differs in MANY")
     nproc: int | None = _flag("test layouts of up to N processes, 2 by default")
     json: Path | None = _flag("also write the table as JSON")
     device: str | None = _flag("cuda or cpu: start the processes on this device as moe train does; if not given, fork them on the CPU")

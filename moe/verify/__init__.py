@@ -1,13 +1,17 @@
 """The layout oracle: compares every layout with one process.
 
 The package can be called: `from moe import verify; verify(nproc=2)` does the same as `moe verify --nproc 2`.
+`from moe.verify import record` records a step of any PyTorch program (moe/verify/yours/recorder.py); it needs torch alone.
 """
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe.verify.yours.recorder import record as record
 
 
 class _Verify(ModuleType):
@@ -16,6 +20,13 @@ class _Verify(ModuleType):
         from moe.verify.verify import main  # imported when called, because it loads torch
 
         return main(**named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "record":
+            from moe.verify.yours.recorder import record
+
+            return record
+        raise AttributeError(f"module 'moe.verify' has no attribute {name!r}")
 
 
 sys.modules[__name__].__class__ = _Verify

@@ -33,6 +33,7 @@ KINDS = {
     "disks": "tests.campaigns.disks",
     "elastic": "tests.campaigns.elastic",
     "machines": "tests.campaigns.machines",
+    "peers": "tests.campaigns.peers",
 }
 
 
@@ -71,7 +72,8 @@ def main(
 ) -> int:
     """Print a row for each fault. Return exit code 0 if no try failed.
 
-    `kinds`: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks, elastic, machines; all if none is named.
+    `kinds`: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks, elastic, machines, peers;
+    all if none is named.
     `machines:torchrun`: only the rows of that kind with this text in their name. `full`: many tries of each fault.
     """
     rows: list[Row] = []

@@ -15,6 +15,8 @@ from parallel.errors import BadInput
 
 
 def verify(flags: Verify, _: dict[str, str]) -> int:
+    if flags.compare is not None or flags.many is not None:
+        return _compare(flags)
     if flags.nproc is not None and flags.nproc < 1:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.timeout_s is not None and not 0 < flags.timeout_s < float("inf"):
@@ -22,7 +24,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
     if flags.recipe is not None and flags.kinds != Verify.kinds:
         needed = "no --kinds: the recipe decides which methods run"
         raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed=needed, fix="remove --kinds")
-    given = dataclasses.asdict(flags)
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if name not in ("compare", "many")}
     if flags.device != "cuda":
         os.environ["DS_ACCELERATOR"] = "cpu"  # on a machine with a GPU too, in this process and all that it starts
     if given.pop("debug_collectives"):
@@ -30,6 +32,14 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
 
         os.environ[DEBUG] = "20"  # seconds to wait; ranks are forked from this process, so they inherit the variable
     return call("moe.verify.verify", **given)
+
+
+def _compare(flags: Verify) -> int:
+    if flags.compare is None or flags.many is None:
+        got = f"only {flags.compare or flags.many}"
+        raise BadInput("--compare", got=got, needed="two folders of moe.verify.record", fix="moe verify --compare ONE MANY")
+    refuse_others(flags, ("compare", "many", "json"), got="it with --compare", needed="no flags but --json")
+    return call("moe.verify.yours.compare", flags.compare, flags.many, json=flags.json)
 
 
 def generate(flags: Generate, _: dict[str, str]) -> int:

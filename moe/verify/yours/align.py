@@ -1,0 +1,226 @@
+"""Finds which part of the one process's tensor a rank's tensor is.
+
+samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in that of the one process
+parameters  the place that a DTensor says; else by trying: whole, or chunk j of n along a dim, also in each of 2 or 3 blocks (fused q, k, v)
+names       a rank's `experts.0` may be the one's `experts.2`, and `layers.0` of a stage `layers.4`: the number with the weights that fit
+rows        inputs of an expert are rows of all ranks in any order: each goes to the nearest row
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from moe.verify.yours.values import PERIOD, Piece, Recorded
+
+Maps = list[Tensor]  # for each dim: index in the one's tensor of each index of the rank's (DTensor's) tensor
+_NEAREST = 4096  # most rows that are paired by distance
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a rank reads of the one's batch [B, L, ...]. rows: its sequences; cols: its tokens of each; found: whether they were found."""
+
+    rows: Tensor
+    cols: Tensor
+    batch: int
+    length: int
+    found: bool = True
+
+    @property
+    def all_here(self) -> bool:
+        return len(self.rows) == self.batch and len(self.cols) == self.length
+
+
+@dataclass(frozen=True)
+class Part:
+    """A way to see a rank's tensor as a part. cut: (dim, chunks, own chunk, blocks), or None for a whole dim or a cut into samples."""
+
+    maps: Maps
+    cut: tuple[int, int, int, int] | None = None
+    by_samples: bool = False
+
+
+def joined(pieces: list[Piece]) -> Piece | None:
+    """Return the calls of one module, such as micro-batches, as one tensor along dim 0. None if their shapes do not allow it."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    alike = all(p.shape[1:] == first.shape[1:] and p.kept == first.kept and p.whole == p.shape for p in pieces)
+    if not first.shape or not alike or first.kept[0] < PERIOD:
+        return None
+    shape = (sum(p.shape[0] for p in pieces), *first.shape[1:])
+    return replace(first, values=torch.cat([p.values for p in pieces]), shape=shape, whole=shape)
+
+
+def samples(one: Piece, here: Piece, rank: int) -> Samples:
+    """Find a rank's first input in the one's."""
+    whole, part = one.values, here.values
+    batch, length = whole.shape[0], (whole.shape[1] if whole.dim() > 1 else 1)
+    width = part.shape[1] if part.dim() > 1 else 1
+    for cols in _columns(length, width) if part.dim() == whole.dim() else ():
+        seen = whole if whole.dim() == 1 else whole[:, cols]
+        if seen.shape[1:] != part.shape[1:]:
+            continue
+        for start in range(0, batch - len(part) + 1, len(part) or 1):
+            if torch.equal(seen[start : start + len(part)], part):
+                return Samples(torch.arange(start, start + len(part)), cols, batch, length)
+        found, free = [], [True] * batch
+        same = (part.flatten(1)[:, None] == seen.flatten(1)[None]).all(-1) if part.dim() > 1 else torch.zeros(1, 0, dtype=torch.bool)
+        for fits in same.tolist():
+            row = next((b for b, fit in enumerate(fits) if fit and free[b]), None)
+            if row is not None:
+                found.append(row)
+                free[row] = False
+        if len(found) == len(part):
+            return Samples(torch.tensor(found), cols, batch, length)
+    rows = (torch.arange(len(part)) + rank * len(part)) % batch
+    return Samples(rows, torch.arange(min(width, length)), batch, length, found=False)
+
+
+def _columns(length: int, width: int) -> Iterator[Tensor]:
+    """Yield the columns that a rank may hold: all, a contiguous chunk, every n-th, or two chunks as in zigzag."""
+    if width == length:
+        yield torch.arange(length)
+    elif width and length % width == 0:
+        chunks = length // width
+        yield from torch.arange(length).chunk(chunks)
+        yield from (torch.arange(start, length, chunks) for start in range(chunks))
+        if width % 2 == 0:
+            half = torch.arange(length).chunk(2 * chunks)
+            yield from (torch.cat((half[i], half[-1 - i])) for i in range(chunks))
+
+
+def parts(one: tuple[int, ...], here: tuple[int, ...], of: Samples | None) -> Iterator[Part]:
+    """Yield the ways to see a tensor of shape `here` as a part of one of shape `one`. of: for activations, the samples of the rank."""
+    if len(one) != len(here):
+        return
+    for fixed in _by_samples(one, here, of) if of is not None else ({},):
+        options: list[list[tuple[Tensor, tuple[int, int, int, int] | None]]] = []
+        for dim, (whole, own) in enumerate(zip(one, here, strict=True)):
+            if dim in fixed:
+                options.append([(fixed[dim], None)])
+            elif whole == own:
+                options.append([(torch.arange(whole), None)])
+            else:
+                options.append([(at, (dim, *cut)) for at, cut in _chunks(whole, own)])
+        for chosen in product(*options):
+            yield Part([at for at, _ in chosen], next((cut for _, cut in chosen if cut), None), bool(fixed))
+
+
+def _chunks(whole: int, own: int) -> Iterator[tuple[Tensor, tuple[int, int, int]]]:
+    if own and whole % own == 0:
+        number = whole // own
+        for blocks in (b for b in (1, 2, 3) if own % b == 0):
+            for j in range(number):
+                at = torch.arange(whole).reshape(blocks, number, own // blocks)[:, j].flatten()
+                yield at, (number, j, blocks)
+
+
+def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Iterator[dict[int, Tensor]]:
+    """Yield dim -> indices of the one's tensor for the dims that samples or tokens run along."""
+    rows, cols, b, width = of.rows, of.cols, len(of.rows), len(of.cols)
+    tokens = (rows[:, None] * of.length + cols).flatten()
+    for batch_dim, token_dim in ((0, 1), (1, 0)):
+        if len(one) > 1 and (one[batch_dim], here[batch_dim], one[token_dim], here[token_dim]) == (of.batch, b, of.length, width):
+            yield {batch_dim: rows, token_dim: cols}
+    if one and one[0] % (of.batch * of.length) == 0 and here[0] == one[0] // (of.batch * of.length) * b * width:
+        each = here[0] // (b * width)
+        yield {0: (tokens[:, None] * each + torch.arange(each)).flatten()}
+    if one and len(cols) == of.length and one[0] % of.batch == 0 and here[0] == one[0] // of.batch * b:
+        each = here[0] // b
+        yield {0: (rows[:, None] * each + torch.arange(each)).flatten()}
+    yield {}
+
+
+def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
+    """Return the elements that both pieces have, as (the one's, the rank's) in fp64, or None if there are none."""
+    ours, theirs = one.values, here.values
+    if theirs.numel() == 0 or ours.numel() == 0:
+        return None
+    for dim, (at, has) in enumerate(zip(here.at, one.at, strict=True)):
+        wanted = maps[dim][at]
+        there = torch.isin(wanted, has)
+        place = torch.searchsorted(has, wanted[there])
+        if one.sampled or here.sampled or len(place) != len(has) or not torch.equal(place, torch.arange(len(has))):
+            ours, theirs = ours.index_select(dim, place), theirs.index_select(dim, there.nonzero().flatten())
+    return (ours.double(), theirs.double()) if ours.numel() else None
+
+
+def nearest(one: Tensor, here: Tensor) -> Tensor | None:
+    """Return for each row of `one` [rows, width] its row of `here`, so that the sum of distances is smallest; rows of zeros in `here` are
+    padding. None if the numbers of rows differ."""
+    filled = here.abs().amax(-1).nonzero().flatten() if len(here) != len(one) else torch.arange(len(here))
+    if len(one) != len(filled) or not 0 < len(one) <= _NEAREST or one.shape[1:] != here.shape[1:]:
+        return None
+    from scipy.optimize import linear_sum_assignment
+
+    distances = torch.cdist(one, here[filled], compute_mode="donot_use_mm_for_euclid_dist").nan_to_num(torch.inf)
+    return filled[torch.from_numpy(linear_sum_assignment(distances.clamp(max=1e30).numpy())[1])]
+
+
+def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
+    """Return prefix -> shift: `PREFIX.0` of this rank is `PREFIX.<shift>` of the one process."""
+    all_names, own_names = ({key.name for key in of.pieces if key.kind == "weight"} for of in (one, here))
+    shifts = {}
+    for prefix in sorted({".".join(words[:n]) for name in all_names for words in [name.split(".")] for n in range(len(words))}):
+        number = re.compile(rf"{re.escape(prefix)}\.(\d+)(?=\.|$)")
+        whole, own = ({int(m[1]) for n in of if (m := number.match(n))} for of in (all_names, own_names))
+        if 0 < len(own) < len(whole) and len(whole) % len(own) == 0 and own == set(range(len(own))):
+            in_order = here.rank % (len(whole) // len(own)) * len(own)
+            tried = [in_order, *(shift for shift in range(0, len(whole), len(own)) if shift != in_order)]
+            shifts[prefix] = min(tried, key=partial(_distance, one, here, prefix))
+    return shifts
+
+
+def _distance(one: Recorded, here: Recorded, prefix: str, shift: int) -> float:
+    """Return the sum of the differences between weights whose names begin with the prefix, if they are renamed by this shift."""
+    total = 0.0
+    for key, pieces in here.pieces.items():
+        name = shifted(key.name, {prefix: shift})
+        other = one.pieces.get(key._replace(name=name))
+        if key.kind == "weight" and key.name.startswith(f"{prefix}.") and other and other[0].shape == pieces[0].whole:
+            both = common(other[0], pieces[0], _whole(pieces[0]))
+            total += float((both[0] - both[1]).abs().sum()) if both else 0.0
+    return total
+
+
+def _whole(piece: Piece) -> Maps:
+    return [torch.arange(size) for size in piece.whole]
+
+
+def shifted(name: str, shifts: dict[str, int]) -> str:
+    """Return a rank's name as the one process has it."""
+    for prefix, shift in shifts.items():
+        if match := re.match(re.escape(prefix) + r"\.(\d+)(?=\.|$)", name):
+            name = f"{prefix}.{int(match[1]) + shift}{name[match.end() :]}"
+    return name
+
+
+def stacked(pieces: list[Piece | None], scales: list[float]) -> Tensor | None:
+    """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes."""
+    held = [
+        (p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1
+    ]
+    if not held or any(p.sampled or p.summed_over or v.shape[1] != held[0][0].shape[1] for v, p in held):
+        return None
+    return torch.cat([v for v, _ in held])
+
+
+def factor_of(one: Tensor, here: Tensor) -> float | None:
+    """Return f with the least |here - f one|, or None if `one` is 0."""
+    square = float((one * one).sum())
+    return float((one * here).sum()) / square if square else None
+
+
+def multiple(one: Tensor, here: Tensor) -> float:
+    """Return the median of here / one over the larger elements: a few masked tokens do not change it."""
+    large = one.abs() > 0.01 * one.abs().max()
+    value = float((here[large] / one[large]).median()) if bool(large.any()) else 1.0
+    return value if value else 1.0

@@ -1,0 +1,232 @@
+"""Says in words what a deviation looks like: its factor, and the likely cause."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from moe.verify.yours.align import factor_of, nearest, parts
+from moe.verify.yours.judge import OF_PARAMETERS, Comparison, Seen
+from moe.verify.yours.values import Key
+
+
+def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[float | None, str]:
+    """Return (factor, cause) of a deviation. factor: here = factor x one on all ranks that deviate, if that explains it."""
+    bad = [s for s in seen if s.deviation > bound]
+    if key.kind in OF_PARAMETERS and any(s.part for s in seen):
+        bad = [s for s in bad if s.part]
+        if not bad:
+            return None, "elements that the sample leaves out: the norm of all differs"
+    where = "" if len(bad) == len(seen) else f" on {_ranks(bad)}"
+    if any(not bool(s.here.isfinite().all()) and bool(s.one.isfinite().all()) for s in bad):
+        return None, f"not finite{where}"
+    factors = [_factor(of, key, s, bound) for s in bad]
+    common = factors[0] if factors and all(f is not None and abs(f - (factors[0] or 0)) < 1e-3 * abs(f) + 1e-9 for f in factors) else None
+    if key.kind in ("weight", "weight after"):
+        return common, (_of_weight if key.kind == "weight" else _of_update)(of, key, bad, bound, common) + where
+    if key.kind == "gradient":
+        return common, _of_gradient(of, key, bad, bound, common) + where
+    if key.kind in ("note", "norm"):
+        return common, (_times(common) if common is not None else "") + where
+    return common, _of_activation(of, key, bad, bound, common) + where
+
+
+def _ranks(seen: list[Seen]) -> str:
+    ranks = sorted({s.rank for s in seen})
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} only"
+
+
+def _factor(of: Comparison, key: Key, seen: Seen, bound: float) -> float | None:
+    factor = factor_of(seen.one, seen.here)
+    rest = float("inf") if factor is None else of.deviation(key.kind, seen.one * factor, seen.here)
+    if factor is not None and abs(factor - 1) < 1e-3:
+        return None
+    return factor if rest <= 10 * bound or (factor is not None and rest * abs(factor) <= 10 * bound) else None
+
+
+def _times(factor: float) -> str:
+    if abs(factor) < 1e-6:
+        return "zero: no gradient arrives (detached, masked, or no sum over ranks)"
+    for k in range(2, 65):
+        if abs(factor / k - 1) < 1e-3:
+            return f"{k} x: summed over one axis of {k} ranks too many, or a mean is missing"
+        if abs(factor * k - 1) < 1e-3:
+            return f"1/{k}: averaged twice, or not summed over {k} ranks"
+    return f"{factor:.4g} x: another divisor, coefficient or number of tokens"
+
+
+def _of_weight(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
+    for s in bad:
+        piece, whole = of.ranks[s.rank].pieces[key][0], of.one.pieces[key][0]
+        for part, deviation in of.tried(key.name, s.rank):
+            if deviation <= bound and part.cut and s.part and s.part.cut:
+                dim, _, chunk, _ = part.cut
+                return f"wrong slice: rank {s.rank} holds chunk {chunk} of dim {dim} instead of chunk {s.part.cut[2]}"
+        if s.one.dim() > 0 and (order := _order(s.one, s.here)) is not None:
+            return f"order: equal up to a permutation along dim 0 (here {order})"
+        if not parts(whole.shape, piece.whole, None):
+            return "another shape"
+    if all(float(s.here.abs().max()) == 0 for s in bad):
+        return "zero before the step: not loaded, or lost"
+    return (_times(factor) + "; " if factor is not None else "") + "other values before the step: other seed, not loaded, or stale"
+
+
+def _order(one: Tensor, here: Tensor) -> list[int] | None:
+    """Return the permutation of dim 0 that makes `here` equal to `one`, in its first entries."""
+    if one.shape != here.shape or not 2 <= len(one) <= 1024:
+        return None
+    order = nearest(one.reshape(len(one), -1), here.reshape(len(one), -1))
+    if order is None or order.tolist() == list(range(len(one))) or not torch.allclose(here[order], one, rtol=1e-3, atol=0):
+        return None
+    return order.tolist()[:8]
+
+
+def _of_update(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
+    gradients = [d for d, _ in of.found if d.kind == "gradient" and d.name == key.name]
+    if gradients and not gradients[0].passed:
+        return "follows from its gradient"
+    before = of.one.pieces.get(key._replace(kind="weight"))
+    if before and all(bool((s.here - s.one).any()) for s in bad):
+        steps = []
+        for s in bad:
+            here = of.ranks[s.rank].pieces[key._replace(kind="weight")][0].values.double()
+            if here.shape == s.here.shape:
+                steps.append(float((s.here - here).abs().sum() / (s.one - here).abs().sum().clamp_min(1e-30)))
+        if steps and max(steps) < 1e-3:
+            return "not updated: the optimizer does not have it"
+        if steps and max(steps) - min(steps) < 1e-3 * max(steps):
+            return f"the update is {steps[0]:.4g} x: learning rate, weight decay or clipping"
+    return "the gradient is right: optimizer, its states, weight decay or clipping"
+
+
+def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
+    missing = [s.rank for s in bad if s.part and key not in of.ranks[s.rank].pieces]
+    if missing:
+        return f"missing on rank {', '.join(map(str, missing))}: unused, frozen or not reduced"
+    local = {r: rank.pieces[k][0] for r, rank in enumerate(of.ranks) if (k := key._replace(kind="local gradient")) in rank.pieces}
+    if (total := _summed(bad)) is not None and of.deviation("gradient", bad[0].one, total) <= bound:
+        return "not summed: each rank has a term of the sum"
+    same = [s for s in bad if s.rank in local and local[s.rank].values.shape == s.here.shape]
+    values = {r: p.values.double() for r, p in local.items() if p.values.shape == next(iter(local.values())).values.shape}
+    differ = len(values) > 1 and any(not torch.equal(v, next(iter(values.values()))) for v in values.values())
+    replicas = len({tuple(map(int, m[:1])) for s in bad if s.part for m in s.part.maps}) <= 1
+    if same and differ and replicas and all(of.deviation("gradient", local[s.rank].values.double(), s.here) <= bound for s in same):
+        return "not reduced: each rank has the gradient of its own samples"
+    least, most = min(of.scales), max(of.scales)
+    if differ and most - least > max(1e-3, 10 * bound) * abs(most):
+        return f"ranks weigh their tokens differently (x {least:.4g} to {most:.4g}): each divides by its own number of tokens"
+    if factor is not None:
+        forward = [d for d, _ in of.found if d.kind == "gradient" and d.factor is not None and abs(d.factor - factor) < 1e-3 * abs(factor)]
+        return _times(factor) + (f" ({len(forward) + 1} parameters so far)" if forward else "")
+    if differ and replicas and len(values) <= 8:
+        for size in range(1, len(values)):
+            for ranks in combinations(sorted(values), size):
+                total = torch.stack([values[r] for r in ranks]).sum(0)
+                if all(_proportional(of, total, s.here, bound) for s in bad if s.here.shape == total.shape):
+                    return f"reduced over ranks {', '.join(map(str, ranks))} only"
+    if (order := _order(bad[0].one, bad[0].here)) is not None:
+        return f"order: equal up to a permutation along dim 0 (here {order})"
+    return _precision(of, key, bad) or _rows(bad, bound, "gradient") or "the computation of this gradient differs (not its reduction)"
+
+
+def _summed(bad: list[Seen]) -> Tensor | None:
+    """Return the sum of what the ranks hold, if they hold different values for the same elements."""
+    alike = len(bad) > 1 and all(s.one.shape == bad[0].one.shape and torch.equal(s.one, bad[0].one) for s in bad)
+    return torch.stack([s.here for s in bad]).sum(0) if alike and any(not torch.equal(s.here, bad[0].here) for s in bad) else None
+
+
+def _proportional(of: Comparison, one: Tensor, here: Tensor, bound: float) -> bool:
+    factor = factor_of(one, here)
+    return factor is not None and of.deviation("gradient", one * factor, here) <= bound
+
+
+def _rows(bad: list[Seen], bound: float, noun: str) -> str:
+    """Say which rows along dim 0 deviate, if some do not."""
+    one, here = (torch.cat([getattr(s, side).reshape(len(s.one), -1) for s in bad if s.one.dim()]) for side in ("one", "here"))
+    rows = ((one - here).abs().amax(-1) > bound * float(one.abs().max())).nonzero().flatten()
+    if 0 < len(rows) < len(one):
+        zero = bool((here[rows].abs().amax(-1) == 0).all())
+        return f"only {len(rows)} of {len(one)} rows of the {noun}" + (" (zero here)" if zero else "")
+    return ""
+
+
+def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
+    one, here = torch.cat([s.one.flatten() for s in bad]), torch.cat([s.here.flatten() for s in bad])
+    if key.kind == "input" and not of.samples[bad[0].rank].found:
+        return "other samples: these are not in the batch of the one process"
+    zeros = (one == 0) != (here == 0)
+    ratio = (here / one)[(one != 0) & (here != 0)]
+    if key.kind == "output" and int(zeros.sum()) > len(one) // 100 and len(ratio) and float((ratio - ratio.median()).abs().max()) < 1e-2:
+        by_row = torch.cat([(s.here == 0).reshape(-1, s.here.shape[-1]).all(-1) for s in bad])
+        if not bool(by_row.any()):
+            return "dropout: other elements are zero, so its random numbers differ"
+    width = bad[0].one.shape[-1] if bad[0].one.dim() else 1
+    one_rows, here_rows = one.reshape(-1, width), here.reshape(-1, width)
+    lost = (here_rows == 0).all(-1) & (one_rows != 0).any(-1)
+    right = (one_rows - here_rows).abs().amax(-1) <= bound * float(one.abs().max())
+    if bool(lost.any()) and bool((lost | right).all()):
+        return f"{int(lost.sum())} of {len(lost)} tokens are zero: dropped (capacity) or masked"
+    if factor is not None:
+        return _times(factor)
+    total = _summed(bad)
+    if total is not None and _same(total.reshape(-1, width) - one_rows[: len(one_rows) // len(bad)], bound * float(one.abs().max())):
+        return "not summed: each rank has a term of the sum"
+    if _same(here_rows - one_rows, bound * float(one.abs().max())):
+        return _bias(of, key, bad[0])
+    own = (one_rows * here_rows).sum(-1) / (one_rows * one_rows).sum(-1).clamp_min(1e-30)
+    if width > 1 and float((here_rows - own[:, None] * one_rows).abs().max()) <= 10 * bound * float(one.abs().max()):
+        return f"each token by a factor of its own ({float(own.min()):.3g} to {float(own.max()):.3g}): gates, weights or masks of tokens"
+    if precision := _precision(of, key, bad):
+        return precision
+    if (order := _order(one_rows, here_rows)) is not None:
+        return f"order: the same rows in another order (here {order})"
+    partial = int((~right).sum())
+    of_tokens = f"only {partial} of {len(right)} tokens: " if partial < len(right) else ""
+    if key.kind == "output":
+        return of_tokens + _inside(of, key, bound)
+    if key.kind == "output gradient":
+        return of_tokens + "backward of the operations that use this output (not summed over ranks, masked, or detached)"
+    return of_tokens + "the operations before this module"
+
+
+def _inside(of: Comparison, key: Key, bound: float) -> str:
+    """Describe the fault of a module with right inputs and weights."""
+    if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
+        return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
+    weights, given = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
+    rows = [(r.pieces[given][0].values, r.pieces[key][0].values) for r in of.ranks if given in r.pieces and key in r.pieces]
+    if weights and len(weights[0].shape) == 2 and rows and rows[0][0].dim() > 1:
+        x, y = (torch.cat([pair[side].double().flatten(0, -2) for pair in rows]) for side in (0, 1))
+        x = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), 1)
+        if len(x) > x.shape[1] and len(x) == len(y) and x.shape[1] == weights[0].shape[1] + 1:
+            rest = y - x @ torch.linalg.lstsq(x, y).solution
+            if float(rest.abs().max()) <= 10 * bound * float(y.abs().max()):
+                return "linear in its inputs, but with another weight than the module's: stale, a copy, or not loaded"
+    return "its inputs and weights are right, its computation is not (order, scale, mask, lost term)"
+
+
+def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
+    """Say in which 16-bit dtype a sum looks to be taken: every element here is a number of that dtype."""
+    here = torch.cat([s.here.flatten() for s in bad])
+    wide = all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, []))
+    exact = (n for n, d in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if torch.equal(here.to(d).double(), here))
+    name = next(exact, "") if wide and int((here != 0).sum()) > 8 else ""
+    return f"rounded to {name}: every element is a number of that precision" if name else ""
+
+
+def _same(rows: Tensor, limit: float) -> bool:
+    """Return whether all rows are equal."""
+    return len(rows) > 1 and float((rows - rows[:1]).abs().max()) <= 10 * limit
+
+
+def _bias(of: Comparison, key: Key, seen: Seen) -> str:
+    """Explain rows that all differ by one vector."""
+    bias = of.one.pieces.get(Key("weight", f"{key.name}.bias"))
+    if bias and seen.part:
+        own = bias[0].values.double()[seen.part.maps[-1]]
+        times = factor_of(own, (seen.here - seen.one).reshape(-1, seen.one.shape[-1])[0]) if len(own) == seen.one.shape[-1] else None
+        if times is not None:
+            return f"a bias counts {1 + round(times, 3):g} times"
+    return "the same vector in each token: a bias is lost or added more than once"

@@ -1,0 +1,85 @@
+"""`moe verify --compare ONE MANY`: names the first value that differs between two recorded steps, in forward and in backward order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from moe.launch import exit_codes
+from moe.records.results import write_json
+from moe.verify.yours.causes import explain
+from moe.verify.yours.judge import FORWARD, Comparison
+from moe.verify.yours.values import Recorded, Recording
+from parallel.errors import BadInput, counted
+
+Say = Callable[[str], None]
+_NAMES = {"weight": "weight before", "note": "noted value"}
+_CLASS = {"weight": "parameter", "weight after": "parameter", "gradient": "gradient", "output gradient": "gradient"}
+_SHOWN = 5  # reasons and names that are printed; --json has all
+
+
+def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
+    """Compare two folders of `record`. Prints a table; returns 0 if all compared values are equal within their bounds, else 1."""
+    first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
+    if not first.rounded:
+        got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"
+        raise BadInput("ONE", got=got, needed=needed, fix="record it in one process, without torchrun")
+    comparison = Comparison.of(first, second)
+    comparison.run(explain)
+    deviations = [deviation for deviation, _ in comparison.found]
+    wrong = [deviation for deviation in deviations if not deviation.passed]
+    say(_line("", "module or parameter", "value", "deviation", "bound", "factor", "likely cause"))
+    for title, forward in (("first forward", True), ("first backward", False)):
+        worst = next((d for d in wrong if (d.kind in FORWARD) == forward), None)
+        if worst is None:
+            say(f"{title:<15} none")
+            continue
+        kind = comparison.one.modules.get(worst.name)
+        name = (worst.name or "the model") + (f" ({kind})" if kind and worst.kind in ("input", "output", "output gradient") else "")
+        follows = "may follow from forward: " if not forward and any(d.kind in FORWARD for d in wrong) else ""
+        factor = "" if worst.factor is None else f"{worst.factor:.4g}"
+        say(
+            _line(
+                title,
+                name,
+                _NAMES.get(worst.kind, worst.kind),
+                f"{worst.deviation:.1e}",
+                f"{worst.bound:.1e}",
+                factor,
+                follows + worst.cause,
+            )
+        )
+    say(f"{len(deviations) - len(wrong)} values equal, {len(wrong)} differ, {len(comparison.refused)} not compared")
+    for line in (*_not_compared(comparison), _cost(one, first.ranks), _cost(many, second.ranks)):
+        say(line)
+    if json is not None:
+        rows = [{**d.row(), "value": d.kind, "kind": _CLASS.get(d.kind, "activation")} for d in deviations]
+        refused = [{"name": key.name, "value": key.kind, "slot": key.slot, "reason": why} for key, why in comparison.refused.items()]
+        write_json(json, verb="verify", rows=rows, not_compared=refused)
+    return exit_codes.of(not wrong)
+
+
+def _not_compared(comparison: Comparison) -> list[str]:
+    reasons = Counter(comparison.refused.values())
+    lines = []
+    for reason, number in reasons.most_common():
+        names = [f"{key.kind} of {key.name or 'the model'}" for key, why in comparison.refused.items() if why == reason]
+        lines.append(f"not compared: {', '.join(names[:_SHOWN])}{f' and {number - _SHOWN} more' if number > _SHOWN else ''}: {reason}")
+    if loose := [d.name or "the model" for d, _ in comparison.found if d.passed and d.bound > 0.05]:
+        lines.append(f"compared loosely, because rounding alone moves them by more than 2.5 %: {', '.join(dict.fromkeys(loose[:_SHOWN]))}")
+    return lines
+
+
+def _cost(folder: str, ranks: list[Recorded]) -> str:
+    size, seconds = max(r.bytes for r in ranks), max(r.seconds for r in ranks)
+    sampled = [p for r in ranks for pieces in r.pieces.values() for p in pieces if p.sampled]
+    chance = ""
+    if sampled:
+        least = min(p.values.numel() for p in sampled)
+        chance = f"; {len(sampled)} tensors as samples of at least {least} elements, which miss a fault in 1 % of the elements"
+        chance += f" with chance {0.99**least:.0e}"
+    return f"{folder}: {counted(len(ranks), 'rank')}, {size / 1e6:.2f} MB and {seconds:.2f} s for each{chance}"
+
+
+def _line(title: str, name: str, value: str, *cells: str) -> str:
+    return f"{title:<15} {name:<44} {value:<16} {cells[0]:>9} {cells[1]:>8} {cells[2]:>8}  {cells[3]}"

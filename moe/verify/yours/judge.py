@@ -1,0 +1,391 @@
+"""Compares a recording of several ranks with that of one process, value by value, in the order in which the one process computed them.
+
+    deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
+    bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
+                earlier one, plus one rounding on each side. A weight before the step: these roundings. A weight after it: in this value
+                alone, after the differences that the bound of its gradient explains (Adam turns the sign of a tiny gradient into a step)
+
+A rank's activation gradients may be a multiple of the one's, because its loss is a mean over its own samples. That multiple is measured
+at the first gradient of backward. Reduced gradients must be equal without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe.verify.yours.align import Part, Samples, common, joined, multiple, nearest, parts, renamed, samples, shifted, stacked
+from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording
+
+_GRADIENTS = ("output gradient", "gradient", "local gradient")
+OF_PARAMETERS = ("weight", "gradient", "weight after")
+FORWARD = ("weight", "input", "output", "note")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Elements of one rank in one value, next to the one process's. part: how they were aligned; None: rows of all ranks."""
+
+    rank: int
+    one: Tensor
+    here: Tensor
+    part: Part | None
+    deviation: float
+
+
+@dataclass
+class Comparison:
+    """Comparison of two recordings. refused: what was recorded and not compared -> reason."""
+
+    one: Recorded
+    ranks: list[Recorded]
+    rounded: list[Recorded]
+    refused: dict[Key, str] = field(default_factory=dict)
+    found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
+    bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
+    layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
+    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> its rows on all ranks in the order of the one's
+
+    @staticmethod
+    def of(one: Recording, many: Recording) -> Comparison:
+        ranks = []
+        for rank in many.ranks:
+            shifts = renamed(one.ranks[0], rank)
+            ranks.append(replace(rank, pieces={k._replace(name=shifted(k.name, shifts)): v for k, v in rank.pieces.items()}))
+        return Comparison(one.ranks[0], ranks, one.rounded)
+
+    def run(self, explain: Callable[[Comparison, Key, list[Seen], float], tuple[float | None, str]]) -> None:
+        """Compare every value. explain: returns (factor, cause in words) of a deviation."""
+        noise = 0.0
+        for number, key in enumerate(self.order):
+            mine, exact = self._noise(key), not self._whole(key)[0].dtype.startswith(("float", "bfloat"))
+            if key.kind not in ("weight", "weight after") and not exact:
+                noise = max(noise, mine)
+            limit = mine if exact or key.kind == "weight after" else 0.0 if key.kind == "weight" else noise
+            bound = 2 * limit + (0.0 if exact else _roundoff([self._whole(key), *(r.pieces.get(key, []) for r in self.ranks)]))
+            seen = self.seen(key, bound)
+            if seen is None:
+                continue
+            if key.kind == "gradient":
+                self.bounds[key.name] = bound
+            if key.kind == "weight after":
+                seen = self._updates(key, seen)
+            worst = max((s.deviation for s in seen), default=0.0)
+            factor, cause = (None, "") if worst <= bound else explain(self, key, seen, bound)
+            if (lacking := self._lacking(key, seen)) and worst <= bound:
+                worst, cause = 1.0, lacking
+            self.found.append((Deviation(key.name, key.kind, number, worst, bound, factor, cause, worst <= bound), seen))
+        known = {*self.order, *(k._replace(kind="local gradient") for k in self.order if k.kind == "gradient")}
+        for key in (key for rank in self.ranks for key in rank.pieces if key not in known and key.kind != "local gradient"):
+            self.refused.setdefault(key, "the one process has no such value")
+
+    @cached_property
+    def order(self) -> list[Key]:
+        """Keys of the one process in the order of their events: forward, then backward, with a gradient at its accumulation."""
+        keys, gradients = [], [k for k in self.one.pieces if k.kind == "gradient"]
+        for key in self.one.pieces:
+            if key.kind == "local gradient" and key._replace(kind="gradient") in self.one.pieces:
+                keys.append(key._replace(kind="gradient"))
+            elif key.kind not in ("gradient", "local gradient"):
+                keys.append(key)
+        keys += [k for k in gradients if k not in set(keys)]
+        phase = {**dict.fromkeys(FORWARD, 0), "output gradient": 1, "gradient": 1, "norm": 2, "weight after": 3}
+        return sorted(keys, key=lambda k: phase[k.kind])
+
+    def _whole(self, key: Key) -> list[Piece]:
+        return self.one.pieces[key]
+
+    def _noise(self, key: Key) -> float:
+        most = 0.0
+        for other in self.rounded:
+            for a, b in zip(self._whole(key), other.pieces.get(key, []), strict=False):
+                if a.values.shape == b.values.shape:
+                    here = b.values.double()
+                    if key.kind == "weight after" and all(k in of.pieces for k in _of_update(key) for of in (self.one, other)):
+                        sides = ([of.pieces[k][0].values.double() for k in _of_update(key)] for of in (self.one, other))
+                        here = self._settled(key.name, *sides)
+                    most = max(most, self.deviation(key.kind, a.values.double(), here))
+        return most
+
+    def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
+        """Return weights after the step without the differences that their gradients' bounds explain."""
+        others = [{s.rank: s for s in self.seen(k, 0.0) or []} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
+        settled = []
+        for s in seen:
+            if all(s.rank in other for other in others):
+                mine = [other[s.rank] for other in others]
+                here = self._settled(key.name, [s.one, *(m.one for m in mine)], [s.here, *(m.here for m in mine)])
+                s = replace(s, here=here, deviation=self.deviation(key.kind, s.one, here))
+            settled.append(s)
+        return settled
+
+    def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
+        """Return a weight after the step without the difference that the bound of its gradient explains: an update changes at most in
+        proportion to its gradient, and a gradient within its bound of 0 may have either sign.
+
+        one, here: weight after the step, weight before it, and the one's gradient."""
+        if len({t.shape for t in (*one, *here)}) > 1 or not one[0].numel():
+            return here[0]
+        limit = self.bounds.get(name, 0.0) * max(float(one[2].abs().max()), self._least["gradient"])
+        update = torch.maximum((one[0] - one[1]).abs(), (here[0] - here[1]).abs())
+        explained = update * limit / one[2].abs().clamp_min(1e-300)
+        rest = here[0] - one[0]
+        return one[0] + torch.where(one[2].abs() <= limit, 0.0, rest.sign() * (rest.abs() - explained).clamp_min(0))
+
+    def deviation(self, kind: str, one: Tensor, here: Tensor) -> float:
+        """Return the largest difference relative to the largest element. inf if an element is not finite on one side only."""
+        if one.shape != here.shape:
+            return float("inf")
+        difference = (one - here).abs().nan_to_num(torch.inf)
+        difference[(one == here) | (one.isnan() & here.isnan())] = 0
+        most = float(difference.max()) if one.numel() else 0.0
+        scale = max(float(one.abs().nan_to_num(0, 0, 0).max()) if one.numel() else 0.0, self._least.get(kind, 0.0))
+        return most / scale if most and scale else (float("inf") if most else 0.0)
+
+    @cached_property
+    def _least(self) -> dict[str, float]:
+        largest = dict.fromkeys(_GRADIENTS, 0.0)
+        for key, pieces in self.one.pieces.items():
+            if key.kind in largest:
+                largest[key.kind] = max(largest[key.kind], *(float(p.values.abs().max()) for p in pieces if p.values.numel()), 0.0)
+        return {kind: value / 1000 for kind, value in largest.items()}
+
+    @cached_property
+    def _first(self) -> Key | None:
+        """The first input of whole numbers that all ranks have, or the first input."""
+        shared = [k for k in self.order if k.kind == "input" and all(k in r.pieces for r in self.ranks) and self._whole(k)[0].shape]
+        return next((k for k in shared if "int" in self._whole(k)[0].dtype), shared[0] if shared else None)
+
+    @cached_property
+    def samples(self) -> list[Samples]:
+        """What each rank reads."""
+        first = self._first
+        whole = None if first is None else joined(self._whole(first))
+        own = [None if first is None else joined(r.pieces[first]) for r in self.ranks]
+        if whole is None or any(o is None for o in own):
+            return [Samples(torch.arange(1), torch.arange(1), 1, 1, found=False) for _ in self.ranks]
+        return [samples(whole, o, rank) for rank, o in enumerate(own) if o is not None]
+
+    @cached_property
+    def scales(self) -> list[float]:
+        """Multiple of the one's activation gradients on each rank."""
+        for key in self.order:
+            if key.kind == "output gradient" and all(key in r.pieces for r in self.ranks):
+                seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self._pieces(key)) if piece is not None]
+                if len(seen) == len(self.ranks) and all(s is not None and s.part and s.part.by_samples for s in seen):
+                    return [multiple(s.one, s.here) for s in seen if s is not None]
+        return [1.0] * len(self.ranks)
+
+    def _pieces(self, key: Key) -> list[Piece | None]:
+        """Each rank's calls as one tensor. Terms of a DTensor's sum are added up."""
+        own = [joined(self._calls(key, r.pieces[key])) if key in r.pieces else None for r in self.ranks]
+        summed = []
+        for piece in own:
+            terms = [own[r] for r in piece.summed_over] if piece is not None else []
+            values = [t.values for t in terms if t is not None]
+            summed.append(replace(piece, values=torch.stack(values).sum(0)) if piece is not None and values else piece)
+        return summed
+
+    def _calls(self, key: Key, calls: list[Piece]) -> list[Piece]:
+        """A module without samples computes the same in each micro-batch, and gets a term of its gradient from each."""
+        alike = all(p.whole == self._whole(key)[0].whole and p.values.shape == calls[0].values.shape for p in calls)
+        if key not in self.one.pieces or len(calls) <= len(self._whole(key)) or not alike:
+            return calls
+        if key.kind == "output gradient":
+            return [replace(calls[0], values=torch.stack([p.values for p in calls]).sum(0))]
+        return calls[:1] if all(torch.equal(p.values, calls[0].values) for p in calls) else calls
+
+    def seen(self, key: Key, bound: float) -> list[Seen] | None:
+        """Return each rank's elements next to the one's, aligned; None if they cannot be aligned (then `refused` has the reason)."""
+        whole, own = joined(self._whole(key)), self._pieces(key)
+        if key.kind in ("note", "norm") or (whole is not None and not whole.shape):
+            return self._scalars(key, whole, own, bound)
+        if key.kind in OF_PARAMETERS:
+            return self._parameter(key, own)
+        if whole is None or not any(piece is not None for piece in own):
+            gone = all(key not in r.pieces for r in self.ranks)
+            return self._refuse(key, "no rank has such a value" if gone else "its calls have shapes that do not join along dim 0")
+        each = [self._best(key, rank, piece, bound) for rank, piece in enumerate(own) if piece is not None]
+        seen = [s for s in each if s is not None]
+        if len(seen) == len(each) and all(s.deviation <= bound for s in seen):
+            return seen
+        summed = self._sums(key, own, bound)
+        if summed is not None:
+            return summed
+        if (rows := self._by_rows(key, whole, own, bound)) is not None and (not seen or rows[0].deviation < max(s.deviation for s in seen)):
+            return rows
+        copies = len(seen) == len(self.ranks) and all(piece is not None and piece.whole == whole.shape for piece in own)
+        if len(seen) < len(each) or not (copies or all(s.part and s.part.by_samples for s in seen)):
+            return rows or self._refuse(key, f"shapes {[p.shape for p in own if p is not None]} are not known parts of {whole.shape}")
+        return seen
+
+    def _lacking(self, key: Key, seen: list[Seen]) -> str:
+        """Say which part of the one's value no rank has, for parameters and for the batch."""
+        unread = set(range(self.samples[0].batch)) - {row for of in self.samples for row in of.rows.tolist()}
+        if unread and key == self._first:
+            return f"samples {sorted(unread)[:8]} of the batch are read by no rank"
+        held = [s.part.maps for s in seen if s.part] if key.kind == "weight" else []
+        for dim, size in enumerate(self._whole(key)[0].shape if held else ()):
+            have = torch.cat([maps[dim] for maps in held]).unique()
+            if len(have) < size:
+                return f"wrong slice: no rank holds {size - len(have)} of {size} rows along dim {dim}"
+        return ""
+
+    def _refuse(self, key: Key, reason: str) -> list[Seen] | None:
+        self.refused[key] = reason
+        return None
+
+    def _best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
+        """Return the alignment that deviates least. If none is within the bound, the rank's samples decide."""
+        whole, found = joined(self._whole(key)), []
+        for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
+            if whole is not None and (both := common(whole, piece, part.maps)) is not None:
+                here = both[1] / self.scales[rank] if scale and key.kind == "output gradient" else both[1]
+                found.append(Seen(rank, both[0], here, part, self.deviation(key.kind, both[0], here)))
+        return min(found, key=lambda s: (s.deviation > bound, not (s.part and s.part.by_samples), s.deviation), default=None)
+
+    def _scalars(self, key: Key, whole: Piece | None, own: list[Piece | None], bound: float) -> list[Seen] | None:
+        """Compare numbers: each rank's equals the one's, or their mean or sum does."""
+        values = {rank: piece.values.double().mean() for rank, piece in enumerate(own) if piece is not None and piece.values.numel()}
+        if whole is None or not values:
+            return self._refuse(key, "no rank has such a value")
+        one, several = whole.values.double().mean(), torch.stack(list(values.values()))
+        for joint in (several.mean(), several.sum()) if key.kind != "norm" else ():
+            if self.deviation(key.kind, one, joint) <= bound:
+                return [Seen(0, one, joint, None, self.deviation(key.kind, one, joint))]
+        return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
+
+    def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
+        """Ranks may hold terms of a sum: those that read the same samples, or all, as the gradient of what has no samples."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, of in enumerate(self.samples):
+            groups.setdefault((*of.rows.tolist(), -1, *of.cols.tolist()), []).append(rank)
+        for together in (list(groups.values()), [list(range(len(own)))]):
+            seen = [self._sum(key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
+            apart = len(groups) > 1 and len(together) == 1  # then the sum is over samples, and has none of its own
+            if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
+                return [s for s in seen if s is not None]
+        return None
+
+    def _sum(self, key: Key, held: list[tuple[int, Piece]], bound: float) -> Seen | None:
+        if len(held) < 2 or any(p.values.shape != held[0][1].values.shape or p.dtype == "bool" for _, p in held):
+            return None
+        total = torch.stack([p.values.double() for _, p in held]).sum(0)
+        return self._best(key, held[0][0], replace(held[0][1], values=total), bound)
+
+    def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
+        """Rows of all ranks in any order, such as an expert's inputs."""
+        one, here = stacked([whole], [1.0]), stacked(own, self.scales if key.kind == "output gradient" else [])
+        order = None if one is None or here is None else self._order_of_rows(key.name, bound)
+        if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
+            return None
+        return [Seen(0, one, here[order], None, self.deviation(key.kind, one, here[order]))]
+
+    def _order_of_rows(self, module: str, bound: float) -> Tensor | None:
+        """Pair the module's rows by its inputs. Outputs decide between equal rows: with two choices, one token is there twice."""
+        if module not in self.rows:
+            sides: list[tuple[Tensor, Tensor]] = []
+            for key in (k for k in self.order if k.name == module and k.kind in ("input", "output")):
+                whole = joined(self._whole(key))
+                one, here = (None, None) if whole is None else (stacked([whole], [1.0]), stacked(self._pieces(key), []))
+                if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
+                    size = (1e3 if key.kind == "output" else 1.0) * (float(one.abs().max()) or 1.0)
+                    sides.append((one / size, here / size))
+            order = nearest(*(torch.cat(side, 1) for side in zip(*sides, strict=True))) if sides else None
+            right = order is not None and self.deviation("input", sides[0][0], sides[0][1][order]) <= bound
+            self.rows[module] = order if right else None
+        return self.rows[module]
+
+    def _parameter(self, key: Key, own: list[Piece | None]) -> list[Seen] | None:
+        weight = key._replace(kind="weight")
+        holders = [rank for rank, r in enumerate(self.ranks) if weight in r.pieces and r.pieces[weight][0].values.numel()]
+        if key.kind == "gradient" and not any(k.kind == "gradient" for r in self.ranks for k in r.pieces):
+            return self._before_reduction(key)
+        if not holders or weight not in self.one.pieces:
+            return self._refuse(key, "no rank has this parameter, or all have an empty one")
+        seen = []
+        for rank in holders:
+            part, piece, own_shape = self.layout(key.name, rank), own[rank], self.ranks[rank].pieces[weight][0].whole
+            if part is None:
+                return self._refuse(key, f"shape {own_shape} is no known part of {self._whole(key)[0].shape}")
+            if piece is None or piece.whole != own_shape:
+                one = self._whole(key)[0].values.double()
+                seen.append(Seen(rank, one, torch.zeros_like(one), part, self.deviation(key.kind, one, torch.zeros_like(one))))
+            elif (both := common(self._whole(key)[0], piece, part.maps)) is not None:
+                seen.append(Seen(rank, *both, part, self.deviation(key.kind, *both)))
+        if not seen:
+            return self._refuse(key, "a sample and a part have no element in common")
+        return [*seen, *self._norm(key, {rank: piece for rank in holders if (piece := own[rank]) is not None})]
+
+    def _norm(self, key: Key, own: dict[int, Piece]) -> list[Seen]:
+        """Compare the norm of all elements, if the one process has a sample of them only."""
+        whole, squares = self._whole(key)[0], {}
+        for rank, piece in own.items() if whole.norm is not None else ():
+            part = self.layout(key.name, rank)
+            if part is not None and piece.whole == tuple(len(m) for m in part.maps) and piece.values.numel():
+                ends = ((m[start], m[start + size - 1]) for m, start, size in zip(part.maps, piece.offset, piece.shape, strict=True))
+                squares[tuple(int(end) for pair in ends for end in pair)] = (piece.norm or float(piece.values.double().norm())) ** 2
+        if not squares:
+            return []
+        one, here = torch.tensor([whole.norm, sum(squares.values()) ** 0.5], dtype=torch.float64)
+        return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
+
+    def _before_reduction(self, key: Key) -> list[Seen] | None:
+        """Compare the sum of all ranks' own gradients, if the engine (ZeRO) hides the reduced one."""
+        whole, local = self._whole(key)[0], [r.pieces.get(key._replace(kind="local gradient")) for r in self.ranks]
+        reads = [(*of.rows.tolist(), -1, *of.cols.tolist()) for of in self.samples]
+        terms = [p[0].values.double() / self.scales[r] / reads.count(reads[r]) for r, p in enumerate(local) if p]
+        if len(terms) < len(self.ranks) or any(t.shape != whole.values.shape for t in terms):
+            return self._refuse(key, "no rank has such a value")
+        self._refuse(key, "only their sum before the reduction is compared: no rank shows the optimizer's gradient")
+        one, here = whole.values.double(), torch.stack(terms).sum(0)
+        return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
+
+    def layout(self, name: str, rank: int) -> Part | None:
+        """Return which part of a parameter the rank holds. A chunk is the one that it holds of most parameters."""
+        tried = self.tried(name, rank)
+        if not tried:
+            return None
+        best = min(tried, key=lambda pair: pair[1])[0]
+        if best.cut is None:
+            return best
+        votes = self._chunks[rank].get(best.cut[1], Counter())
+        usual = next(iter(votes.most_common(1)), (best.cut[2], 0))
+        if 2 * usual[1] <= votes.total():
+            return best
+        of_usual = [pair for pair in tried if pair[0].cut and pair[0].cut[2] == usual[0]]
+        return min(of_usual, key=lambda pair: pair[1])[0] if of_usual else best
+
+    def tried(self, name: str, rank: int) -> list[tuple[Part, float]]:
+        """Return the ways to see the rank's parameter as a part, each with its deviation."""
+        if (name, rank) not in self.layouts:
+            piece, whole = (of.pieces[Key("weight", name)][0] for of in (self.ranks[rank], self.one))
+            both = [(part, common(whole, piece, part.maps)) for part in parts(whole.shape, piece.whole, None)]
+            self.layouts[name, rank] = [(part, self.deviation("weight", *b)) for part, b in both if b is not None]
+        return self.layouts[name, rank]
+
+    @cached_property
+    def _chunks(self) -> list[dict[int, Counter[int]]]:
+        """For each rank: number of chunks -> how many parameters are cut into it, by the chunk that the rank holds."""
+        votes: list[dict[int, Counter[int]]] = [{} for _ in self.ranks]
+        for rank, record in enumerate(self.ranks):
+            for key in (k for k in record.pieces if k.kind == "weight" and k in self.one.pieces):
+                tried = self.tried(key.name, rank) if record.pieces[key][0].values.numel() else []
+                exact = [part for part, deviation in tried if deviation == min(d for _, d in tried) and part.cut]
+                if len({part.cut[2] for part in exact if part.cut}) == 1 and exact[0].cut:
+                    votes[rank].setdefault(exact[0].cut[1], Counter())[exact[0].cut[2]] += 1
+        return votes
+
+
+def _roundoff(of: list[list[Piece]]) -> float:
+    dtypes = {p.dtype for pieces in of for p in pieces}
+    return max((torch.finfo(getattr(torch, d)).eps for d in dtypes if d.startswith(("float", "bfloat"))), default=0.0)
+
+
+def _of_update(key: Key) -> tuple[Key, Key, Key]:
+    return key, key._replace(kind="weight"), key._replace(kind="gradient")

@@ -1,0 +1,218 @@
+"""`record`: records one step of any PyTorch program.
+
+    from moe.verify import record
+
+    for step in record("one", model, optimizer):       # forward, backward and optimizer.step; `on=False`: an ordinary step
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+
+In one process the body runs four times from the same weights, optimizer states and random numbers: three times with sums in other orders
+(reordered.py), which measures rounding, then as it is. In several processes it runs once. Hooks exist during the loop only.
+
+Recorded, in the order of events: weights and buffers before the step; inputs and outputs of every call of every module; gradients of
+outputs; each parameter's gradient as backward left it on this rank ("local gradient") and as the optimizer or
+torch.nn.utils.clip_grad_norm_ found it ("gradient"); that function's norm; weights after the step.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from moe.verify.yours.reordered import Reordered
+from moe.verify.yours.values import MOST, Key, Piece, Recorded
+
+_WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+_ORDERS = (2, 3, 4)  # numbers of parts in which the runs that measure rounding compute sums
+
+
+def record(folder: str | Path, model: nn.Module, *optimizers: Optimizer, on: bool = True, most: int = MOST) -> Iterator[Step]:
+    """Record the step in the body of `for step in record(...)` into files of this rank in `folder`, which replace earlier ones.
+
+    model: as the step calls it, wrapped or not. on: False runs the body once and does nothing else. most: larger tensors are sampled.
+    """
+    torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if torch_ranks else (0, 1)
+    home = Path(folder)
+    if not on:
+        yield Step(model, optimizers, Recorded(rank, world), most)
+        return
+    if rank == 0:
+        for old in [*home.glob("rank-*.*"), *home.glob("rounded-*.*")]:
+            if old.stem.startswith("rounded") or int(old.stem.removeprefix("rank-")) >= world:
+                old.unlink()
+    before = _State(model, optimizers) if world == 1 else None
+    for parts in _ORDERS if before else ():
+        step = Step(model, optimizers, Recorded(rank, world), most)
+        with step.hooks(), Reordered(parts):
+            yield step
+        step.record.write(home, f"rounded-{parts}")
+        if before:
+            before.restore()
+    step = Step(model, optimizers, Recorded(rank, world), most)
+    with step.hooks():
+        yield step
+    step.record.write(home, f"rank-{rank}")
+
+
+class Step:
+    """Records one run of the loop's body."""
+
+    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...], record: Recorded, most: int) -> None:
+        self.model, self.optimizers, self.record, self.most = model, optimizers, record, most
+        self._read = False
+        self._open = ExitStack()
+        self._hooked: set[int] = set()
+        self._by_call: dict[Key, dict[int, Piece]] = {}  # backward reaches calls in any order
+
+    def note(self, name: str, value: Tensor | float) -> None:
+        """Record a value of your own under this name, such as the loss."""
+        self._keep(Key("note", name), torch.as_tensor(value).detach())
+
+    def gradients(self) -> None:
+        """Record the gradients now. Call it before clipping by code of your own; otherwise clip_grad_norm_ or the optimizer's step does."""
+        if not self._read:
+            self._read = True
+            for name, parameter in self._parameters():
+                if parameter.grad is not None:
+                    self._keep(Key("gradient", name), parameter.grad)
+
+    def hooks(self) -> ExitStack:
+        """Return a context in which this step is recorded."""
+        for name, tensor in [*self._parameters(), *((_name(n), b) for n, b in self.model.named_buffers())]:
+            self._keep(Key("weight", name), tensor)
+        for name, parameter in self._parameters():
+            self._hook(name, parameter)
+        for name, module in self.model.named_modules():
+            if not any(_WRAPPED.fullmatch(child) for child, _ in module.named_children()):  # a wrapper: the module inside has its name
+                self.record.modules[_name(name)] = type(module).__name__
+                self._until_the_end(module.register_forward_pre_hook(partial(self._entered, _name(name)), with_kwargs=True))
+                self._until_the_end(module.register_forward_hook(partial(self._left, _name(name))))
+        for optimizer in self.optimizers:
+            self._until_the_end(optimizer.register_step_pre_hook(lambda *_: self.gradients()))
+        norm = clip_grad._get_total_norm
+        self._open.enter_context(mock.patch.object(clip_grad, "_get_total_norm", partial(self._clipped, norm)))
+        self._open.push(self._ended)
+        return self._open
+
+    def _ended(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.gradients()
+            for key, pieces in self._by_call.items():
+                self.record.pieces[key] = [pieces[call] for call in sorted(pieces)]
+            for name, parameter in [*self._parameters(), *((_name(n), b) for n, b in self.model.named_buffers())]:
+                self._keep(Key("weight after", name), parameter)
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(_name(name), parameter) for name, parameter in self.model.named_parameters()]
+
+    def _until_the_end(self, handle: Any) -> None:
+        self._open.callback(handle.remove)
+
+    def _hook(self, name: str, parameter: Tensor) -> None:
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._hooked:
+            self._hooked.add(id(parameter))
+            self._until_the_end(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:  # of several micro-batches, the last has the sum
+            self.record.pieces.pop(Key("local gradient", name), None)
+            self._keep(Key("local gradient", name), parameter.grad)
+
+    def _clipped(self, norm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self.gradients()
+        value = norm(*args, **kwargs)
+        self._keep(Key("norm", "total"), value.full_tensor() if hasattr(value, "full_tensor") else value)
+        return value
+
+    def _entered(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for own, parameter in module.named_parameters(name, recurse=False):
+            self._hook(_name(own), parameter)  # FSDP2 accumulates in gathered parameters, which exist from here on
+        if not _in_backward():
+            for slot, tensor in _tensors((args, kwargs)):
+                self._keep(Key("input", name, slot), tensor)
+
+    def _left(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not _in_backward():  # activation checkpointing computes a second time
+            for slot, tensor in _tensors(output):
+                self._keep(Key("output", name, slot), tensor)
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    number = len(self.record.pieces[Key("output", name, slot)])
+                    self._until_the_end(tensor.register_hook(partial(self._gradient, Key("output gradient", name, slot), number)))
+
+    def _gradient(self, key: Key, call: int, gradient: Tensor) -> None:
+        self.record.pieces.setdefault(key, [])  # its place in the order of events
+        self._by_call.setdefault(key, {})[call] = self._piece(key, gradient)
+
+    def _keep(self, key: Key, tensor: Tensor) -> None:
+        self.record.pieces.setdefault(key, []).append(self._piece(key, tensor))
+
+    def _piece(self, key: Key, tensor: Tensor) -> Piece:
+        began = time.perf_counter()
+        piece = Piece.of(tensor, key.name, self.most)
+        self.record.seconds += time.perf_counter() - began
+        return piece
+
+
+class _State:
+    """A copy of everything that a step changes: parameters, buffers, gradients, optimizer states, random numbers."""
+
+    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        self.tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+        self.gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+        self.optimizers = [(o, copy.deepcopy(o.state_dict())) for o in optimizers]
+        self.random = torch.get_rng_state(), torch.cuda.get_rng_state_all(), random.getstate()
+        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, value in self.tensors:
+                tensor.copy_(value)
+        for parameter, gradient in self.gradients:
+            parameter.grad = None if gradient is None else gradient.clone()
+        for optimizer, state in self.optimizers:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        torch.set_rng_state(self.random[0])
+        torch.cuda.set_rng_state_all(self.random[1])
+        random.setstate(self.random[2])
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def _name(name: str) -> str:
+    return _WRAPPED.sub("", name).removeprefix(".")
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield (place, tensor) of the tensors in nested tuples, lists, dicts and objects with fields."""
+    if isinstance(value, Tensor):
+        yield slot, value
+        return
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, tuple | list):
+        inside = enumerate(value)
+    elif hasattr(value, "__dataclass_fields__"):
+        inside = vars(value).items()
+    for place, item in inside:
+        yield from _tensors(item, f"{slot}.{place}" if slot else str(place))
