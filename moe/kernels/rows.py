@@ -2,7 +2,7 @@
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
-combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate
+combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate, if it has gates
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Plan:
 
         experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
 
-    On a GPU, whose host need not know the number of rows, `choice_R` may go on with zeros, up to T K.
+    On a GPU, whose host need not know the number of rows, `choice_R` may go on with zeros, up to T K. Rows may also be slots, some of them
+    empty (moe/experts/dispatch/padded.py). A row that `row_TK` does not have copies any token, and no result depends on it.
     """
 
     choice_R: Tensor
@@ -89,10 +90,9 @@ def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: Pl
     """Return (gradient of the rows [R, D], gradient of the gates [T, K]), given the gradient of the tokens' sums [T, D]."""
     wide = sum_dtype(rows_RD.dtype)
     grad_RD = grad_TD.index_select(0, plan.token_R).to(wide)
-    grad_gate = torch.zeros_like(gate_TK).view(-1)
-    grad_gate[plan.choice_R] = torch.linalg.vecdot(grad_RD, rows_RD.to(wide)).to(grad_gate.dtype)
+    grad_gate = _gather_or_zero(torch.linalg.vecdot(grad_RD, rows_RD.to(wide)).unsqueeze(1), plan.row_TK.view(-1)).view_as(gate_TK)
     grad_rows = grad_RD.mul_(gate_TK.view(-1)[plan.choice_R].unsqueeze(1)).to(rows_RD.dtype)
-    return grad_rows, grad_gate.view_as(gate_TK)
+    return grad_rows, grad_gate.to(gate_TK.dtype)
 
 
 class Moves(NamedTuple):
@@ -133,15 +133,18 @@ class _Reorder(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor, plan: Plan, moves: Moves) -> Tensor:
-        ctx.save_for_backward(rows_RD, gate_TK)
+    def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan, moves: Moves) -> Tensor:
+        ctx.save_for_backward(*(() if gate_TK is None else (rows_RD, gate_TK)))
         ctx.plan, ctx.moves = plan, moves
         return moves.total(rows_RD, plan.row_TK, gate_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.moves.combine_backward(grad_TD, *ctx.saved_tensors, ctx.plan), None, None
+        saved = ctx.saved_tensors  # activation checkpointing allows one reading
+        if not saved:
+            return ctx.moves.gather(grad_TD, ctx.plan.choice_R, ctx.plan.row_TK.shape[1]), None, None, None
+        return *ctx.moves.combine_backward(grad_TD, *saved, ctx.plan), None, None
 
 
 @in_region("dispatch")
@@ -157,6 +160,6 @@ def reorder(rows_RD: Tensor, index_R: Tensor, moves: Moves = TORCH) -> Tensor:
 
 
 @in_region("combine")
-def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan, moves: Moves = TORCH) -> Tensor:
+def combine(rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan, moves: Moves = TORCH) -> Tensor:
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan, moves)
     return out

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from moe.checks.together import check_run
+from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch.dispatcher import Sizes
+from moe.experts.layer import MoELayer
+from moe.nn.context import Context
+from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.rehearse.rehearse import Walked, walk
 from parallel.mesh.host import on_device, read_later
+from parallel.mesh.mesh import Degrees
 from parallel.numerics.clip import squares, squares_together
+from parallel.process import process
 from parallel.process.process import World
-from parallel.rehearse.pretended import RehearsalError
-from parallel.rehearse.stage import rehearsal
+from parallel.rehearse.pretended import Pretended, RehearsalError
+from parallel.rehearse.stage import _triton_kernels, rehearsal
 
 GPU = torch.device("cuda", 0)
 WAITS: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
@@ -89,7 +98,7 @@ LAYERS = [
     ({"kind": "all_to_all"}, 4, 1.25, 1),
     ({"kind": "all_to_all", "overlap_chunks": 4}, 2, None, 1),
     ({"kind": "hierarchical", "node_size": 2}, 4, None, 1),
-    ({"kind": "padded"}, 4, 1.25, 1),
+    ({"kind": "padded"}, 4, 1.25, 0),
     ({"kind": "padded"}, 4, None, 1),
 ]
 
@@ -110,3 +119,62 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(dispatch: dict[str, Any], e
     assert found["layers.0.moe", "forward"] == waits
     assert found["", "forward"] == 2
     assert found.total() == waits + 2  # none in backward, none in attention
+
+
+class Shapes:
+    """Within the context: shapes of the inputs and results of every operator and Triton kernel, and the numbers given to the kernels."""
+
+    def __init__(self, pretended: Pretended, patch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[Any, ...]] = []
+        work, operator = pretended.work, pretended.work.operator
+
+        def noted(func: Any, args: Any, kwargs: Any, tensors: Any, made: Any) -> None:
+            numbers = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
+            self.found.append((func, work.passing, str(numbers), *(t.shape for t in (*tensors, *made))))
+            operator(func, args, kwargs, tensors, made)
+
+        patch.setattr(work, "operator", noted)
+        for kernels in _triton_kernels():
+            patch.setattr(kernels, "run", self._launched(kernels.run))
+
+    def _launched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(kernel: Any, *args: Any, **named: Any) -> Any:
+            given = [*args, *named.values()]
+            self.found.append((kernel.fn.__name__, *(v.shape if isinstance(v, Tensor) else v for v in given)))
+            return run(kernel, *args, **named)
+
+        return launched
+
+
+@pytest.mark.parametrize(("ep", "etp", "kernels"), [(1, 1, "auto"), (1, 1, "grouped_mm"), (2, 1, "grouped_mm"), (2, 2, "auto")])
+def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, etp: int, kernels: str) -> None:
+    """Ten passes with other choices, of which other numbers are dropped, call the same operators with the same shapes. So a CUDA graph
+    could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
+    world, sizes = World(ep * etp - 1, ep * etp, place="cuda"), {"d_model": 32, "d_ff": 48}
+    router, passes, kept = sections.Router(preset="gshard", capacity_factor=1.25), [], set()
+    with rehearsal(world) as pretended, pytest.MonkeyPatch.context() as patch:
+        mesh = process.connect(Degrees(dp=world.size, ep=ep, etp=etp), world)
+        with torch.device("meta"):
+            layer = MoELayer(sections.Experts(num_experts=8, kernels=kernels), router, **sizes, ffn="swiglu", layer=0)
+            layer.experts.hold(range(8 // ep), hidden=slice(0, 48 // etp))
+        layer.to_empty(device=world.device)
+        layer.dispatcher = open_exchange(sections.Dispatch(kind="padded"), mesh, Sizes(32, 8, 2, layer.experts.kernels)).layer("here")
+        shapes = Shapes(pretended, patch)
+        for number in range(10):
+            shapes.found = []
+            layer.zero_grad()
+            patch.setattr("moe.router.router.balanced_logits", partial(any_logits, number))
+            pretended.work.begin()
+            x_BLD = torch.empty(4, 16, 32, dtype=torch.bfloat16, device=world.device, requires_grad=True)
+            y_BLD, report = layer(x_BLD, Context.of(torch.zeros(4, 16, device=world.device)))
+            y_BLD.sum().backward()
+            passes.append(shapes.found)
+            assert not sum((work.waits for work in pretended.work.by_module.values()), Counter())
+            kept.add(int(pretended.known(report.kept)))
+    assert len(kept) > 5 and len(passes[0]) > 100
+    for found in passes[1:]:
+        assert found == passes[0]
+
+
+def any_logits(seed: int, tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
+    return torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(seed)) + torch.arange(num_experts) / 4
