@@ -2,7 +2,7 @@
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
-combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate, if it has gates
+combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate (no gates: 1)
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class _Reorder(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan, moves: Moves) -> Tensor:
-        ctx.save_for_backward(*(() if gate_TK is None else (rows_RD, gate_TK)))
+        if gate_TK is not None:
+            ctx.save_for_backward(rows_RD, gate_TK)
         ctx.plan, ctx.moves = plan, moves
         return moves.total(rows_RD, plan.row_TK, gate_TK)
 

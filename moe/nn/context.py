@@ -39,7 +39,7 @@ class Context:
     seed: int
     step: int
     position_T: Tensor
-    auxiliary_scale: float = 1.0
+    auxiliary_scale: float | Tensor = 1.0
     valid_T: Tensor | None = None
     whole_step: Callable[[int, Tensor], Tensor] | None = None
     replay: Replay | None = None
@@ -128,7 +128,7 @@ class Context:
 
         return half(slice(0, self.source)), half(slice(self.source, length))
 
-    def of_tokens(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
+    def of_tokens(self, tokens: slice, *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only `tokens`, which are `share` of this pass's valid tokens.
         `together(layer, sums)` adds to a layer's sums over tokens those of the ranks that compute the other tokens.
         """

@@ -5,24 +5,33 @@ The counter itself is compared with operators of which torch's documentation say
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from moe.checks.together import check_run
+from moe.data import Dataset
+from moe.data.token_shard import TokenShard
 from moe.experts.dispatch.catalog import open_exchange
 from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
+from moe.nn.vocabulary import PADDING
 from moe.recipe import sections
 from moe.recipe.load import build_run
-from moe.rehearse.rehearse import Walked, walk
+from moe.recipe.sections import Run
+from moe.rehearse.rehearse import Walked, open_job, walk
+from moe.train.start.job import Job
 from parallel.mesh.host import on_device, read_later
 from parallel.mesh.mesh import Degrees
 from parallel.numerics.clip import squares, squares_together
@@ -90,35 +99,59 @@ def test_the_norm_of_all_gradients_is_at_most_ten_kernels_and_equals_one_sum_for
         assert pretended.work.now.kernels <= 10 and not pretended.work.now.waits
 
 
-# dispatch section, ep, capacity factor, waits of a layer
+# dispatch section, capacity factor, degrees, whether sequences have padding, waits of a layer
 LAYERS = [
-    ({}, 1, None, 0),
-    ({}, 1, 1.25, 0),
-    ({"kind": "all_to_all"}, 4, None, 1),
-    ({"kind": "all_to_all"}, 4, 1.25, 1),
-    ({"kind": "all_to_all", "overlap_chunks": 4}, 2, None, 1),
-    ({"kind": "hierarchical", "node_size": 2}, 4, None, 1),
-    ({"kind": "padded"}, 4, 1.25, 0),
-    ({"kind": "padded"}, 4, None, 1),
+    ({}, None, {}, False, 0),
+    ({}, 1.25, {}, False, 0),
+    ({"kind": "all_to_all"}, None, {"ep": 4}, False, 1),
+    ({"kind": "all_to_all"}, 1.25, {"ep": 4}, False, 1),
+    ({"kind": "all_to_all"}, 1.25, {"ep": 2, "etp": 2}, False, 1),
+    ({"kind": "all_to_all", "overlap_chunks": 4}, None, {"ep": 2}, False, 1),
+    ({"kind": "all_to_all", "overlap_chunks": 2}, 1.25, {"ep": 2, "etp": 2}, True, 1),
+    ({"kind": "hierarchical", "node_size": 2}, None, {"ep": 4}, False, 1),
+    ({"kind": "padded"}, 1.25, {"ep": 4}, False, 0),
+    ({"kind": "padded"}, 1.25, {"ep": 2, "etp": 2}, True, 0),
+    ({"kind": "padded"}, None, {"ep": 2, "etp": 2}, False, 1),
+    ({"kind": "all_gather"}, 1.25, {"ep": 2, "etp": 2}, False, 1),
+    ({}, 1.25, {"etp": 2}, False, 1),
+    ({"kind": "padded"}, 1.25, {"ep": 2, "tp": 2}, True, 0),
+    ({"kind": "all_to_all"}, 1.25, {"ep": 4, "tp": 2, "dp": 2}, True, 1),
 ]
 
 
-def walked(dispatch: dict[str, Any], ep: int, factor: float | None) -> Walked:
+def walked(dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], microbatches: int) -> Walked:
     model = {"num_layers": 1, "moe_every": 1, "d_model": 32, "d_ff": 48, "num_heads": 2, "vocab_size": 256, "max_length": 32}
     router = {"preset": "gshard", "capacity_factor": factor}
-    parts = {"experts": {"num_experts": 8}, "router": router, "degrees": {"ep": ep}, "dispatch": dispatch, "train": {"global_batch": 8}}
-    return walk(check_run(build_run({"model": model, "precision": {"compute": "bf16"}, **parts}), ep), World(ep - 1, ep, place="cuda"))
+    parts = {"experts": {"num_experts": 8}, "router": router, "degrees": degrees, "dispatch": dispatch, "train": {"global_batch": 8}}
+    parts |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": "bf16"}}
+    world = math.prod(degrees.values()) if "tp" not in degrees else degrees["tp"] * degrees.get("dp", 1)
+    return walk(check_run(build_run({"model": model, **parts}), world), World(world - 1, world, place="cuda"), steps=1)
 
 
-@pytest.mark.parametrize(("dispatch", "ep", "factor", "waits"), LAYERS)
-def test_a_step_waits_twice_and_a_layer_at_most_once(dispatch: dict[str, Any], ep: int, factor: float | None, waits: int) -> None:
+def half_padded(run: Run, world: World) -> Job:
+    """Return the rehearsal's job, with batches of which the second half of each sequence is padding."""
+
+    def batch(step: int, shard: TokenShard) -> Any:
+        ids_NL = np.zeros(shard.shape, np.int64)
+        ids_NL[:, shard.shape[1] // 2 :] = PADDING
+        return ids_NL
+
+    return replace(open_job(run, world), data=cast(Dataset, SimpleNamespace(train=SimpleNamespace(batch=batch))))
+
+
+@pytest.mark.parametrize(("dispatch", "factor", "degrees", "padded", "waits"), LAYERS)
+def test_a_step_waits_twice_and_a_layer_at_most_once(
+    dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], padded: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if padded:
+        monkeypatch.setattr("moe.rehearse.rehearse.open_job", half_padded)
     found: Counter[tuple[str, str]] = Counter()
-    for (module, passing), work in walked(dispatch, ep, factor).work.items():
+    for (module, passing), work in walked(dispatch, factor, degrees, 1 + padded).work.items():
         assert work.kernels > 0
         found[module, passing] += work.waits.total()
-    assert found["layers.0.moe", "forward"] == waits
+    assert found["layers.0.moe", "forward"] == waits * (1 + padded)  # each micro-batch waits
     assert found["", "forward"] == 2
-    assert found.total() == waits + 2  # none in backward, none in attention
+    assert found.total() == waits * (1 + padded) + 2  # none in backward, none in attention
 
 
 class Shapes:

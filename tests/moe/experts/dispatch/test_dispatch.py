@@ -19,7 +19,7 @@ from moe.experts.dispatch.catalog import open_exchange
 from moe.experts.dispatch.dispatcher import Exchange, Local, Sizes
 from moe.experts.dispatch.network import Dropout
 from moe.experts.dispatch.padded import Slots
-from moe.experts.dispatch.steps import Steps, uneven
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import HIDDEN_DIM, Experts
 from moe.kernels import choose, reference
 from moe.nn.context import Context
@@ -308,5 +308,4 @@ def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:
         assert type(opened(one, **settings)) is Local
         found = opened(four, **settings)
         assert type(found) is kinds[name] and len(found.axes) == 1 + (name == "hierarchical")
-        assert not isinstance(found, Steps) or found.route is uneven
     assert type(opened(Mesh.of(Degrees(dp=2, etp=2)), kind="padded")) is Steps
