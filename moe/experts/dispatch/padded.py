@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 class Padded(Dispatcher):
     name = "padded"
-    about = "links or compilers that want equal, static blocks"
+    about = "links, compilers or CUDA graphs that want static blocks"
 
     def traffic(self, load: Load) -> Traffic:
         slots = load.rows * load.busiest if load.slots is None else load.slots  # dropless: all blocks have the size of the largest
