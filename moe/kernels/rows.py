@@ -30,8 +30,8 @@ class Plan:
 
         experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
 
-    On a GPU, whose host need not know the number of rows, `choice_R` may go on with zeros, up to T K. Rows may also be slots, some of them
-    empty (moe/experts/dispatch/padded.py). A row that `row_TK` does not have copies any token, and no result depends on it.
+    On a GPU, `choice_R` may go on with zeros, up to T K, so that the host need not know the number of rows. Rows may also be slots, some
+    of them empty (moe/experts/dispatch/padded.py). A row that `row_TK` does not have copies any token, and no result depends on it.
     """
 
     choice_R: Tensor

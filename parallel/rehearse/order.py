@@ -46,7 +46,7 @@ class Calls:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context whose messages start together."""
+        """Return a context in which messages start together."""
         self._batches += 1
         self._batch = self._batches
         try:

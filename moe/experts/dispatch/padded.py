@@ -104,7 +104,7 @@ def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
 
 
 def _one_token(x_TD: Tensor, routing: Routing, dropout: Dropout | None) -> tuple[Tensor, Routing, Dropout | None]:
-    """Return the input of a rank without tokens with one token, for empty slots to copy, whose choices are dropped."""
+    """Return the input of a rank without tokens with one token, for empty slots to copy. All its choices are dropped."""
     import torch.nn.functional as F
 
     def one(values: Tensor) -> Tensor:
