@@ -16,6 +16,7 @@ from parallel.errors import BadInput
 from parallel.mesh.host import on_device
 from parallel.numerics.random import key_of, uniform
 from parallel.numerics.recompute import Replay
+from parallel.numerics.supposed import supposed_as
 
 Value = TypeVar("Value")
 _OF_TOKENS = ("position_T", "valid_T", "tokens_T")
@@ -169,8 +170,10 @@ class Context:
 
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
         """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns `first` to
-        `first` + width - 1 of each token's numbers."""
-        return uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
+        `first` + width - 1 of each token's numbers. In a rehearsal all are 0.5, so that every rank's tokens choose alike."""
+        numbers = uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
+        same: Tensor = supposed_as(numbers, lambda made: torch.full_like(made, 0.5), numbers)
+        return same
 
     def dropout_scale(self, name: str, width: int, p: float, *, first: int = 0) -> Tensor:
         """Return dropout's factors, fp32 [T, width]: 0 with probability p, else 1 / (1 - p)."""
