@@ -261,7 +261,7 @@ class Rehearse:
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
     world: int | None = _flag("number of ranks of the run; required")
-    rank: int | None = _flag("rank to rehearse; 0 by default")
+    rank: str | None = _flag("rank to rehearse; 0 by default; all: every rank, and compare the order of their messages")
     device: str | None = _flag("cpu (default), or cuda: rehearse the GPU code without a GPU")
     json: Path | None = _flag("also write the table as JSON")
 

@@ -65,7 +65,7 @@ class Copies:
         """Return whether the ranks share these sequences. If not, each rank routes all of them."""
         return torch.is_grad_enabled() or x_BLD.shape[0] % self.axis.size == 0
 
-    def cut(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, Context, float]:
+    def cut(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, Context, float | Tensor]:
         """Return this rank's sequences, the context of their tokens, and their share of the micro-batch's valid tokens.
         Raise BadInput if the axis does not divide the number of sequences.
         """
@@ -76,9 +76,8 @@ class Copies:
             raise BadInput("sequences of a micro-batch", got=batch, needed=needed, fix=fix)
         each = len(context.position_T) // self.axis.size
         tokens = slice(self.axis.index * each, (self.axis.index + 1) * each)
-        share = 1 / self.axis.size
-        if context.valid_T is not None:
-            share = int(context.valid_T[tokens].sum()) / max(1, int(context.valid_T.sum()))
+        valid_T = context.valid_T
+        share = 1 / self.axis.size if valid_T is None else valid_T[tokens].sum().double() / valid_T.sum().clamp(min=1)
 
         def together(layer: int, mine: Tensor) -> Tensor:
             name = f"layers.{layer}.sums of copies"
@@ -86,7 +85,7 @@ class Copies:
 
         return self.exchange.cut(x_BLD), context.of_tokens(tokens, share=share, together=together), share
 
-    def together(self, report: Report, *, share: float) -> Report:
+    def together(self, report: Report, *, share: float | Tensor) -> Report:
         """Combine the layer reports of all ranks. `share`: this rank's share of the valid tokens. Collective."""
         own = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
         parts = {name: value.double() * (share if value.is_floating_point() else 1) for name, value in own.items()}

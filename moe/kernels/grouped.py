@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels.activation import Activation, activate, activate_backward
-from moe.kernels.network import Counts, Matrices, Network, numbers
+from moe.kernels.network import Counts, Matrices, Network, numbers, of_counted
 from moe.kernels.rows import Plan, combine, permute
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
@@ -359,7 +359,11 @@ def _run(x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
-    rows = arrange(torch.arange(len(rows_RD), device=rows_RD.device), numbers(counts), network, rows_RD.dtype)
+    return of_counted(_grouped_ffn, rows_RD, network, numbers(counts), dropped_RF)
+
+
+def _grouped_ffn(rows_RD: Tensor, network: Network, counts: list[int], dropped_RF: Tensor | None) -> Tensor:
+    rows = arrange(torch.arange(len(rows_RD), device=rows_RD.device), counts, network, rows_RD.dtype)
     return _run(rows_RD, None, dropped_RF, rows, network, keep=network.recorded(rows_RD))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.auto import combine, kept, kernels_of, permute, plan, reorder, top_k
-from moe.kernels.network import Counts, Network, numbers
+from moe.kernels.network import Counts, Network
 from moe.kernels.rows import Plan
 from parallel.errors import BadInput
 from parallel.fixes import Set
@@ -82,7 +82,8 @@ def _compute(rows_RD: Tensor, network: Network, counts_E: Tensor, dropped_RF: Te
         out: Tensor = _Product.apply(rows, weight_EIO, ends_E)
         if bias_EO is None:
             return out
-        return out + bias_EO.to(out.dtype).repeat_interleave(counts_E, dim=0, output_size=len(rows))
+        expert_R = torch.searchsorted(ends_E, torch.arange(len(rows), device=rows.device), right=True)  # E for rows beyond all counts
+        return out + F.pad(bias_EO, (0, 0, 0, 1)).to(out.dtype)[expert_R]
 
     return network.compute(rows_RD.contiguous(), multiply, dropped_RF=dropped_RF)
 
@@ -93,8 +94,6 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-    """Permute, grouped_ffn and combine. The host waits for the number of rows, because torch's product leaves further rows undefined."""
-    plan = plan.cut(sum(numbers(plan.counts_E)))
-    dropped_RF = None if dropped_RF is None else dropped_RF[: len(plan.choice_R)]
+    """Permute, grouped_ffn and combine. Rows that the plan has too many stay undefined, and `combine` does not read them."""
     combined: Tensor = combine(_compute(permute(x_TD, plan), network, plan.counts_E, dropped_RF), gate_TK, plan)
     return combined

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.kernels.activation import Activation, activate
@@ -66,6 +67,15 @@ def numbers(counts: Counts) -> list[int]:
     return counts if isinstance(counts, list) else counts.tolist()
 
 
+def of_counted(compute: Callable[..., Tensor], rows_RD: Tensor, network: Network, counts: list[int], dropped_RF: Tensor | None) -> Tensor:
+    """Return compute(rows, network, counts, dropped_RF) for the rows that `counts` counts, which come first; further rows get zeros."""
+    further = len(rows_RD) - sum(counts)
+    if further:
+        rows_RD, dropped_RF = rows_RD[:-further], None if dropped_RF is None else dropped_RF[:-further]
+    out_RD = compute(rows_RD, network, counts, dropped_RF)
+    return F.pad(out_RD, (0, 0, 0, further)) if further else out_RD
+
+
 class ByProduct:
     """Kernels whose expert networks call `times` for each product. `kernels` computes all other operations."""
 
@@ -76,7 +86,9 @@ class ByProduct:
         return getattr(self.kernels, name)
 
     def grouped_ffn(self, rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
-        counts = numbers(counts)
+        return of_counted(self._grouped_ffn, rows_RD, network, numbers(counts), dropped_RF)
+
+    def _grouped_ffn(self, rows_RD: Tensor, network: Network, counts: list[int], dropped_RF: Tensor | None) -> Tensor:
 
         def multiply(name: str, rows: Tensor, weight_EIO: Tensor, bias_EO: Tensor | None) -> Tensor:
             out = self.times(name, rows, weight_EIO, counts)

@@ -61,7 +61,7 @@ def reorder(rows_RD: Tensor, index_R: Tensor, *, undo: bool = False) -> Tensor:
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
     """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
-    `counts`: rows of each expert. `dropped_RF`: factors of dropout for the hidden rows.
+    `counts`: rows of each expert; results of further rows are undefined. `dropped_RF`: factors of dropout for the hidden rows.
     """
     outs, start = [], 0
     for expert, count in enumerate(numbers(counts)):
@@ -77,13 +77,12 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF
 
 
 def combine(rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan) -> Tensor:
-    """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. Without gates, sum the rows.
-    A token without kept choices gets zeros.
+    """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. A token without kept choices gets zeros.
+    Without gates, sum the rows.
     """
-    wide = torch.promote_types(rows_RD.dtype, torch.float32)
-    y_TD = rows_RD.new_zeros(len(plan.row_TK), rows_RD.shape[1], dtype=wide)
-    weighted_RD = rows_RD.to(wide) * (1 if gate_TK is None else gate_TK.flatten()[plan.choice_R].unsqueeze(1))
-    return y_TD.index_add(0, plan.token_R, weighted_RD).to(rows_RD.dtype)
+    wide_RD = rows_RD.to(torch.promote_types(rows_RD.dtype, torch.float32))
+    row_TKD = torch.cat((wide_RD, wide_RD.new_zeros(1, wide_RD.shape[1])))[plan.row_TK]  # row -1 is zero
+    return (row_TKD if gate_TK is None else row_TKD * gate_TK.unsqueeze(2)).sum(1).to(rows_RD.dtype)
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:

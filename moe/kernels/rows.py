@@ -30,7 +30,8 @@ class Plan:
 
         experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
 
-    On a GPU, whose host need not know the number of rows, `choice_R` may go on with zeros, up to T K.
+    On a GPU, `choice_R` may go on with zeros, up to T K, so that the host need not know the number of rows. Rows may also be slots, some
+    of them empty (moe/experts/dispatch/padded.py). A row that `row_TK` does not have copies any token, and no result depends on it.
     """
 
     choice_R: Tensor
@@ -85,10 +86,9 @@ def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: Pl
     """Return (gradient of the rows [R, D], gradient of the gates [T, K]), given the gradient of the tokens' sums [T, D]."""
     wide = sum_dtype(rows_RD.dtype)
     grad_RD = grad_TD.index_select(0, plan.token_R).to(wide)
-    grad_gate = torch.zeros_like(gate_TK).view(-1)
-    grad_gate[plan.choice_R] = torch.linalg.vecdot(grad_RD, rows_RD.to(wide)).to(grad_gate.dtype)
+    grad_gate = _gather_or_zero(torch.linalg.vecdot(grad_RD, rows_RD.to(wide)).unsqueeze(1), plan.row_TK.view(-1)).view_as(gate_TK)
     grad_rows = grad_RD.mul_(gate_TK.view(-1)[plan.choice_R].unsqueeze(1)).to(rows_RD.dtype)
-    return grad_rows, grad_gate.view_as(gate_TK)
+    return grad_rows, grad_gate.to(gate_TK.dtype)
 
 
 class Moves(NamedTuple):
@@ -138,7 +138,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # activation checkpointing allows one reading
         if not saved:
             return ctx.moves.gather(grad_TD, ctx.plan.choice_R, ctx.plan.row_TK.shape[1]), None, None, None
         return *ctx.moves.combine_backward(grad_TD, *saved, ctx.plan), None, None

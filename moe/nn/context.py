@@ -16,6 +16,7 @@ from parallel.errors import BadInput
 from parallel.mesh.host import on_device
 from parallel.numerics.random import key_of, uniform
 from parallel.numerics.recompute import Replay
+from parallel.numerics.supposed import supposed_as
 
 Value = TypeVar("Value")
 _OF_TOKENS = ("position_T", "valid_T", "tokens_T")
@@ -39,7 +40,7 @@ class Context:
     seed: int
     step: int
     position_T: Tensor
-    auxiliary_scale: float = 1.0
+    auxiliary_scale: float | Tensor = 1.0
     valid_T: Tensor | None = None
     whole_step: Callable[[int, Tensor], Tensor] | None = None
     replay: Replay | None = None
@@ -128,7 +129,7 @@ class Context:
 
         return half(slice(0, self.source)), half(slice(self.source, length))
 
-    def of_tokens(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
+    def of_tokens(self, tokens: slice, *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only `tokens`, which are `share` of this pass's valid tokens.
         `together(layer, sums)` adds to a layer's sums over tokens those of the ranks that compute the other tokens.
         """
@@ -169,8 +170,10 @@ class Context:
 
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
         """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns `first` to
-        `first` + width - 1 of each token's numbers."""
-        return uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
+        `first` + width - 1 of each token's numbers. In a rehearsal all are 0.5, so that every rank's tokens choose alike."""
+        numbers = uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
+        same: Tensor = supposed_as(numbers, lambda made: torch.full_like(made, 0.5), numbers)
+        return same
 
     def dropout_scale(self, name: str, width: int, p: float, *, first: int = 0) -> Tensor:
         """Return dropout's factors, fp32 [T, width]: 0 with probability p, else 1 / (1 - p)."""

@@ -2,9 +2,10 @@
 
 moe rehearse dense_8b --world 1024 --rank 37 --device cuda --degrees.tp 8 --degrees.pp 4
 
-It runs the trainer's own code on tensors without values, and assumes that every other rank is like this one (parallel/rehearse/). Tokens
-are zeros, and routing is balanced. After the build (memory of the parameters), step 0 allocates optimizer states; step 1, like every later
-step, gives the collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
+It runs the trainer's own code on tensors without values, and assumes that every other rank is like this one (parallel/rehearse/). With
+`--rank all`, each rank is rehearsed in turn, and the order of their collectives and messages is compared. Tokens are zeros, and routing is
+balanced. After the build (memory of the parameters), step 0 allocates optimizer states; step 1, like every later step, gives the
+collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,11 +42,13 @@ from moe.train.start.place import check_precision, settle_precision
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.fixes import Set
+from parallel.mesh.mesh import Mesh
 from parallel.mesh.traffic import Count
 from parallel.numerics.precision import LossScale
 from parallel.process import process
 from parallel.process.process import World
 from parallel.rehearse.ledger import Ledger
+from parallel.rehearse.order import Call, difference
 from parallel.rehearse.pretended import RehearsalError
 from parallel.rehearse.stage import rehearsal
 from parallel.rehearse.work import Work
@@ -68,30 +72,46 @@ class Walked:
     saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
     work: dict[tuple[str, str], Work]  # (part of a layer, or "", "forward" or "backward") -> a GPU's work in the last step; {} on a CPU
     parameters: dict[str, tuple[int, ...]]  # name -> shape on this rank
+    calls: list[Call]  # collectives and messages in order
 
 
-def main(run: Run, *, recipe: str, world: int, rank: int = 0, device: str = "cpu", json: str | None = None) -> int:
-    """Rehearse a rank and print the result. Return the exit code: FAILED, after a line that says where, if the run itself would fail.
-    Raises BadInput as the run itself would, and for an impossible world, rank or device."""
+def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "cpu", json: str | None = None) -> int:
+    """Rehearse a rank, or "all", and print the result; of all ranks, that of the rank with the highest peak. Return the exit code: FAILED,
+    after a line that says where, if the run itself would fail. Raises BadInput as the run itself would, and for an impossible world, rank
+    or device."""
     if world < 1:
         raise BadInput("--world", got=world, needed="at least 1 rank", fix="--world 8")
-    if not 0 <= rank < world:
-        raise BadInput("--rank", got=rank, needed=f"0 to {world - 1} in a world of {world}", fix=f"--rank {world // 2}")
+    ranks = [r for r in range(world) if rank in (str(r), "all")]
+    if not ranks:
+        raise BadInput("--rank", got=rank, needed=f"0 to {world - 1} in a world of {world}, or all", fix=f"--rank {world // 2}")
     if device not in DEVICES:
         raise BadInput("--device", got=device, needed=f"one of {', '.join(DEVICES)}", fix="--device cuda")
     run, replaced = carried(check_run(run, world))
-    this = World(rank, world, place=device)
-    try:
-        walked = walk(run, this)
-    except RehearsalError as found:
-        print(f"rank {rank} of {world} on {device} fails: {found}")
-        row, code = {"device": device, "found": str(found), "passed": False}, exit_codes.FAILED
+    walked, rows, wrong = dict[World, Walked](), list[dict[str, Any]](), None
+    for this in (World(r, world, place=device) for r in ranks):
+        try:
+            walked[this] = walk(run, this)
+        except RehearsalError as found:
+            wrong = f"rank {this.rank} of {world} on {device} fails: {found}"
+            rows.append({"rank": this.rank, "device": device, "found": str(found), "passed": False})
+            break
+        rows.append({"rank": this.rank, "device": str(this.device)} | row_of(walked[this]) | {"stands_for": replaced})
+    if wrong is None and len(walked) > 1:
+        wrong = difference([found.calls for found in walked.values()], partial(_named, run))
+        rows.append({"rank": "all", "device": device, "found": wrong, "passed": wrong is None})
+    if wrong is None:
+        largest = max(walked, key=lambda this: walked[this].peak_bytes)
+        agree = [f"collectives and messages of all {world} ranks have the same order"] if len(walked) > 1 else []
+        print(*table(run, walked[largest], largest), *([replaced] if replaced else []), *agree, sep="\n")
     else:
-        print(*table(run, walked, this), *([replaced] if replaced else []), sep="\n")
-        row, code = {"device": str(this.device)} | row_of(walked) | {"stands_for": replaced}, exit_codes.DONE
+        print(wrong)
     if json is not None:
-        write_json(json, verb="rehearse", rows=[{"rank": rank, "world": world} | row], recipe=recipe)
-    return code
+        write_json(json, verb="rehearse", rows=[{"world": world} | row for row in rows], recipe=recipe)
+    return exit_codes.DONE if wrong is None else exit_codes.FAILED
+
+
+def _named(run: Run, rank: int) -> str:
+    return f"rank {rank} (stage {Mesh.of(run.mesh_degrees(), rank).axis('pp').index})"
 
 
 def row_of(walked: Walked) -> dict[str, Any]:
@@ -196,7 +216,7 @@ def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
         saved_bytes = sum(tensor.nbytes for tensors in checkpoint.in_files(state.held(engine, job.mesh)) for _, tensor in tensors)
         save_s = time.perf_counter() - started
         shapes = {name: tuple(local(p).shape) for name, p in engine.module.named_parameters()}
-        return Walked(build_s, step_s, save_s, built_bytes, peak_bytes, held, counts, saved_bytes, work, shapes)
+        return Walked(build_s, step_s, save_s, built_bytes, peak_bytes, held, counts, saved_bytes, work, shapes, pretended.calls.made)
 
 
 def open_job(run: Run, world: World) -> Job:

@@ -157,16 +157,16 @@ def _masked(x_TE: Tensor, valid_T: Mask) -> Tensor:
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
         ctx.scale, ctx.like = scale, loss
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.full_like(ctx.like, ctx.scale), None
+        return grad, (torch.ones_like(ctx.like) * ctx.scale).to(ctx.like.dtype), None
 
 
-def join(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
+def join(x: Tensor, loss: Tensor, *, scale: float | Tensor) -> Tensor:
     """Return x unchanged; backward adds the gradient of scale * loss, as if this term were part of the final loss."""
     out: Tensor = _Join.apply(x, loss, scale)
     return out

@@ -21,6 +21,13 @@ def supposed(tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
     return tensor if mode is None else mode.suppose(tensor, values)
 
 
+def labelled(tensor: Tensor, label: str) -> Tensor:
+    """Return the tensor, unchanged in training. In a rehearsal, its next message has this label, which both ranks compare."""
+    if pretended(tensor):
+        tensor.label = label  # type: ignore[attr-defined]
+    return tensor
+
+
 def supposed_as(made: Any, twin: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Return `made`, a tensor or a dataclass of tensors, unchanged in training. In a rehearsal its tensors get the values that `twin`
     computes on the CPU from the values of the arguments, if those are known. Missing rows are 0."""

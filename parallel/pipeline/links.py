@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
+from parallel.numerics.supposed import labelled
 from parallel.pipeline.schedule import Message, Schedule
 
 Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message is received
@@ -46,6 +47,10 @@ class Traffic:
             {m: node.at for node, _ in schedule.nodes() for m in schedule.sends(node)},
             tuple((pair, found[0]) for pair, found in sorted(messages.items())),
         )
+
+
+def _label(message: Message) -> str:
+    return f"{message.op.value} of micro-batch {message.microbatch} in stage {message.stage}"
 
 
 class Links:
@@ -81,7 +86,7 @@ class Links:
         if self._expected[source]:
             message = self._expected[source].popleft()
             buffer = self._empty(message)
-            work = dist.irecv(buffer, self.up.ranks[source], group=self._axis_of(message).group)
+            work = dist.irecv(labelled(buffer, _label(message)), self.up.ranks[source], group=self._axis_of(message).group)
             assert work is not None
             self._posted[source] = message, buffer, work
 
@@ -105,7 +110,7 @@ class Links:
         axis = self._axis_of(message)
         replace(axis, label=str(message)).count("send", tensor)
         self._announce(message)
-        work = dist.isend(tensor, axis.ranks[message.target], group=axis.group)
+        work = dist.isend(labelled(tensor, _label(message)), axis.ranks[message.target], group=axis.group)
         assert work is not None
         self.sent[message.target].append((self._traffic.taken_at[message], work, tensor))
 

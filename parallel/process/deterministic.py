@@ -28,7 +28,7 @@ def deterministic(asked: bool) -> Iterator[None]:
     others = cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
-    fill.fill_uninitialized_memory = False  # filling only costs time, because this project writes every element before it reads it
+    fill.fill_uninitialized_memory = False  # filling only costs time, because no result depends on memory that is not set
     try:
         yield
     finally:

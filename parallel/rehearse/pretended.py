@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.rehearse.ledger import Ledger
+from parallel.rehearse.order import Calls
 from parallel.rehearse.work import READS, Counted, where
 
 MADE_ELEMENTS = 512  # float tensors made by zeros() or empty() up to this size also have real values: counters, biases, not weights
@@ -49,12 +50,12 @@ class RehearsalError(RuntimeError):
 
 
 class Pretended(FakeTensorMode):
-    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes, `work` the kernels of a GPU.
-    device: the rank's device, from which collectives must send."""
+    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes, `work` the kernels of a GPU. `calls` lists
+    collectives and messages. device: the rank's device, from which collectives must send."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.device, self.ledger, self.work = device, Ledger(device), Counted()
+        self.device, self.ledger, self.work, self.calls = device, Ledger(device), Counted(), Calls()
         self._within = 0  # depth of operators that are called by operators; a device runs one fused kernel for all of them
         self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ code needs real integer tensors
 
@@ -204,6 +205,8 @@ class Pretended(FakeTensorMode):
         work = FakeWork().boxed()
         scripted = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
         group = next(map(dist.ProcessGroup.unbox, scripted), None)
+        if not self.of_reducer and name != "barrier":
+            self.calls.add(func, args, group)
         with _disable_current_modes():
             came = self._coming(name, args, group)
         if name not in ("send", "barrier"):

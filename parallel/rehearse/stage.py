@@ -56,6 +56,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 
     patches: list[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resized),
+        (dist, "batch_isend_irecv", _within(pretended.calls.together, dist.batch_isend_irecv)),
         (dist.Reducer, "_rebuild_buckets", _within(making, dist.Reducer._rebuild_buckets)),
         (dist, "Reducer", _within(making, dist.Reducer)),
     ]

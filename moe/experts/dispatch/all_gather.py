@@ -36,7 +36,7 @@ class AllGather(Dispatcher):
         def sums(numbers: int, calls: int = 1) -> Message:
             return Message("ep", "reduce_scatter", load.ranks * load.tokens * 4 * numbers, load.ranks, calls=calls)
 
-        longest = Message("ep", "all_reduce", 16, load.ranks)
+        longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
         decisions = gather((4 + 8) * load.choices, calls=2)  # bytes of a choice: its gate in fp32, its expert's place in int64
         back = (gather(4 * load.width), sums(load.width + load.choices, calls=2))  # sums: gradients of tokens and of gates
         return Traffic((longest, decisions), (gather(load.row_bytes), sums(load.width)), back)
@@ -47,24 +47,38 @@ class AllGather(Dispatcher):
 
 class Gathered(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        import torch
+        from moe.experts.dispatch.network import Arrived, compute
+        from parallel.mesh.collectives import all_gather, reduce_scatter
 
-        from moe.experts.dispatch.network import compute
-        from parallel.mesh.collectives import max_over, reduce_scatter
-        from parallel.mesh.host import on_device
-
-        tokens, choices = routing.expert_TK.shape  # if experts choose, K differs between ranks, so all pad to the largest K
-        longest, most = max_over(on_device(torch.tensor([tokens, choices]), x_TD.device), self.axis).tolist()
+        tokens, choices = routing.expert_TK.shape
+        longest, most, rows_N = self._agree(places_TK := self._places(routing), held := routing.probs_TE.shape[1] // self.axis.size)
         x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
-        place_AK = self.gathered(self._places(routing), longest, wider=most - choices)
-        plan = self._plan_held(place_AK, held=routing.probs_TE.shape[1] // self.axis.size)
-        plan = plan.cut(int(plan.counts_E.sum()))  # this rank computes only few of the rows
+        place_AK = self.gathered(places_TK, longest, wider=most - choices)
+        plan = self._plan_held(place_AK, held=held).cut(rows_N[self.etp.index])  # this rank computes only few of the rows
+        arrived = Arrived(all_gather(plan.counts_E.unsqueeze(0), self.etp), rows_N)
         position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
         rows_RD = self.kernels.permute(x_AD, plan)
-        out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=plan.counts_E, position_R=position_R, dropout=dropout)
+        out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)
         partial_AD = self.kernels.combine(out_RD.float(), gate_AK, plan)
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
+
+    def _agree(self, place_TK: Tensor, held: int) -> tuple[int, int, list[int]]:
+        """Return the largest T and K of all ranks (experts that choose give ranks different K), and the rows that this rank and the other
+        etp ranks will compute. The host waits once.
+        """
+        import torch
+
+        from parallel.mesh.collectives import all_gather
+        from parallel.mesh.host import on_device, read_later
+
+        ranks, here = self.axis.size, self.axis.index
+        rank_N = (place_TK - 1).div(held, rounding_mode="floor").flatten() + 1  # 0: dropped
+        rows_P = rank_N.new_zeros(ranks + 1).scatter_add_(0, rank_N, torch.ones_like(rank_N))[1:]
+        mine = torch.cat((on_device(torch.tensor(place_TK.shape), place_TK.device), rows_P))
+        told = all_gather(all_gather(mine.unsqueeze(0), self.axis), self.etp).view(self.etp.size, ranks, -1)
+        (longest, most), rows = read_later(told[..., :2].amax((0, 1)), told[..., 2 + here].sum(1))()
+        return longest, most, rows
 
     def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
         """Return values [A, ...] of all ranks, each padded to `longest` tokens and by `wider` zeros in its last dim."""

@@ -70,8 +70,7 @@ class Chunked(Exchange):
         from moe.experts.dispatch.steps import permuted
         from parallel.mesh.collectives import finish_all_to_all, start_all_to_all
 
-        route, counts = self._plan(routing)
-        rows_RD, plan, steps = permuted(self, x_TD, routing, route, together=True)
+        rows_RD, plan, steps, arrived = permuted(self, x_TD, routing, self._plan(routing), together=True)
         sizes = [step.rows for step in steps]
         rows = rows_RD.split(sizes)
         positions: list[Tensor | None] = [None] * self.chunks
@@ -83,16 +82,14 @@ class Chunked(Exchange):
             if j + 1 < self.chunks:
                 following = steps[j + 1].start(rows[j + 1])
             rows_RD = self.kernels.reorder(finish_all_to_all(current), step.order_R)
-            out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=counts[j], weights=weights, position_R=positions[j], dropout=dropout)
+            out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived[j], weights=weights, position_R=positions[j], dropout=dropout)
             out_RD = self.kernels.reorder(out_RD, step.order_R, undo=True)
             backs.append(start_all_to_all(out_RD, self.axis, send=step.receive, receive=step.send))
         y_TD: Tensor = self.kernels.combine(torch.cat([finish_all_to_all(back) for back in backs]), routing.gate_TK, plan)
         return y_TD
 
-    def _plan(self, routing: Routing) -> tuple[Route, list[Tensor]]:
-        """Return (route of rows, sorted by chunk, rank and expert, with a step for each chunk; rows received by each chunk's experts)."""
-        import torch
-
+    def _plan(self, routing: Routing) -> Route:
+        """Return the route of rows, sorted by chunk, rank and expert, with a step for each chunk."""
         from moe.experts.dispatch.placement import plan_rows
         from moe.experts.dispatch.steps import Route, planned
         from parallel.mesh.exchange import exchange_counts
@@ -103,5 +100,5 @@ class Chunked(Exchange):
         plan = plan_rows(self.kernels, routing, placement=self.placement, order=order)
         send_NPE = plan.counts_E.view(self.chunks, ranks, each)
         receive_NPE = exchange_counts(send_NPE.transpose(0, 1).reshape(ranks, held), self.axis).split(each, dim=1)
-        counts = [receive_PE.sum(0) for receive_PE in receive_NPE]
-        return Route(plan, torch.cat(counts), planned([self.axis] * self.chunks, send_NPE.unbind(), receive_NPE)), counts
+        chunks = [receive_PE.sum(0) for receive_PE in receive_NPE]
+        return Route(plan, planned([self.axis] * self.chunks, send_NPE.unbind(), receive_NPE, chunks, self.etp))

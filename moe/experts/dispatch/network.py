@@ -34,33 +34,48 @@ class Dropout:
     scale: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """Numbers of rows that arrived for each expert held here, on each etp rank: `counts_PE` int64. `rows_P`: their sums over experts, which
+    the host knows.
+    """
+
+    counts_PE: Tensor
+    rows_P: list[int]
+
+    @classmethod
+    def of(cls, counts_E: Tensor, etp: Axis) -> Arrived:
+        """Gather the numbers of rows of all etp ranks. The host waits for them if there are several."""
+        counts_PE = all_gather(counts_E.unsqueeze(0), etp)
+        return cls(counts_PE, [] if etp.size == 1 else read_later(counts_PE.sum(1))()[0])
+
+
 def compute(
     rows_RD: Tensor,
     experts: Experts,
     *,
     etp: Axis,
-    counts_E: Tensor,
+    counts_E: Tensor | Arrived,
     weights: ExpertChunk = None,
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Apply the experts to rows [R, D], sorted by expert with counts_E[e] rows for expert e. Keep order and dtype. `weights`: the chunk of
-    experts to apply; None: all experts of this rank. `position_R`: each row's token's index among the step's tokens, for
-    dropout.
+    """Apply the experts to rows [R, D], sorted by expert. Keep order and dtype. `counts_E`: rows of each expert; with etp, the host waits
+    for them unless they are `Arrived`. `weights`: the chunk of experts to apply; None: all experts of this rank. `position_R`: each row's
+    token's index among the step's tokens, for dropout.
     """
+    arrived = counts_E if isinstance(counts_E, Arrived) else Arrived.of(counts_E, etp)
     if etp.size == 1:
         dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
-        out_RD: Tensor = experts(rows_RD, counts=counts_E, dropped_RF=dropped_RF, weights=weights)
+        out_RD: Tensor = experts(rows_RD, counts=arrived.counts_PE[0], dropped_RF=dropped_RF, weights=weights)
         return out_RD
-    counts_PE = all_gather(counts_E.unsqueeze(0), etp)
-    (rows_P,) = read_later(counts_PE.sum(1))()
-    longest = max(rows_P)
+    counts_PE, longest = arrived.counts_PE, max(arrived.rows_P)
 
     def gathered(values: Tensor) -> Tensor:
         return all_gather(torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:]))), etp)
 
     # positions of all ranks' real rows in the padded blocks, sorted by expert
-    order_A = by_bin(counts_PE, total=sum(rows_P), stride=longest)
+    order_A = by_bin(counts_PE, total=sum(arrived.rows_P), stride=longest)
     rows_AD = collect(gathered(rows_RD), order_A)
     dropped_AF = None
     if dropout is not None and position_R is not None:

@@ -1,14 +1,17 @@
 """All-to-all of equal blocks: one block of slots for each rank and expert, so all messages have the same size.
 
-    rows sorted by expert --spread--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --collect--> rows by expert
-                                      |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
+    tokens --permute--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --permute--> rows of the held experts, by expert
+                        |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
 
-A block has as many slots as the router's capacity, or (dropless) as the largest count on any rank. Experts compute filled slots only.
-For links and compilers that want static shapes (GShard, arXiv 2006.16668, section 3.2).
+A block has as many slots as the router's capacity. Then no shape depends on the routing and the host reads no number from a GPU, so that
+a CUDA graph can hold the layer. Dropless, a block has as many slots as the largest count on any rank, which the host waits for. Experts
+compute filled slots only. An empty slot copies any token, and nothing reads it. Source: GShard (arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
@@ -16,15 +19,19 @@ from parallel.mesh.mesh import Mesh
 from parallel.mesh.traffic import Load, Message, Traffic
 
 if TYPE_CHECKING:
-    from moe.experts.dispatch.steps import Route
+    from torch import Tensor
+
+    from moe.experts.dispatch.network import Dropout
+    from moe.experts.experts import Experts
+    from moe.kernels.rows import Plan
     from moe.router.router import Routing
 
-# R rows, E experts, P ranks of the ep axis
+# T tokens, K choices, D model, E experts, H experts held here, P ranks of the ep axis, N ranks of the etp axis, S slots
 
 
 class Padded(Dispatcher):
     name = "padded"
-    about = "links or compilers that want equal, static blocks"
+    about = "links, compilers or CUDA graphs that want static blocks"
 
     def traffic(self, load: Load) -> Traffic:
         slots = load.rows * load.busiest if load.slots is None else load.slots  # dropless: all blocks have the size of the largest
@@ -33,32 +40,75 @@ class Padded(Dispatcher):
         return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=(blocks,))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
-        from moe.experts.dispatch.steps import Steps
-
-        return Steps.over(("ep",), mesh, sizes, route=blocks)
+        return Slots.over(("ep",), mesh, sizes)
 
 
-def blocks(exchange: Exchange, routing: Routing) -> Route:
+class Slots(Exchange):
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        from parallel.mesh.collectives import all_gather, all_to_all, reduce_scatter
+        from parallel.mesh.exchange import exchange_counts
+
+        tokens, kernels, etp = len(x_TD), self.kernels, self.etp
+        if not tokens:
+            x_TD, routing, dropout = _one_token(x_TD, routing, dropout)
+        plan, slots = self._plan(routing)
+        even = [len(plan.choice_R) // self.axis.size] * self.axis.size
+        counts_PH = exchange_counts(plan.counts_E.view(self.axis.size, -1), self.axis)
+        arrived = _arrived(all_gather(counts_PH.unsqueeze(0), etp), slots, kernels)
+
+        def there(values: Tensor) -> Tensor:
+            return all_gather(all_to_all(values, self.axis, send=even, receive=even), etp)
+
+        dropped_RF = None
+        if dropout is not None:
+            dropped_RF = dropout.scale(there(dropout.position_T[plan.token_R])[arrived.choice_R])[:, experts.hidden]
+        rows_RD = kernels.permute(there(kernels.permute(x_TD, plan)), arrived)
+        out_RD = experts(rows_RD, counts=arrived.counts_E, dropped_RF=dropped_RF)
+        out_SD = kernels.combine(out_RD if etp.size == 1 else out_RD.float(), None, arrived)
+        back_SD = all_to_all(reduce_scatter(out_SD, etp).to(x_TD.dtype), self.axis, send=even, receive=even)
+        y_TD: Tensor = kernels.combine(back_SD, routing.gate_TK, plan)
+        return y_TD[:tokens]
+
+    def _plan(self, routing: Routing) -> tuple[Plan, int]:
+        """Return the plan of this rank's slots, [E * slots] rows, and the number of slots of a block."""
+        import torch
+
+        from moe.experts.dispatch.placement import place_of
+        from moe.kernels.rows import Plan
+        from parallel.mesh.collectives import max_over
+        from parallel.mesh.host import read_later
+
+        num_experts = routing.probs_TE.shape[1]
+        place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=self.placement)
+        plan = self.kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
+        counts_E, row_TK, device = plan.counts_E, plan.row_TK, place_TK.device
+        if routing.capacity is None:
+            (slots,) = read_later(max_over(max_over(counts_E.max(), self.axis), self.etp))()
+        else:
+            slots = routing.capacity * routing.num_groups
+        shift_E = torch.arange(num_experts, device=device) * slots - (counts_E.cumsum(0) - counts_E)
+        slot_TK = (row_TK + shift_E[place_TK]).where(row_TK >= 0, -1)
+        choice_S = place_TK.new_zeros(num_experts * slots + 1)
+        choice_S[slot_TK.view(-1)] = torch.arange(slot_TK.numel(), device=device)  # dropped choices go to the last element
+        return Plan(choice_S[:-1], slot_TK, counts_E), slots
+
+
+def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
+    """Return the plan of the filled slots among the N P H `slots` that arrived, as "tokens" of one choice: the expert held here."""
     import torch
 
-    from moe.experts.dispatch.placement import plan_rows
-    from moe.experts.dispatch.steps import Route, Step
-    from parallel.mesh.collectives import max_over
-    from parallel.mesh.exchange import consecutive_indices, exchange_counts
-    from parallel.mesh.host import read_later
+    filled_NPHS = torch.arange(slots, device=counts_NPH.device) < counts_NPH.unsqueeze(3)
+    held_H1 = torch.arange(counts_NPH.shape[2], device=counts_NPH.device).unsqueeze(1)
+    plan: Plan = kernels.plan(held_H1.expand_as(filled_NPHS).reshape(-1, 1), filled_NPHS.view(-1, 1), num_experts=len(held_H1))
+    return plan
 
-    plan, axis = plan_rows(exchange.kernels, routing, placement=exchange.placement), exchange.axis
-    most = max_over(plan.counts_E.max(), axis) if routing.capacity is None else None
-    receive_PE = exchange_counts(plan.counts_E.view(axis.size, -1), axis)
-    read = read_later(plan.counts_E.sum(), receive_PE.sum(), *(() if most is None else (most,)))
 
-    def steps() -> list[Step]:
-        sent, received, *largest = read()
-        ranks, held = receive_PE.shape
-        slots = largest[0] if routing.capacity is None else routing.capacity * routing.num_groups
-        start_E = torch.arange(ranks * held, device=plan.counts_E.device) * slots
-        order_R = consecutive_indices(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten(), total=received)
-        slot_R = consecutive_indices(plan.counts_E, start_E, total=sent)
-        return [Step(axis, [held * slots] * ranks, [held * slots] * ranks, order_R, slot_R)]
+def _one_token(x_TD: Tensor, routing: Routing, dropout: Dropout | None) -> tuple[Tensor, Routing, Dropout | None]:
+    """Return the input of a rank without tokens with one token, for empty slots to copy. All its choices are dropped."""
+    import torch.nn.functional as F
 
-    return Route(plan, receive_PE.sum(0), steps)
+    def one(values: Tensor) -> Tensor:
+        return F.pad(values, (*(0, 0) * (values.ndim - 1), 0, 1))
+
+    routing = replace(routing, expert_TK=one(routing.expert_TK), gate_TK=one(routing.gate_TK), kept_TK=one(routing.kept_TK))
+    return one(x_TD), routing, None if dropout is None else replace(dropout, position_T=one(dropout.position_T))

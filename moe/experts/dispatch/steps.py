@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
-from moe.experts.dispatch.network import Dropout, compute
+from moe.experts.dispatch.network import Arrived, Dropout, compute
 from moe.experts.dispatch.placement import plan_rows
 from moe.experts.experts import Experts
 from moe.kernels.auto import by_bin
 from moe.kernels.rows import Plan
 from moe.router.router import Routing
-from parallel.mesh.collectives import StartedRows, all_to_all, start_all_to_all
-from parallel.mesh.exchange import collect, exchange_counts, spread
+from parallel.mesh.collectives import StartedRows, all_gather, all_to_all, start_all_to_all
+from parallel.mesh.exchange import exchange_counts
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
@@ -31,20 +32,18 @@ from parallel.mesh.mesh import Axis
 @dataclass(frozen=True)
 class Step:
     """A planned exchange over `axis`. `send`, `receive`: rows to and from each rank.
-    `order_R`: index of each received row, in the new order. With `slot_R`, slots are exchanged, of which some are empty: `send` and
-    `receive` count slots, `slot_R` is the slot of each row sent, and `order_R` lists the received slots that have a row.
+    `order_R`: index of each received row, in the new order.
     """
 
     axis: Axis
     send: list[int]
     receive: list[int]
     order_R: Tensor
-    slot_R: Tensor | None = None
 
     @property
     def rows(self) -> int:
         """Return the number of rows that this rank sends."""
-        return sum(self.send) if self.slot_R is None else len(self.slot_R)
+        return sum(self.send)
 
     def start(self, rows: Tensor) -> StartedRows:
         """Start sending rows without waiting for them. They arrive in the order of their source ranks."""
@@ -52,29 +51,25 @@ class Step:
 
     def there(self, rows: Tensor, kernels: Any = None) -> Tensor:
         """Send rows, and return the received ones in their new order. Without kernels, `rows` are values that need no gradient."""
-        rows = rows if self.slot_R is None else spread(rows, self.slot_R, slots=sum(self.send))
         rows = all_to_all(rows, self.axis, send=self.send, receive=self.receive)
-        if self.slot_R is not None:
-            return collect(rows, self.order_R)
         return rows[self.order_R] if kernels is None else kernels.reorder(rows, self.order_R)
 
     def back(self, rows: Tensor, kernels: Any) -> Tensor:
         """Send the results of received rows back to their sources, and return the results of the rows that this rank sent."""
-        if self.slot_R is None:
-            return all_to_all(kernels.reorder(rows, self.order_R, undo=True), self.axis, send=self.receive, receive=self.send)
-        slots = spread(rows, self.order_R, slots=sum(self.receive))
-        return collect(all_to_all(slots, self.axis, send=self.receive, receive=self.send), self.slot_R)
+        return all_to_all(kernels.reorder(rows, self.order_R, undo=True), self.axis, send=self.receive, receive=self.send)
+
+
+Planned = Callable[[], tuple[list[Step], list[Arrived]]]
 
 
 @dataclass(frozen=True)
 class Route:
-    """One layer's plan of rows. `counts_E` int64: number of rows received for each expert held here. `steps()`: the exchanges, which the
-    host waits for, since it must know how many rows it sends and receives.
+    """One layer's plan of rows. `planned()`: the exchanges, and the rows that arrive for each chunk of the experts held here. The host
+    waits for their numbers.
     """
 
     plan: Plan
-    counts_E: Tensor
-    steps: Callable[[], list[Step]]
+    planned: Planned
 
 
 def uneven(exchange: Exchange, routing: Routing) -> Route:
@@ -90,49 +85,50 @@ def uneven(exchange: Exchange, routing: Routing) -> Route:
         sends.append(counts_B.view(axis.size, -1))
         receives.append(exchange_counts(sends[-1], axis))
         counts_B = receives[-1].sum(0)
-    return Route(plan, counts_B, planned(axes, sends, receives))
+    return Route(plan, planned(axes, sends, receives, [counts_B], exchange.etp))
 
 
-def planned(axes: Sequence[Axis], sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Callable[[], list[Step]]:
-    """Return a function that returns the step over each axis, given the counts of rows [P, B] that this rank sends and receives in it.
-    All counts go to the host in one copy, which starts now. The function waits for it.
+def planned(axes: Sequence[Axis], sends: Sequence[Tensor], receives: Sequence[Tensor], chunks: Sequence[Tensor], etp: Axis) -> Planned:
+    """Return the function of a Route, given the counts of rows [P, B] that this rank sends and receives over each axis, and the counts of
+    the rows that arrive for each chunk of experts. All counts go to the host in one copy, which starts now. Collective over etp.
     """
-    read = read_later(*sends, *receives)
+    sizes = [len(counts_E) for counts_E in chunks]
+    of_chunks = all_gather(torch.cat([*chunks]).unsqueeze(0), etp).split(sizes, dim=1)  # [etp ranks, experts] of each chunk
+    read = read_later(*sends, *receives, *of_chunks)
 
-    def steps() -> list[Step]:
-        numbers = [[sum(counts_B) for counts_B in counts_PB] for counts_PB in read()]
-        pairs = zip(axes, numbers[: len(axes)], numbers[len(axes) :], receives, strict=True)
-        return [Step(axis, send, receive, by_bin(arrived_PB, total=sum(receive))) for axis, send, receive, arrived_PB in pairs]
+    def found() -> tuple[list[Step], list[Arrived]]:
+        numbers, n = [[sum(counts_B) for counts_B in counts_PB] for counts_PB in read()], len(axes)
+        pairs = zip(axes, numbers[:n], numbers[n : 2 * n], receives, strict=True)
+        steps = [Step(axis, send, receive, by_bin(arrived_PB, total=sum(receive))) for axis, send, receive, arrived_PB in pairs]
+        return steps, [Arrived(*both) for both in zip(of_chunks, numbers[2 * n :], strict=True)]
 
-    return steps
+    return found
 
 
 def permuted(
     exchange: Exchange, x_TD: Tensor, routing: Routing, route: Route, *, together: bool = False
-) -> tuple[Tensor, Plan, list[Step]]:
-    """Return (rows to send [R, D], plan of these R rows, steps). `together`: each step sends other rows; False: the first sends all.
+) -> tuple[Tensor, Plan, list[Step], list[Arrived]]:
+    """Return (rows to send [R, D], plan of these R rows, steps, rows that arrive). `together`: each step sends other rows; False: the first
+    sends all.
     A GPU gathers the rows while the host waits for their number, if no choice can be dropped; otherwise it would gather too many.
     """
     rows_RD = exchange.kernels.permute(x_TD, route.plan) if routing.capacity is None else None
-    steps = route.steps()
+    steps, arrived = route.planned()
     plan = route.plan.cut(sum(step.rows for step in (steps if together else steps[:1])))
     if rows_RD is None:
         rows_RD = exchange.kernels.permute(x_TD, plan)
-    return rows_RD if len(rows_RD) == len(plan.choice_R) else rows_RD[: len(plan.choice_R)], plan, steps
+    return rows_RD if len(rows_RD) == len(plan.choice_R) else rows_RD[: len(plan.choice_R)], plan, steps, arrived
 
 
-@dataclass(frozen=True)
 class Steps(Exchange):
-    route: Callable[[Exchange, Routing], Route] = uneven
-
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        route = self.route(self, routing)
-        rows_RD, plan, steps = permuted(self, x_TD, routing, route)
+        route = uneven(self, routing)
+        rows_RD, plan, steps, (arrived,) = permuted(self, x_TD, routing, route)
         position_R = None if dropout is None else dropout.position_T[plan.token_R]
         for step in steps:
             rows_RD = step.there(rows_RD, self.kernels)
             position_R = None if position_R is None else step.there(position_R)
-        rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=route.counts_E, position_R=position_R, dropout=dropout)
+        rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)
         for step in reversed(steps):
             rows_RD = step.back(rows_RD, self.kernels)
         y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, plan)

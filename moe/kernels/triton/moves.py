@@ -215,8 +215,10 @@ def total(rows, gate, row, out, T, D, choices, BLOCK_T: tl.constexpr, BLOCK_D: t
 
 
 @triton.jit(do_not_specialize=["R"])
-def combine_backward(grad, rows, gate, choice, grad_rows, grad_gate, R, D, choices, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Compute grad_rows[r] = gate * grad[token] and grad_gate[choice] = <grad[token], rows[r]>, reading grad once."""
+def combine_backward(grad, rows, gate, choice, row, grad_rows, grad_gate, R, D, choices, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Compute grad_rows[r] = gate * grad[token] and grad_gate[choice] = <grad[token], rows[r]>, reading grad once. `row`: the row of each
+    choice. A row r that it does not have, such as an empty slot, changes no gate's gradient.
+    """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     choice_R = tl.load(choice + row_R, mask=row_R < R, other=0)
     gate_R = tl.load(gate + choice_R, mask=row_R < R, other=0.0).to(tl.float32)
@@ -228,7 +230,7 @@ def combine_backward(grad, rows, gate, choice, grad_rows, grad_gate, R, D, choic
         grad_RD = tl.load(grad + (choice_R // choices)[:, None] * D + width_D[None, :], mask=mask_RD, other=0.0).to(tl.float32)
         dot_R += tl.sum(grad_RD * tl.load(rows + here_RD, mask=mask_RD, other=0.0).to(tl.float32), axis=1)
         put(grad_rows + here_RD, grad_RD * gate_R[:, None], mask_RD)
-    put(grad_gate + choice_R, dot_R, row_R < R)
+    put(grad_gate + choice_R, dot_R, (row_R < R) & (tl.load(row + choice_R, mask=row_R < R, other=-1) == row_R))
 
 
 @triton.jit(do_not_specialize=["N"])

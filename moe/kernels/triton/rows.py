@@ -54,7 +54,7 @@ def combine_backward(grad_TD: Tensor, rows_RD: Tensor, gate_TK: Tensor, plan: ro
     block_r, block_d = _blocks(width)
     with on(rows_RD):
         moves.combine_backward[(triton.cdiv(count, block_r),)](
-            *(grad_TD, rows_RD, gate_TK, plan.choice_R, *grads, count, width, choices), BLOCK_R=block_r, BLOCK_D=block_d
+            *(grad_TD, rows_RD, gate_TK, plan.choice_R, plan.row_TK, *grads, count, width, choices), BLOCK_R=block_r, BLOCK_D=block_d
         )
     return grads
 

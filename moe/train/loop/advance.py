@@ -65,10 +65,10 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
     return Made(numbers, norm, rate, scale, peak_later(job.mesh, job.world.device))
 
 
-def _flag(job: Job, asked: Callable[[], bool]) -> int:
+def _flag(job: Job, asked: Callable[[], bool]) -> Tensor:
     """Return the number of ranks of the tp axis that are asked to stop. The other axes add theirs when the step's numbers are summed."""
     tp = job.mesh.axis("tp", label="who is asked to stop")
-    return int(sum_over(torch.tensor(int(asked()), device=job.world.device), tp)) if tp.size > 1 else int(asked())
+    return sum_over(on_device(torch.tensor([float(asked())], dtype=torch.float64), job.world.device), tp)
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:

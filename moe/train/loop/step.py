@@ -42,7 +42,7 @@ def accumulate(
     seed: int,
     step: int,
     loss_scale: float = 1.0,
-    flag: int = 0,
+    flag: Tensor | None = None,
 ) -> Numbers:
     """Run forward and backward of one step; the engine then holds summed gradients. Return the step's numbers over all ranks. Collective.
     sequences_NL: token ids of this rank, int64, of shape `shard.shape`; all stages of a pipeline get the same. PADDING may only be at the

@@ -38,7 +38,7 @@ def stream(
     seed: int,
     step: int,
     rate: Callable[[int], float],
-    flag: int = 0,
+    flag: Tensor | None = None,
 ) -> list[tuple[Numbers, GradientNorm]]:
     """Make one step for each batch, then drain the pipeline. Return each step's numbers and gradient norm. Collective. batches: this rank's
     token ids, int64, of shape `shard.shape`. schedule: for all batches together. step: number of the first step. rate(n): learning rate for

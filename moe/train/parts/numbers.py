@@ -118,13 +118,13 @@ class Sums:
                 found[layer] = found[layer] + part if layer in found else part
         return found
 
-    def packed(self, flag: int = 0) -> Tensor:
-        """Return one float64 tensor: flag, loss, then a row for each MoE layer of the model, of zeros for layers of other stages."""
+    def packed(self, flag: Tensor | None = None) -> Tensor:
+        """Return one float64 tensor: flag [1] (None: 0), loss, then a row for each MoE layer (zeros for layers of other stages)."""
         mine = self._by_layer()
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
-        return torch.cat((self.loss.new_full((1,), flag), self.loss.reshape(1), *parts))
+        return torch.cat((self.loss.new_zeros(1) if flag is None else flag, self.loss.reshape(1), *parts))
 
-    def total(self, axes: Sequence[Axis], flag: int = 0) -> Numbers:
+    def total(self, axes: Sequence[Axis], flag: Tensor | None = None) -> Numbers:
         """Return the numbers over all ranks. Collective."""
         return Numbers(sum_over_all(self.packed(flag), axes), self.expert_counts)
 

@@ -14,17 +14,19 @@ from moe.nn.vocabulary import PADDING as PADDING
 from moe.nn.vocabulary import as_inputs
 from parallel.errors import BadInput, counted
 from parallel.mesh.collectives import sum_over_all
+from parallel.mesh.host import read_later
 
 # N sequences held by this rank, B of a micro-batch, L tokens of each that it reads
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Counts of the global batch. inputs: tokens read. targets: tokens predicted. padded: the batch has padding. Counts are at least 1."""
+    """Counts of the global batch. inputs: tokens read. targets: tokens predicted. Counts are at least 1. read_N: tokens that each of this
+    rank's sequences reads, if the batch has padding."""
 
     inputs: int
     targets: int
-    padded: bool
+    read_N: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     valid_NL = sequences_NL != PADDING
     reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
     gaps = (shard.targets(valid_NL) & ~reads_NL[:, shard.source :]).sum()
-    inputs, targets, gaps = sum_over_all(torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps)), shard.axes).tolist()
+    sums = sum_over_all(torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps)), shard.axes)
+    (inputs, targets, gaps), read_N = read_later(sums, reads_NL.sum(1))()
     if gaps:
         got, needed = f"a token after padding ({PADDING}) in {counted(gaps, 'place')}", "padding at the end alone: attention would read it"
         raise BadInput("sequences", got=got, needed=needed, fix="move the padding behind the tokens")
@@ -52,27 +55,27 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     if padded and shard.source:
         needed = "sequences without it: an encoder would read it"
         raise BadInput("sequences", got=f"padding ({PADDING})", needed=needed, fix="fill them with tokens")
-    return Tokens(max(1, inputs), max(1, targets), padded=padded)
+    return Tokens(max(1, inputs), max(1, targets), read_N if padded else None)
 
 
 def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
     """Return a pass for each micro-batch in `parts`, int64 [B, columns of the shard]. tokens: from `count_tokens`."""
-    passes, first_sequence = [], shard.sequences.start
+    passes, first = [], 0
     for part in parts:
         inputs_BL, valid_BL = as_inputs(shard.inputs(part)), None
         held = inputs_BL.numel()
-        if tokens.padded:
+        if tokens.read_N is not None:
             valid_BL = inputs_BL != PADDING
             inputs_BL = inputs_BL.masked_fill(~valid_BL, 0)
-            held = int(valid_BL.sum())
+            held = sum(tokens.read_N[first : first + len(part)])
         share = held / tokens.inputs
         context = Context.of(
             inputs_BL,
             seed=seed,
             step=step,
-            first_sequence=first_sequence,
+            first_sequence=shard.sequences.start + first,
             auxiliary_scale=share * loss_scale,
             valid_BL=valid_BL,
             positions=shard.position_array,
@@ -80,5 +83,5 @@ def passes_of(
             source=shard.source,
         )
         passes.append(Pass(inputs_BL, shard.targets(part), context, share))
-        first_sequence += len(part)
+        first += len(part)
     return passes

@@ -70,7 +70,7 @@ def test_data_targets_and_positions_are_those_of_one_process(
         assert np.array_equal(held_out.held(shard).sequences, shard.of_batch(held))
         rows, columns = slice(shard.sequences.start, shard.sequences.stop), list(shard.positions)
         parts = torch.from_numpy(mine).chunk(microbatches)
-        passes = passes_of(parts, Tokens(shard.num_tokens, shard.num_tokens, padded=False), shard)
+        passes = passes_of(parts, Tokens(shard.num_tokens, shard.num_tokens, None), shard)
         assert torch.equal(torch.cat([p.inputs_BL for p in passes]), torch.from_numpy(batch[rows, :-1][:, columns]))
         assert torch.equal(torch.cat([p.targets_BL for p in passes]), torch.from_numpy(batch[rows, 1:][:, columns]))
         assert torch.equal(torch.cat([p.context.position_T for p in passes]), index[rows, columns].flatten())

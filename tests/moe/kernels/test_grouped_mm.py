@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moe.kernels import choose, cpu, grouped_mm, reference
-from moe.kernels.network import Network
+from moe.kernels.network import ByProduct, Network
+from moe.kernels.products import PRODUCTS
 from moe.kernels.rows import Plan
 from moe.plan.job.of_recipe import network_of as network_of_recipe
 from moe.recipe import sections
@@ -32,7 +34,8 @@ def planned(kind: str) -> Plan:
     kept_TK &= kind != "nothing kept"
     if kind == "one has all":
         kept_TK[:, 1] = False
-    return cpu.plan(scores_TE.topk(K).indices, kept_TK, num_experts=E)
+    plan = cpu.plan(scores_TE.topk(K).indices, kept_TK, num_experts=E)
+    return replace(plan, choice_R=torch.cat((plan.choice_R, torch.zeros(3, dtype=torch.int64)))) if kind == "further rows" else plan
 
 
 def matrices(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -54,7 +57,7 @@ def results(kernels: ModuleType, plan: Plan, inputs: list[Tensor], *, fused: boo
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", ["even", "first and last empty", "one has all", "nothing kept"])
+@pytest.mark.parametrize("kind", ["even", "first and last empty", "one has all", "nothing kept", "further rows"])
 def test_values_and_gradients_equal_the_reference(kind: str, fused: bool) -> None:
     plan = planned(kind)
     dropped_RF = (random(len(plan.choice_R), F, seed=5) > 0).float() * 2
@@ -62,6 +65,22 @@ def test_values_and_gradients_equal_the_reference(kind: str, fused: bool) -> Non
     found = [results(kernels, plan, inputs, fused=fused, dropped_RF=dropped_RF) for kernels in (reference, grouped_mm)]
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6 * max(1.0, want.abs().max().item()))
+
+
+BY_PRODUCT = ByProduct(cpu, lambda _, *operands: PRODUCTS["plain"].product(*operands))
+
+
+@pytest.mark.parametrize("kernels", [grouped_mm, cpu, BY_PRODUCT], ids=["grouped_mm", "cpu", "by product"])
+def test_rows_beyond_all_counts_change_nothing(kernels: ModuleType | ByProduct) -> None:
+    found = []
+    for further in (0, 3):
+        rows, w1, w2, w3, b1, b3 = leaves = [t.requires_grad_() for t in (random(9, D), *matrices(), random(E, F), random(E, F, seed=1))]
+        given = torch.cat((rows, torch.full((further, D), torch.inf)))
+        out = kernels.grouped_ffn(given, network_of("swiglu", w1, w2, w3, b1=b1, b3=b3), counts=torch.tensor([4, 0, 2, 3, 0]))
+        assert len(out) == 9 + further
+        found.append([out[:9].detach(), *torch.autograd.grad(out[:9].square().sum(), leaves)])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 def test_bf16_rows_with_fp32_weights_round_no_more_than_the_reference_does() -> None:

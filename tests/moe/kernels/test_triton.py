@@ -17,13 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe.experts.dispatch.dispatcher import Local, Sizes
+from moe.experts.dispatch.padded import Slots
+from moe.experts.experts import Experts
 from moe.experts.layer import MoELayer
 from moe.kernels import auto, choose, cpu, reference
 from moe.kernels.network import Network
 from moe.kernels.rows import Plan
 from moe.nn.context import Context
 from moe.recipe import sections
+from moe.router.capacity import kept_choices
+from moe.router.router import Routing
 from parallel.errors import BadInput
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.deterministic import deterministic
 from tests.support.networks import network_of
 
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
@@ -436,6 +443,34 @@ def test_addresses_beyond_32_bits() -> None:
     y = triton.grouped_ffn(x, network_of("relu", w1, w2), counts=counts)
     want = reference.grouped_ffn(x[-99:].float(), network_of("relu", w1[1:].float(), w2[1:].float()), counts=[99])
     assert (y[-99:].float() - want).norm() < 2.0**-7 * want.norm()
+
+
+def test_empty_slots_change_no_result_and_no_gradient() -> None:
+    """`padded` moves blocks of slots, of which some are empty, and has further rows that no kernel writes. It equals the plain layer,
+    even if all memory begins as NaN."""
+    ffn, k = "swiglu", 2
+    expert_TK, logits_TE = random(T, E, seed=4).topk(k).indices, random(T, E)
+    kept_TK = kept_choices(expert_TK, expert_TK >= 0, num_groups=1, num_experts=E, slots_each=9, kernels=reference)
+    assert not kept_TK.all()
+
+    def run(kernels: ModuleType, t: list[Tensor]) -> Tensor:
+        experts = Experts(E, d_model=D, d_ff=F, ffn=ffn)
+        experts.kernels = kernels
+        experts._network = lambda part, dtype: network_of(ffn, *t[2:])  # type: ignore[method-assign]
+        routing = Routing(expert_TK, t[1], kept_TK, logits_TE, logits_TE, capacity=3, num_groups=3)
+        exchange = Local() if kernels is reference else Slots.over(("ep",), Mesh.of(Degrees()), Sizes(D, E, k, kernels))
+        return exchange.run(t[0], routing, experts)
+
+    with deterministic(True):
+        torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN
+        assert torch.empty(3).isnan().all()
+        both(
+            run,
+            random(T, D, seed=8),
+            torch.rand(T, k, generator=torch.Generator().manual_seed(3)).to(DEVICE),
+            *weights(ffn),
+            tolerance=3e-6,
+        )
 
 
 @pytest.mark.gpu

@@ -5,23 +5,41 @@ The counter itself is compared with operators of which torch's documentation say
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from moe.checks.together import check_run
+from moe.data import Dataset
+from moe.data.token_shard import TokenShard
+from moe.experts.dispatch.catalog import open_exchange
+from moe.experts.dispatch.dispatcher import Sizes
+from moe.experts.layer import MoELayer
+from moe.nn.context import Context
 from moe.nn.linear import normed
+from moe.nn.vocabulary import PADDING
+from moe.recipe import sections
 from moe.recipe.load import build_run
-from moe.rehearse.rehearse import Walked, walk
+from moe.recipe.sections import Run
+from moe.rehearse.rehearse import Walked, open_job, walk
+from moe.train.start.job import Job
 from parallel.mesh.host import on_device, read_later
+from parallel.mesh.mesh import Degrees
 from parallel.numerics.clip import squares, squares_together
+from parallel.process import process
 from parallel.process.process import World
-from parallel.rehearse.pretended import RehearsalError
-from parallel.rehearse.stage import rehearsal
+from parallel.rehearse.pretended import Pretended, RehearsalError
+from parallel.rehearse.stage import _triton_kernels, rehearsal
 
 GPU = torch.device("cuda", 0)
 WAITS: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
@@ -95,35 +113,61 @@ def test_a_norm_of_16_bits_is_read_and_written_once_and_keeps_no_wider_copy(cent
         assert sum(t.nbytes for t in kept) <= x.nbytes + 2 * 1024 + 2 * 4 * 64
 
 
-# dispatch section, ep, capacity factor, waits of a layer
+# dispatch section, capacity factor, degrees, whether sequences have padding, waits of a layer
 LAYERS = [
-    ({}, 1, None, 0),
-    ({}, 1, 1.25, 0),
-    ({"kind": "all_to_all"}, 4, None, 1),
-    ({"kind": "all_to_all"}, 4, 1.25, 1),
-    ({"kind": "all_to_all", "overlap_chunks": 4}, 2, None, 1),
-    ({"kind": "hierarchical", "node_size": 2}, 4, None, 1),
-    ({"kind": "padded"}, 4, 1.25, 1),
-    ({"kind": "padded"}, 4, None, 1),
+    ({}, None, {}, False, 0),
+    ({}, 1.25, {}, False, 0),
+    ({"kind": "all_to_all"}, None, {"ep": 4}, False, 1),
+    ({"kind": "all_to_all"}, 1.25, {"ep": 4}, False, 1),
+    ({"kind": "all_to_all"}, 1.25, {"ep": 2, "etp": 2}, False, 1),
+    ({"kind": "all_to_all", "overlap_chunks": 4}, None, {"ep": 2}, False, 1),
+    ({"kind": "all_to_all", "overlap_chunks": 2}, 1.25, {"ep": 2, "etp": 2}, True, 1),
+    ({"kind": "hierarchical", "node_size": 2}, None, {"ep": 4}, False, 1),
+    ({"kind": "padded"}, 1.25, {"ep": 4}, False, 0),
+    ({"kind": "padded"}, 1.25, {"ep": 2, "etp": 2}, True, 0),
+    ({"kind": "padded"}, None, {"ep": 2, "etp": 2}, False, 1),
+    ({"kind": "all_gather"}, 1.25, {"ep": 2, "etp": 2}, False, 1),
+    ({}, 1.25, {"etp": 2}, False, 1),
+    ({"kind": "padded"}, 1.25, {"ep": 2, "tp": 2}, True, 0),
+    ({"kind": "all_to_all"}, 1.25, {"ep": 4, "tp": 2, "dp": 2}, True, 1),
 ]
 
 
-def walked(dispatch: dict[str, Any], ep: int, factor: float | None, *, preset: str = "gshard") -> Walked:
+def walked(
+    dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], microbatches: int = 1, *, preset: str = "gshard"
+) -> Walked:
     model = {"num_layers": 1, "moe_every": 1, "d_model": 32, "d_ff": 48, "num_heads": 2, "vocab_size": 256, "max_length": 32}
     router, experts = {"preset": preset, "capacity_factor": factor}, {"num_experts": 8, "ffn": "swiglu"}
-    parts = {"experts": experts, "router": router, "degrees": {"ep": ep}, "dispatch": dispatch, "train": {"global_batch": 8}}
-    return walk(check_run(build_run({"model": model, "precision": {"compute": "bf16"}, **parts}), ep), World(ep - 1, ep, place="cuda"))
+    parts = {"experts": experts, "router": router, "degrees": degrees, "dispatch": dispatch, "train": {"global_batch": 8}}
+    parts |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": "bf16"}}
+    world = math.prod(degrees.values()) if "tp" not in degrees else degrees["tp"] * degrees.get("dp", 1)
+    return walk(check_run(build_run({"model": model, **parts}), world), World(world - 1, world, place="cuda"), steps=1)
 
 
-@pytest.mark.parametrize(("dispatch", "ep", "factor", "waits"), LAYERS)
-def test_a_step_waits_twice_and_a_layer_at_most_once(dispatch: dict[str, Any], ep: int, factor: float | None, waits: int) -> None:
+def half_padded(run: Run, world: World) -> Job:
+    """Return the rehearsal's job, with batches of which the second half of each sequence is padding."""
+
+    def batch(step: int, shard: TokenShard) -> Any:
+        ids_NL = np.zeros(shard.shape, np.int64)
+        ids_NL[:, shard.shape[1] // 2 :] = PADDING
+        return ids_NL
+
+    return replace(open_job(run, world), data=cast(Dataset, SimpleNamespace(train=SimpleNamespace(batch=batch))))
+
+
+@pytest.mark.parametrize(("dispatch", "factor", "degrees", "padded", "waits"), LAYERS)
+def test_a_step_waits_twice_and_a_layer_at_most_once(
+    dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], padded: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if padded:
+        monkeypatch.setattr("moe.rehearse.rehearse.open_job", half_padded)
     found: Counter[tuple[str, str]] = Counter()
-    for (module, passing), work in walked(dispatch, ep, factor).work.items():
+    for (module, passing), work in walked(dispatch, factor, degrees, 1 + padded).work.items():
         assert work.kernels > 0
         found[module, passing] += work.waits.total()
-    assert found["layers.0.moe", "forward"] == waits
+    assert found["layers.0.moe", "forward"] == waits * (1 + padded)  # each micro-batch waits
     assert found["", "forward"] == 2
-    assert found.total() == waits + 2  # none in backward, none in attention
+    assert found.total() == waits * (1 + padded) + 2  # none in backward, none in attention
 
 
 # dispatch section, ep, preset, capacity factor, kernels forward, kernels backward
@@ -140,6 +184,65 @@ LAUNCHES = [
 def test_a_layer_launches_few_kernels(
     dispatch: dict[str, Any], ep: int, preset: str, factor: float | None, forward: int, backward: int
 ) -> None:
-    work = walked(dispatch, ep, factor, preset=preset).work
+    work = walked(dispatch, factor, {"ep": ep}, preset=preset).work
     assert work["layers.0.moe", "forward"].kernels <= forward
     assert work["layers.0.moe", "backward"].kernels <= backward
+
+
+class Shapes:
+    """Within the context: shapes of the inputs and results of every operator and Triton kernel, and the numbers given to the kernels."""
+
+    def __init__(self, pretended: Pretended, patch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[Any, ...]] = []
+        work, operator = pretended.work, pretended.work.operator
+
+        def noted(func: Any, args: Any, kwargs: Any, tensors: Any, made: Any) -> None:
+            numbers = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
+            self.found.append((func, work.passing, str(numbers), *(t.shape for t in (*tensors, *made))))
+            operator(func, args, kwargs, tensors, made)
+
+        patch.setattr(work, "operator", noted)
+        for kernels in _triton_kernels():
+            patch.setattr(kernels, "run", self._launched(kernels.run))
+
+    def _launched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def launched(kernel: Any, *args: Any, **named: Any) -> Any:
+            given = [*args, *named.values()]
+            self.found.append((kernel.fn.__name__, *(v.shape if isinstance(v, Tensor) else v for v in given)))
+            return run(kernel, *args, **named)
+
+        return launched
+
+
+@pytest.mark.parametrize(("ep", "etp", "kernels"), [(1, 1, "auto"), (1, 1, "grouped_mm"), (2, 1, "grouped_mm"), (2, 2, "auto")])
+def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, etp: int, kernels: str) -> None:
+    """Ten passes with other choices, of which other numbers are dropped, call the same operators with the same shapes. So a CUDA graph
+    could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
+    world, sizes = World(ep * etp - 1, ep * etp, place="cuda"), {"d_model": 32, "d_ff": 48}
+    router, passes, kept = sections.Router(preset="gshard", capacity_factor=1.25), [], set()
+    with rehearsal(world) as pretended, pytest.MonkeyPatch.context() as patch:
+        mesh = process.connect(Degrees(dp=world.size, ep=ep, etp=etp), world)
+        with torch.device("meta"):
+            layer = MoELayer(sections.Experts(num_experts=8, kernels=kernels), router, **sizes, ffn="swiglu", layer=0)
+            layer.experts.hold(range(8 // ep), hidden=slice(0, 48 // etp))
+        layer.to_empty(device=world.device)
+        layer.dispatcher = open_exchange(sections.Dispatch(kind="padded"), mesh, Sizes(32, 8, 2, layer.experts.kernels)).layer("here")
+        shapes = Shapes(pretended, patch)
+        for number in range(10):
+            shapes.found = []
+            layer.zero_grad()
+            patch.setattr("moe.router.router.balanced_logits", partial(any_logits, number))
+            pretended.work.begin()
+            x_BLD = torch.empty(4, 16, 32, dtype=torch.bfloat16, device=world.device, requires_grad=True)
+            y_BLD, report = layer(x_BLD, Context.of(torch.zeros(4, 16, device=world.device)))
+            y_BLD.sum().backward()
+            passes.append(shapes.found)
+            assert not sum((work.waits for work in pretended.work.by_module.values()), Counter())
+            kept.add(int(pretended.known(report.kept)))
+    assert len(kept) > 5 and len(passes[0]) > 100
+    for found in passes[1:]:
+        assert found == passes[0]
+
+
+def any_logits(seed: int, tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
+    return torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(seed)) + torch.arange(num_experts) / 4

@@ -19,12 +19,13 @@ from moe.experts.dispatch.catalog import open_exchange
 from moe.experts.dispatch.dispatcher import Exchange, Local, Sizes
 from moe.experts.dispatch.hierarchical import OncePerNode
 from moe.experts.dispatch.network import Dropout
-from moe.experts.dispatch.padded import blocks
-from moe.experts.dispatch.steps import Steps, uneven
+from moe.experts.dispatch.padded import Slots
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import HIDDEN_DIM, Experts
-from moe.kernels import choose
+from moe.kernels import choose, reference
 from moe.nn.context import Context
 from moe.recipe import sections
+from moe.router.capacity import kept_choices
 from moe.router.router import Routing
 from parallel.mesh import collectives
 from parallel.mesh.mesh import Degrees, Mesh
@@ -65,11 +66,17 @@ def routing_of(kind: str, rank: int, k: int) -> Routing:
     kept_TK = torch.rand(tokens, k, generator=torch.Generator().manual_seed(rank)) < (0.6 if kind == "drops" else 2.0)
     if kind == "nothing is kept":
         kept_TK[:] = False
+    capacity = {"a capacity that drops": 1, "a capacity for all": 7}.get(kind)
+    if capacity == 1:
+        kept_TK = kept_choices(expert_TK, kept_TK, num_groups=1, num_experts=E, slots_each=2, kernels=reference)
+        assert rank == 0 or not kept_TK.all()
     gate_TK = torch.rand(tokens, k, generator=torch.Generator().manual_seed(rank + 9)).requires_grad_()
-    return Routing(expert_TK, gate_TK, kept_TK, scores_TE.softmax(-1), scores_TE, None, 1)
+    return Routing(expert_TK, gate_TK, kept_TK, scores_TE.softmax(-1), scores_TE, capacity, 1 if capacity is None else 2)
 
 
-KINDS = ("uneven", "drops", "a rank without tokens", "all to one expert", "nothing is kept", "another number of choices on each rank")
+BOUNDED = ("a capacity that drops", "a capacity for all")
+FREE = ("uneven", "drops", "a rank without tokens", "all to one expert", "nothing is kept", "another number of choices on each rank")
+KINDS = (*BOUNDED, *FREE)
 CASES = [(kind, k) for kind in KINDS for k in (1, 2)]
 
 
@@ -190,17 +197,18 @@ def test_dropout_masks_are_split_with_the_hidden_units(name: str) -> None:
     compare(name, {"dp": 4, "ep": 2, "etp": 2}, placement=PLACEMENT, dropout=True)
 
 
-def _bits_on_rank(rank: int) -> list[list[Tensor]]:
+def _bits_on_rank(rank: int, kind: str) -> list[list[Tensor]]:
     mesh = process.connect(Degrees(dp=4, ep=4, ep_inner=2), World(rank, 4))
     exchanges = [opened(mesh, **SETTINGS[name]) for name in ("all_to_all", "padded")]
-    return [run_once(exchange, experts_of(mesh, None), rank, "drops", 2, torch.float32, False) for exchange in exchanges]
+    return [run_once(exchange, experts_of(mesh, None), rank, kind, 2, torch.float32, False) for exchange in exchanges]
 
 
-def test_rows_reach_an_expert_in_the_same_order_by_all_to_all_and_padded() -> None:
+@pytest.mark.parametrize("kind", ["drops", *BOUNDED])
+def test_rows_reach_an_expert_in_the_same_order_by_all_to_all_and_padded(kind: str) -> None:
     """Rows arrive sorted by source rank, then token, so results are bitwise equal. Overlapped chunks are left out: they multiply the same
     rows in other blocks (moe/kernels/grouped.py), which round differently.
     """
-    for first, *others in run_on_ranks(_bits_on_rank, 4, timeout_s=60):
+    for first, *others in run_on_ranks(_bits_on_rank, 4, kind, timeout_s=60):
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -296,10 +304,9 @@ def test_the_gradients_of_all_chunks_are_written_into_one_tensor() -> None:
 
 def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:
     one, four = Mesh.of(Degrees()), Mesh.of(Degrees(dp=4, ep=4, ep_inner=2))
-    kinds = {"all_to_all": Steps, "padded": Steps, "all_gather": Gathered, "hierarchical": OncePerNode, "chunked": Chunked}
+    kinds = {"all_to_all": Steps, "padded": Slots, "all_gather": Gathered, "hierarchical": OncePerNode, "chunked": Chunked}
     for name, settings in SETTINGS.items():
         assert type(opened(one, **settings)) is Local
         found = opened(four, **settings)
         assert type(found) is kinds[name] and len(found.axes) == 1 + (name == "hierarchical")
-        assert not isinstance(found, Steps) or found.route is (blocks if name == "padded" else uneven)
     assert type(opened(Mesh.of(Degrees(dp=2, etp=2)), kind="padded")) is Steps
