@@ -110,6 +110,12 @@ class Expected:
     tolerance: dict[str, float]
     bound: Bound | None = None
 
+    def by_rounding(self) -> Expected:
+        """Return a copy for a recipe in fp32 that magnifies rounding, such as a norm of one channel: its limits are those of the Bound."""
+        free = NUMBERS if known(self.twin.run()) else ("loss", "gradient", "norm")
+        tolerance = {number: math.inf if number in free else limit for number, limit in self.tolerance.items()}
+        return replace(self, tolerance=tolerance, bound=Bound(self.twin, self.result))
+
     @staticmethod
     def of(twin: Case) -> Expected:
         plain = twin.recipe is None or known(twin.run())
@@ -177,7 +183,8 @@ class Bound:
     def draw(self) -> None:
         """Run the twin once more with random rounding. Raise each limit to twice this run's deviation, if that is larger. To this comes the
         rounding of the result itself, which is stored in fp32."""
-        rounding, stored = Rounding(unit=self.unit, seed=self.drawn), torch.finfo(torch.float32).eps / 2
+        rounding = Rounding(unit=self.unit, seed=self.drawn)
+        stored = FP32_TOLERANCE if self.twin.precision == "fp32" else torch.finfo(torch.float32).eps / 2
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
         self.largest = {name: max(stored + max(self.unit, 2 * value), self.largest.get(name, 0.0)) for name, value in found.items()}
         self.drawn += 1

@@ -38,7 +38,7 @@ _TINY: Values = {
     "model": {"num_layers": 2, "d_model": 24, "num_kv_heads": 2, "d_ff": 20, "max_length": 12, "init_scale": 0.5, "tied_embeddings": False},
     "optimizer": {"lr": 0.003, "eps": 0.1, "clip_norm": 0.5},
     "sharding": {"allow_slow": True},
-    "router": {"allow_noncausal": True},
+    "router": {"allow_noncausal": True, "group": "sequence", "balance_scope": "sequence"},  # a preset's may depend on the layout by definition
 }
 _NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # degrees have a rule of their own; the training loop reads the others
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every")

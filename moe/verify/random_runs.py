@@ -18,20 +18,16 @@ import yaml
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
-from moe.recipe.load import build_run
-from moe.recipe.sections import Run
 from moe.verify.cases import Case, as_written
 from moe.verify.compare import NUMBERS
 from moe.verify.expected import Expected, twin_of
 from moe.verify.layouts import run_world
 from moe.verify.random_recipe import Draw, Refusal, Values, draw, smaller
-from moe.verify.small import known
+from moe.verify.small import known, not_in_the_twin
 from moe.verify.verify import Say, judged, place_of, say_now
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.errors import BadInput, counted
 
-STEPS = 3  # the second and third step read the state that the ones before left
-LIMIT_S = 60.0  # time limit of a recipe on its ranks
 _TRIES = 60  # largest number of runs in the search for the smallest recipe
 _REASONS = 10  # largest number of reasons in the summary
 
@@ -45,14 +41,14 @@ def main(
     started, rows, refusals = time.perf_counter(), [], []
     for number in range(draws):
         drawn = draw(f"{seed}/{number}", nproc or 2)
-        row = tried(drawn, timeout_s or LIMIT_S)
+        row = tried(drawn, timeout_s)
         rows.append(row | {"refusals": [{"line": str(r.bad), "fix": r.fix} for r in drawn.refusals]})
         refusals += drawn.refusals
         cells = " ".join(f"{row[n]:9.1e}" for n in NUMBERS) if "loss" in row else f"not compared: {row['lacks']}"
         verdict = "pass" if row["passed"] else "FAIL" if row["passed"] is False else ""
         say(f"{number:>4} {row['layout']:<52} {row['kind']:<6} {row['precision']} {cells} {verdict}")
         if row["passed"] is False:
-            for line in _reported(drawn, row, timeout_s or LIMIT_S):
+            for line in _reported(drawn, row, timeout_s):
                 say(line)
     for line in _summary(rows, refusals, time.perf_counter() - started):
         say(line)
@@ -61,11 +57,11 @@ def main(
     return exit_codes.of(not any(row["passed"] is False for row in rows) and not any(map(_is_wrong, refusals)))
 
 
-def tried(drawn: Draw, limit_s: float) -> dict[str, Any]:
+def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
     """Run a recipe on its ranks and compare it. Return its row, in which `passed` is None if the twin does not have one of its keys."""
-    case = as_written(drawn.values, drawn.world, name="drawn", steps=STEPS)
+    case = as_written(drawn.values, drawn.world, name="drawn")
     row = {"layout": case.layout, "kind": case.kind, "precision": case.precision, "world": case.world, "recipe": recipe_of(case)}
-    if (lacks := not_in_the_twin(case)) is not None:
+    if (lacks := not_in_the_twin(case.run())) is not None:
         return row | {"passed": None, "lacks": lacks}
     try:
         expected = Expected.of(twin_of(case))
@@ -81,22 +77,7 @@ def recipe_of(case: Case) -> Values:
     return values
 
 
-def not_in_the_twin(case: Case) -> str | None:
-    """Return the first setting of the recipe that the twin does not have, so that nothing can be compared; None if it has all."""
-    run: Run = case.run()
-    sparse, spec, rounded = bool(run.model.layers_with_experts()), run.router, case.precision != "fp32"
-    found = {
-        "router.group rank": sparse and spec.group == "rank",
-        "router.balance_scope micro_batch": sparse and spec.balance_scope == "micro_batch" and spec.asks_balance,
-        "pipeline.vertical_sync": case.delayed and run.pipeline.vertical_sync,
-        "precision.master bf16": run.precision.master != "fp32",
-        "precision.compute auto": case.precision == "auto",
-        f"optimizer.kind {run.optimizer.kind} in 16 bits": rounded and not known(run),
-    }
-    return next((name for name, there in found.items() if there), None)
-
-
-def _reported(drawn: Draw, row: dict[str, Any], limit_s: float) -> Iterator[str]:
+def _reported(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> Iterator[str]:
     """Yield lines on a failure: its error or first deviation, and the smallest recipe that still fails."""
     values, made, failed = _smallest(drawn, row, limit_s)
     yield failed.get("error") or f"first deviation: {place_of(made, failed)}"
@@ -104,7 +85,7 @@ def _reported(drawn: Draw, row: dict[str, Any], limit_s: float) -> Iterator[str]
     yield yaml.safe_dump(recipe_of(made), sort_keys=False)
 
 
-def _smallest(drawn: Draw, row: dict[str, Any], limit_s: float) -> tuple[Values, Case, dict[str, Any]]:
+def _smallest(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> tuple[Values, Case, dict[str, Any]]:
     """Take keys back to their defaults, one at a time, as long as the recipe fails. Return (values, case, row) of the smallest."""
     values, left = drawn.values, _TRIES
     again = True
@@ -116,7 +97,7 @@ def _smallest(drawn: Draw, row: dict[str, Any], limit_s: float) -> tuple[Values,
             if found["passed"] is False:
                 values, row, again = fewer, found, True
                 break
-    return values, as_written(values, drawn.world, name="drawn", steps=STEPS), row
+    return values, as_written(values, drawn.world, name="drawn"), row
 
 
 def _is_wrong(refusal: Refusal) -> bool:
