@@ -134,8 +134,8 @@ class Expected:
 
 
 def _of_values(twin: Case) -> Expected:
-    """Return the Expected of a recipe that is used as it is. In 16 bits only the Bound limits deviations. With another optimizer than AdamW,
-    the update and later losses are those of one process of the trainer's own code, with twice the effect of another order of sums."""
+    """Return the Expected of a recipe that is used as it is. In 16 bits only the Bound limits deviations. With an optimizer other than
+    AdamW, the update and later losses are those of one process of the trainer, with twice the effect of another order of sums."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))

@@ -250,8 +250,8 @@ def run_world(
 
 
 def _forked(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    """Yield as `ran_by`, with all threads of the rank on one core. Gloo's thread spins while another thread of its rank holds a lock; on two
-    cores, that is a third of a row's processor time."""
+    """Yield as `ran_by`, with all threads of the rank on one core. Otherwise gloo's thread spins while another thread of its rank holds a
+    lock, which on two cores takes a third of a row's processor time."""
     if sys.platform.startswith("linux"):
         cores = sorted(os.sched_getaffinity(0))
         for thread in os.listdir("/proc/self/task"):  # also gloo's, which exist already

@@ -1,5 +1,5 @@
-"""Draws random tiny recipes for `moe verify --draws`. The keys, their types, bounds and choices are read from the schema of recipes, so that
-a new key is drawn without a change here.
+"""Draws random tiny recipes for `moe verify --draws`. Keys, types, bounds and choices are read from the schema of recipes, so a new key
+is drawn without a change here.
 
     a layout of 2 to N processes + some keys with random values -> refused? apply a fix of the refusal, and check again -> accepted
 
@@ -38,7 +38,12 @@ _TINY: Values = {
     "model": {"num_layers": 2, "d_model": 24, "num_kv_heads": 2, "d_ff": 20, "max_length": 12, "init_scale": 0.5, "tied_embeddings": False},
     "optimizer": {"lr": 0.003, "eps": 0.1, "clip_norm": 0.5},
     "sharding": {"allow_slow": True},
-    "router": {"allow_noncausal": True, "group": "sequence", "balance_scope": "sequence"},  # a preset's may depend on the layout by definition
+    "train": {"global_batch": 4, "eval_sequences": 4},
+    "router": {
+        "allow_noncausal": True,
+        "group": "sequence",
+        "balance_scope": "sequence",
+    },  # a preset's may depend on the layout by definition
 }
 _NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # degrees have a rule of their own; the training loop reads the others
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every")
@@ -184,7 +189,8 @@ def _run_or_default(values: Values) -> Run:
 def mended(rng: random.Random, values: Values, world: int, most: int) -> Draw:
     """Apply a fix of each refusal, until the recipe is accepted. If the fixes of a refusal are only words, or lead back to an earlier
     recipe, its key is taken back, or its section. Raises AssertionError if the recipe is never accepted."""
-    seen, refusals = {_as_text(values, world)}, []
+    seen = {_as_text(values, world)}
+    refusals: list[Refusal] = []
     for _ in range(_ROUNDS):
         bad = refused(values, world)
         if bad is None:
