@@ -104,7 +104,7 @@ def not_in_the_twin(run: Run) -> str | None:
     found = {
         "router.group rank": sparse and spec.group == "rank",
         "router.balance_scope micro_batch": sparse and spec.balance_scope == "micro_batch" and spec.asks_balance,
-        "pipeline.vertical_sync": run.pipeline.vertical_sync,
+        "pipeline.vertical_sync": run.degrees.pp > 1 and run.pipeline.vertical_sync,
         "precision.master bf16": run.precision.master != "fp32",
         "precision.compute auto": run.precision.compute == "auto",
         f"optimizer.kind {run.optimizer.kind} in 16 bits": rounded and not known(run),
