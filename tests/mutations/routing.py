@@ -60,7 +60,8 @@ def _behind_rank_0(real: Any) -> Any:
             return torch.cat(pair, 1).flatten(0, 1)
 
         kept = real(together(expert_TK), together(active_TK), num_groups=num_groups, **rest).view(num_groups, 2, -1, expert_TK.shape[1])
-        return kept[:, 0 if dist.get_rank() == 0 else 1].reshape(expert_TK.shape)
+        mine: Tensor = kept[:, 0 if dist.get_rank() == 0 else 1].reshape(expert_TK.shape)
+        return mine
 
     return wrong
 
