@@ -69,6 +69,8 @@ class Verify:
     )
     only: str | None = _flag("only layouts with this text in their name")
     recipe: str | None = _flag("test your own recipe instead, at a small size, with the parts and plug-ins that it names; runs their code")
+    draws: int | None = _flag("test N random tiny recipes of up to --nproc processes instead")
+    seed: str | None = _flag("seed of --draws, 0 by default: the same seed gives the same recipes")
     timeout_s: float | None = _flag("time limit in seconds for a layout of up to 4 processes, 120 by default; a busy machine needs more")
     go_on: bool = _flag("continue an interrupted run: keep the rows of the --json file that passed, and run the others", False)
     debug_collectives: bool = _flag("before each collective, compare its arguments over the ranks: an error instead of a hang", False)

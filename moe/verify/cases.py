@@ -6,9 +6,11 @@ rank or a micro-batch, because results would then depend on the layout by defini
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moe.checks.together import check_run
 from moe.experts.dispatch.catalog import PLAIN, examples
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
@@ -178,6 +180,8 @@ class Case:
     kernels: str = "cpu"  # of the experts (experts.kernels)
     casts: str = "use"  # precision.casts
     recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
+    values: str | None = None  # JSON of a recipe that is used as it is, with its own sizes and layout (`as_written`)
+    steps: int = 0  # number of steps; 0: ten
 
     @property
     def layout(self) -> str:
@@ -215,6 +219,8 @@ class Case:
 
     def run(self) -> Run:
         """Return the case's recipe. Unless MODELS or fields change it, the model has a layer with experts and a dense one."""
+        if self.values is not None:
+            return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"
         values: dict[str, dict[str, Any]] = {
             "model": {
@@ -247,6 +253,22 @@ class Case:
     def delayed(self) -> bool:
         """Whether gradients are computed at older weights than they update (PipeDream, 2BW)."""
         return SCHEDULES[self.schedule].continuous
+
+
+def as_written(values: dict[str, Any], world: int, *, name: str) -> Case:
+    """Return the case of a recipe as it is, given by its values, on `world` processes: three steps, of which the second and third read the
+    state that the ones before left. Raises BadInput if the recipe is refused."""
+    run = check_run(build_run(values), world)
+    d, p, kind = run.degrees, run.pipeline, run.sharding.carrier(pp=run.degrees.pp)
+    kernels = Case.kernels if run.experts.kernels == "auto" else run.experts.kernels
+    assert isinstance(d.dp, int) and isinstance(d.ep, int)
+    resolved = values | {"degrees": {**values.get("degrees", {}), "dp": d.dp, "ep": d.ep}}
+    return Case(
+        name, kind.name, world, d.ep, p.microbatches, run.precision.compute, run.recompute.kind, d.etp, replicas=run.sharding.replicas,
+        pp=d.pp, schedule=p.schedule if d.pp > 1 else "1f1b", tp=d.tp, tensor=run.tensor.kind, sp=d.sp, attention=run.sequence.kind,
+        length=run.model.max_length, batch=run.train.global_batch, kernels=kernels, layers=run.model.num_layers,
+        values=json.dumps(resolved), steps=3,
+    )  # fmt: skip
 
 
 def sharding_of(kind: str) -> dict[str, Any]:

@@ -15,6 +15,8 @@ than DRAWS runs are made only for rows beyond the bound so far.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -36,11 +38,14 @@ FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # `reorderings`: numbers of micro-batches
 SLICES = (2, 3, 4)  # `reorderings`: numbers of slices of a sequence
 LIMIT_S = 1800.0  # time limit for one reference case with all its reorderings, which takes 30 s in 16 bits, and more on a busy machine
+_LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")  # sections without effect on results
 DRAWS, MOST_DRAWS = 5, 32  # least and largest number of runs with random rounding for a bound
 
 
 def twin_of(case: Case) -> Case:
     """Return the reference case: one process. In 16 bits it records the splits of `case`, on which only the tolerance depends."""
+    if case.values is not None:
+        return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
     if case.precision != "fp32":
@@ -60,6 +65,10 @@ def rounds(case: Case) -> bool:
 
 def alone(twin: Case) -> Case:
     """Return the reference case without micro-batches, pipeline and splits: whole batches and whole sums on one process."""
+    if twin.values is not None:
+        values = {section: keys for section, keys in json.loads(twin.values).items() if section not in _LAYOUT}
+        one = Case(twin.model, PLAIN, 1, 1, 1, twin.precision, length=twin.length, batch=twin.batch, kernels=twin.kernels)
+        return replace(one, layers=twin.layers, values=json.dumps(values), steps=twin.steps)
     return replace(twin, pp=1, stages=None, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
 
 
@@ -101,9 +110,17 @@ class Expected:
     tolerance: dict[str, float]
     bound: Bound | None = None
 
+    def by_rounding(self) -> Expected:
+        """Return a copy for a recipe in fp32 that magnifies rounding, such as a norm of one channel: its limits are those of the Bound."""
+        free = NUMBERS if known(self.twin.run()) else ("loss", "gradient", "norm")
+        tolerance = {number: math.inf if number in free else limit for number, limit in self.tolerance.items()}
+        return replace(self, tolerance=tolerance, bound=Bound(self.twin, self.result))
+
     @staticmethod
     def of(twin: Case) -> Expected:
         plain = twin.recipe is None or known(twin.run())
+        if twin.values is not None:
+            return _of_values(twin)
         if plain and not rounds(twin):
             return Expected(twin, reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE))
         result = compute(alone(twin), delayed_as=twin)
@@ -114,6 +131,20 @@ class Expected:
     def in_the_order_of(self, case: Case) -> Expected:
         """Return a copy with the `result` of one process that takes all sums in the same order as `case`. The tolerance stays the same."""
         return replace(self, result=compute(own_order(case), delayed_as=self.twin))
+
+
+def _of_values(twin: Case) -> Expected:
+    """Return the Expected of a recipe that is used as it is. In 16 bits only the Bound limits deviations. With an optimizer other than
+    AdamW, the update and later losses are those of one process of the trainer, with twice the effect of another order of sums."""
+    result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
+    if rounds(twin):
+        return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))
+    if known(twin.run()):
+        return Expected(twin, result, exact)
+    one, other = (compute(alone(twin), kernels=kernels, delayed_as=twin) for kernels in ("cpu", "reference"))
+    away = compare(other, one)
+    exact |= {number: max(FP32_TOLERANCE, 2 * away[number]) for number in ("update", "ten_step")}
+    return Expected(twin, replace(result, losses=[result.losses[0], *one.losses[1:]], weights=one.weights), exact)
 
 
 def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
@@ -152,7 +183,8 @@ class Bound:
     def draw(self) -> None:
         """Run the twin once more with random rounding. Raise each limit to twice this run's deviation, if that is larger. To this comes the
         rounding of the result itself, which is stored in fp32."""
-        rounding, stored = Rounding(unit=self.unit, seed=self.drawn), torch.finfo(torch.float32).eps / 2
+        rounding = Rounding(unit=self.unit, seed=self.drawn)
+        stored = FP32_TOLERANCE if self.twin.precision == "fp32" else torch.finfo(torch.float32).eps / 2
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
         self.largest = {name: max(stored + max(self.unit, 2 * value), self.largest.get(name, 0.0)) for name, value in found.items()}
         self.drawn += 1

@@ -6,18 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe.checks.together import check_run
-from moe.recipe.load import load
+from moe.recipe.load import load, read_recipe, recipe_path
 from moe.train.start.own import Own
-from moe.verify.cases import SLICED, Case
+from moe.verify.cases import SLICED, Case, as_written
 from moe.verify.hybrid import WORLD, hybrid_cases
 from moe.verify.rows.data import data_cases
 from moe.verify.rows.expert import expert_cases
 from moe.verify.rows.pipeline import pipeline_cases
 from moe.verify.rows.sequence import sequence_cases
 from moe.verify.rows.tensor import tensor_cases
-from moe.verify.small import not_compared
+from moe.verify.small import not_compared, not_in_the_twin
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.mesh.mesh import divisors
+
+_TINY = 64  # largest width and length of a recipe that is also compared as it is
 
 KINDS: dict[str, Callable[[], list[Case]]] = {
     "data": data_cases,
@@ -66,4 +68,18 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
             if case is first:
                 raise
             refused.append(f"refused: {case.layout} {case.kind}: {bad}")
-    return cases, [*not_compared(load(path)[0]), *refused]
+    own, notes = _as_it_is(path, nproc)
+    return [*cases, *own], [*not_compared(load(path)[0]), *refused, *notes]
+
+
+def _as_it_is(path: str, nproc: int) -> tuple[list[Case], list[str]]:
+    """Return (the recipe with its own sizes and layout as a case, lines of text if that is not compared), if its sizes are tiny and its
+    degrees are numbers, as --draws prints recipes."""
+    run = load(path)[0]
+    d, widest = run.degrees, max(run.model.d_model, run.model.d_ff, run.model.max_length)
+    if d.dp == "auto" or widest > _TINY:
+        return [], []
+    world, lacking = d.dp * d.pp * d.tp * d.sp, not_in_the_twin(run)
+    if world <= nproc and lacking is None:
+        return [as_written(read_recipe(recipe_path(path))[0], world, name="as-it-is")], []
+    return [], [f"not compared: the recipe as it is; {f'the twin does not have {lacking}' if lacking else f'that needs --nproc {world}'}"]

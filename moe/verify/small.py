@@ -95,3 +95,18 @@ def known(run: Run) -> bool:
     """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW, and no plug-ins that change numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
     return run.optimizer.kind == "adamw" and not named
+
+
+def not_in_the_twin(run: Run) -> str | None:
+    """Return the first setting of the recipe, used as it is, that the twin does not have, so that nothing can be compared; None if it has
+    all. The update of another optimizer can be compared with one process, but not in 16 bits."""
+    sparse, spec, rounded = bool(run.model.layers_with_experts()), run.router, run.precision.compute != "fp32"
+    found = {
+        "router.group rank": sparse and spec.group == "rank",
+        "router.balance_scope micro_batch": sparse and spec.balance_scope == "micro_batch" and spec.asks_balance,
+        "pipeline.vertical_sync": run.degrees.pp > 1 and run.pipeline.vertical_sync,
+        "precision.master bf16": run.precision.master != "fp32",
+        "precision.compute auto": run.precision.compute == "auto",
+        f"optimizer.kind {run.optimizer.kind} in 16 bits": rounded and not known(run),
+    }
+    return next((name for name, there in found.items() if there), None)

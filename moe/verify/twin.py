@@ -59,7 +59,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     history: list[Weights] = []
     losses: list[float] = []
     first: tuple[float, float, Weights, Weights] | None = None
-    for step in range(steps):
+    for step in range(min(steps, case.steps or steps)):
         history.append(_copy(parameters | biases) if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
         sequences = batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)

@@ -97,6 +97,7 @@ SETTINGS = {
         "parallel/process/fork.py": "one thread a rank",
         "moe/cli/doctor.py": "before ranks are forked, and back",
         "moe/verify/verify.py": "ranks are forked, and a forked process must not inherit a pool of threads",
+        "moe/verify/random_runs.py": "likewise",
         "moe/calibrate/calibrate.py": "likewise; and a rank that measures how much threads help",
         "moe/bench/": "likewise; what is compared gets equally many",
     },

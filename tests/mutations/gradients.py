@@ -239,7 +239,7 @@ MUTATIONS = (
     Mutation(
         "expert_gradients_times_ep",
         "An expert's gradient covers the tokens of its whole ep group but is averaged over its copies only: ep times too large",
-        "deepspeedai/DeepSpeed#5259",
+        "deepspeedai/DeepSpeed#5259, NVIDIA/Megatron-LM#5956",
         "data",
         _EP,
         (Edit("parallel.data.ddp:DDP.reduce", _experts_times_ep),),

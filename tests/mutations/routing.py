@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe.router.scores import chosen_scores
@@ -46,6 +47,28 @@ def _last_come_first(real: Any) -> Any:
         return turned(real(turned(expert_TK), turned(active_TK), num_groups=num_groups, **rest))
 
     return wrong
+
+
+def _behind_rank_0(real: Any) -> Any:
+    """The tokens of every other rank queue for slots behind those of rank 0."""
+
+    def wrong(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, **rest: Any) -> Tensor:
+        def together(x: Tensor) -> Tensor:
+            theirs = x.long().clone()
+            dist.broadcast(theirs, 0)
+            pair = [part.view(num_groups, -1, x.shape[1]) for part in (theirs.to(x.dtype), x)]
+            return torch.cat(pair, 1).flatten(0, 1)
+
+        kept = real(together(expert_TK), together(active_TK), num_groups=num_groups, **rest).view(num_groups, 2, -1, expert_TK.shape[1])
+        mine: Tensor = kept[:, 0 if dist.get_rank() == 0 else 1].reshape(expert_TK.shape)
+        return mine
+
+    return wrong
+
+
+def _own_part(real: Any) -> Any:
+    """Partial sums of ranks are cut, but not added."""
+    return lambda x, axis: x.chunk(axis.size)[axis.index]
 
 
 def _seconds_from_the_start(real: Any) -> Any:
@@ -365,6 +388,22 @@ MUTATIONS = (
         "data",
         _ONE,
         (Edit(_KEPT, _last_come_first),),
+    ),
+    Mutation(
+        "tokens_of_rank_0_take_slots",
+        "Slots are counted with another rank's tokens, so a rank's outputs depend on the samples of another one",
+        "NVIDIA-NeMo/Megatron-Bridge#4635",
+        "data",
+        _TWO,
+        (Edit(_KEPT, _behind_rank_0),),
+    ),
+    Mutation(
+        "outputs_not_summed_over_ep",
+        "With any ep above 1, a token gets the outputs of its own rank's experts only",
+        "huggingface/transformers#45473",
+        "expert",
+        Case("glam", "ddp", 2, 2, 1, "fp32", rows="all_gather", experts=8),
+        (Edit("parallel.mesh.collectives:reduce_scatter", _own_part),),
     ),
     Mutation(
         "second_choices_queue_from_the_start",

@@ -31,7 +31,13 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         from parallel.mesh.debug_collectives import DEBUG
 
         os.environ[DEBUG] = "20"  # seconds to wait; ranks are forked from this process, so they inherit the variable
-    return call("moe.verify.verify", **given)
+    draws, seed = given.pop("draws"), given.pop("seed")
+    if draws is None:
+        refuse({"seed": seed}, got="it without --draws", needed="--draws: rows have no seed")
+        return call("moe.verify.verify", **given)
+    check_least(flags, draws=1)
+    refuse({name: given[name] for name in ("only", "recipe", "device") if given[name]}, got="it with --draws", needed="no --draws")
+    return call("moe.verify.random_runs", draws=draws, seed=seed or "0", **{name: given[name] for name in ("nproc", "json", "timeout_s")})
 
 
 def _compare(flags: Verify) -> int:

@@ -1,0 +1,70 @@
+"""`moe verify --draws`: recipes are drawn from the schema, refusals are mended by their fixes, and a failure is shrunk to few keys."""
+
+from __future__ import annotations
+
+import copy
+import random
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moe.recipe.keys import field_of, known_keys
+from moe.verify import random_recipe, random_runs
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.kinds import recipe_cases
+from moe.verify.layouts import compute
+from moe.verify.plain import model
+from moe.verify.random_recipe import Draw, draw, refused
+from moe.verify.random_runs import main
+from moe.verify.twin import reference
+
+WEEK = "{}-W{:02}".format(*date.today().isocalendar())  # a new seed each week
+
+
+def test_twenty_recipes_of_this_week_equal_the_twin(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    assert main(draws=20, seed=WEEK, nproc=3, say=said.append) == 0, "\n".join([f"--draws 20 --nproc 3 --seed {WEEK}", *said])
+    assert "0 deviate" in said[20] and len([line for line in said[:20] if line.endswith("pass")]) > 10
+
+
+def test_each_replica_of_dp_sees_its_own_documents() -> None:
+    """Found by --draws: a replica had the document limits of all replicas' sequences, and failed."""
+    case = Case("packed_t5", "dp", 1, 1, 1, "fp32", batch=4, steps=1)
+    assert max(compare(compute(case), reference(case)).values()) < 1e-5
+
+
+def test_equal_seeds_draw_equal_recipes_which_are_accepted() -> None:
+    draws, again, others = ([draw(f"{seed}/{number}", 8) for number in range(10)] for seed in (5, 5, 6))
+    assert [one.values for one in draws] == [one.values for one in again] != [one.values for one in others]
+    for one in draws:
+        assert refused(one.values, one.world) is None and 1 <= one.world <= 8
+        assert all(not random_runs._is_wrong(refusal) for refusal in one.refusals)
+
+
+def test_every_key_of_numbers_or_choices_gets_another_legal_value() -> None:
+    """Also a key that is added later: its values are drawn by its type."""
+    texts = {key for key in known_keys() if field_of(key).annotation in (str, str | None) and key != "pipeline.schedule"}
+    for key in sorted(set(known_keys()) - texts - {"data.sources"}):
+        rng, default = random.Random(key), field_of(key).default
+        found = [value for value in (random_recipe._value(rng, key, default) for _ in range(20)) if random_recipe._is_legal(key, value)]
+        assert any(value != default for value in found), key
+
+
+def test_a_failure_is_shrunk_to_the_key_that_fails_and_its_yaml_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin that ignores model.scales.residual deviates. Of two drawn keys only this one stays."""
+    values: Any = copy.deepcopy(random_recipe._TINY)
+    values["model"] |= {"scales": {"residual": 0.7}, "qk_norm": "heads"}
+    monkeypatch.setattr(random_runs, "draw", lambda seed, most: Draw(values, 1, []))
+    monkeypatch.setattr(model, "times", lambda x, factor, cast: x)
+    said: list[str] = []
+    assert main(draws=1, nproc=1, say=said.append) == 1
+    smallest = yaml.safe_load(said[3])
+    assert smallest["model"]["scales"] == {"residual": 0.7} and "qk_norm" not in smallest["model"]
+    assert said[1].startswith("first deviation: layers.0.ffn (forward of step 0")
+    (tmp_path / "small.yaml").write_text(said[3])
+    (own,) = [case for case in recipe_cases(str(tmp_path / "small.yaml"), 1)[0] if case.values]
+    assert own.run().model.scales.residual == 0.7
