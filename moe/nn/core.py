@@ -22,6 +22,7 @@ from torch import Tensor
 from moe.nn.context import Context
 from parallel.numerics.fused_attention import flash_takes
 from parallel.numerics.position_bias import Bias
+from parallel.sequence.softmax import repeated
 
 # B batch, L length (of queries; S of keys, if it differs), H heads, K key-value heads, C channels of a head, N chunks of W tokens
 
@@ -147,8 +148,3 @@ def open_core(
     places = range(q_BHLC.shape[2])
     mask = None if bias is None else bias.of(places, places).to(q_BHLC.dtype)
     return attend(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=scale, sink_H=None)
-
-
-def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
-    """Repeat key-value heads to `heads` heads: each serves consecutive query heads."""
-    return x_BKLC if x_BKLC.shape[1] == heads else x_BKLC.repeat_interleave(heads // x_BKLC.shape[1], dim=1)

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.kernels import cpu
 from moe.kernels.activation import GATED, activate
+from moe.kernels.auto import kernels_of
 from moe.nn.context import Context
 from moe.nn.lora import adapted
 from moe.nn.lora import product as adapted_product
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
 
 # B batch, L length, D model, F hidden
+
+WIDEST = 8192  # most channels that Triton's norm takes: more do not fit into a program's registers
 
 
 class Linear(nn.Module):
@@ -88,11 +92,20 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics in fp32 or wider. Keep x's dtype. A GPU's fused kernel
-    computes 16-bit inputs in fp32 without a copy, if the gain has their dtype.
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics and gain in fp32 or wider. Keep x's dtype. On a GPU, one
+    kernel reads tokens of 16 bits as they are.
     """
-    dtype, norm = x.dtype if x.is_cuda else sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
-    return norm(x.to(dtype), gain_D.shape, gain_D.to(dtype), eps=eps).to(x.dtype)
+    if x.is_cuda and x.dtype.itemsize == 2 and x.shape[-1] <= WIDEST and kernels_of(x) is not cpu:
+        from moe.kernels.triton.norm import norm
+
+        return norm(x, gain_D, centred=centred, eps=eps)
+    return normed_in_fp32(x, gain_D, centred=centred, eps=eps)
+
+
+def normed_in_fp32(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
+    """Return what `normed` returns, by torch's operators on an fp32 copy of x."""
+    wide, norm = sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
+    return norm(x.to(wide), gain_D.shape, gain_D.to(wide), eps=eps).to(x.dtype)
 
 
 class Norm(nn.Module):

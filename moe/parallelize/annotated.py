@@ -18,7 +18,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.kernels.activation import activate
-from moe.nn.core import repeated
 from moe.nn.rotary import rotate
 from moe.recipe.sections import Rope, Run, Scales
 from moe.recipe.shapes import NORM_EPS
@@ -26,6 +25,7 @@ from parallel.annotations.annotated import Compute, Rank
 from parallel.annotations.graph import Graph, Operator
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Remove, Set, written
+from parallel.sequence.softmax import repeated
 
 # keys of `model` that a graph does not describe -> the only value for which it is complete
 _PLAIN: dict[str, str | float | bool | None] = {"positions": "rotary", "qk_norm": "none", "clip_qkv": None, "logit_cap": None, "ahead": 0}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe.kernels.activation import activate
 from moe.model.transformer import Transformer
-from moe.nn.linear import FeedForward, Norm, normed
+from moe.nn.linear import FeedForward, Norm, normed, normed_in_fp32
 from moe.nn.vocabulary import cross_entropy
 from parallel.errors import BadInput
 from parallel.fixes import Set
@@ -53,7 +53,7 @@ class Compiled:
 
 
 def compile_between_products(model: Transformer) -> None:
-    norm, activation = Compiled(normed), Compiled(activate)
+    norm, activation = Compiled(normed_in_fp32), Compiled(activate)
     for module in model.modules():
         if isinstance(module, Norm) and module.normed is normed:
             module.normed = norm

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 import moe.kernels.triton as kernels
 from moe.kernels.rows import Plan
-from moe.kernels.triton import device, network, router, routing, rows
+from moe.kernels.triton import device, network, norm, router, routing, rows
 from moe.kernels.triton.router import Given
 from moe.recipe.sections import Router, Swiglu
 from tests.support.networks import network_of
@@ -174,17 +174,20 @@ def compute(c: Case) -> None:
 def main(capability: int, names: list[str]) -> None:
     """Compile these cases of PUBLISHED; without a name, the kernels of routing and the cases of SMALL."""
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (kernels.gemm, kernels.moves, router):  # type: ignore[attr-defined]
+    for module in (kernels.gemm, kernels.moves, norm, router):  # type: ignore[attr-defined]
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.run = compile_instead(kernel, capability)
-    for module in (network, rows, router, routing):
+    for module in (network, norm, rows, router, routing):
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
     device._l2_bytes = lambda _: 50 * 2**20  # type: ignore[assignment]
     if not names:
         route("glam", tokens=120, num_experts=60)
         route("deepseek_v3", tokens=2000, num_experts=256)
+        for width, centred in ((128, False), (7168, False), (4096, True), (8192, True)):
+            x, gain = torch.empty(300, width, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.empty(width, device="meta")
+            norm.norm(x, gain.requires_grad_(), centred=centred, eps=1e-6).sum().backward()
     for case in [PUBLISHED[name] for name in names] or SMALL.values():
         compute(case)
 

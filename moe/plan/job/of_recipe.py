@@ -84,6 +84,7 @@ def _decoder(run: Run) -> Network:
         ahead=m.ahead,
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         windows_in_runs=sum(in_chunks(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
+        documents=m.document_mask,
         experts=_experts(run),
         latent=latent_of(m),
         adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,

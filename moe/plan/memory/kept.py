@@ -132,7 +132,7 @@ def _mask(stack: Stack, itemsize: int) -> int:
 
 def _key_heads(n: Network, stack: Stack, itemsize: int) -> int:
     """Number of heads of the keys that the backward pass reads, without chunks of windows."""
-    return n.heads if stack.keys == "repeated" and (itemsize > 2 or n.buckets) else n.groups
+    return n.heads if stack.keys == "repeated" and (itemsize > 2 or n.buckets or n.documents) else n.groups
 
 
 def _attention(n: Network, stack: Stack, itemsize: int) -> float:

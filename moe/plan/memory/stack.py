@@ -43,7 +43,7 @@ class Stack:
     statistics: int = 0
     lse: int = 4
     keys: Literal["grouped", "repeated"] = (
-        "grouped"  # repeated: in fp32, with T5's bias and in chunks of windows, which flash does not take
+        "grouped"  # repeated: in fp32, with T5's bias or documents, and in chunks of windows, which flash does not take
     )
     padded: bool = False  # latent attention pads values and output to the size of keys
     core: Literal["fused", "scores"] = "fused"

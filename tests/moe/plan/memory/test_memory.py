@@ -13,7 +13,7 @@ from moe.plan.job.network import Experts, Latent, Network, Plan
 from moe.plan.job.states import FP32, MIXED, MIXED_FP32_GRADIENTS
 from moe.plan.memory.kept import layer_kept, layer_parts
 from moe.plan.memory.memory import CONTEXT_BYTES, memory, peak
-from moe.plan.memory.stack import OURS
+from moe.plan.memory.stack import OURS, OURS_ON_CPU
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held, weight_versions
@@ -76,7 +76,9 @@ def test_a_head_in_a_stage_of_its_own_moves_its_bytes_there(name: str) -> None:
     assert alone[0].parts["activations"] == pytest.approx(both[0].parts["activations"] * 3 / 2)  # one more micro-batch in flight
     assert alone[2].parts["activations"] == 0 == alone[2].parts["layer at work"] < alone[2].parts["loss and logits"]
     inputs = 2 * network.width * network.length  # bytes of a stage's input in 16 bits
-    assert alone[1].parts["loss and logits"] == 2 * inputs  # no logits, only the inputs of two micro-batches in flight
+    assert alone[1].parts["loss and logits"] == 0  # no logits, and the first norm keeps the stage's input itself
+    copied = memory(network, at_work, OURS_ON_CPU)  # norms keep an fp32 copy, in addition to the inputs of two micro-batches in flight
+    assert copied[1].parts["loss and logits"] == 2 * inputs
     first = memory(network, Plan(pp=3, microbatches=6, stage_layers=(0, middle, network.layers - middle)))[0]
     assert first.parts["activations"] == 0 and first.parts["parameters"] < 0.5 * both[0].parts["parameters"]
 
@@ -125,6 +127,15 @@ def test_experts_keep_rows_by_choices_and_capacity() -> None:
     assert layer_parts(sparse, Plan(microbatch=2), MEGATRON, 0)["experts"] == rows * 2 * (96 + 3 * 48) + tokens * (8 * 8 + 8 * 2)
     padded = replace(sparse, experts=Experts(8, 2, 48, gated=True, rows=1.5))
     assert layer_parts(padded, Plan(microbatch=2), MEGATRON, 0)["experts"] == 1.5 * rows * 2 * (96 + 3 * 48) + tokens * (8 * 8 + 8 * 2)
+
+
+@pytest.mark.parametrize(("itemsize", "documents", "repeated"), [(2, False, False), (2, True, True), (4, False, True), (4, True, True)])
+def test_keys_are_repeated_where_flash_attention_does_not_run(itemsize: int, documents: bool, repeated: bool) -> None:
+    """moe/nn/core.py repeats keys and values of grouped heads on a GPU with a mask or in fp32. 64 tokens, 6 query heads of 16 channels."""
+    grouped = replace(GPT, kv_heads=2, dropout=False, documents=documents)
+    ungrouped, plan = replace(grouped, kv_heads=6), Plan(microbatch=2, compute_bytes=itemsize)
+    keys = [layer_parts(network, plan, OURS, 0)["attention"] for network in (grouped, ungrouped)]
+    assert keys[1] - keys[0] == (0 if repeated else 64 * 2 * (6 - 2) * 16 * itemsize)
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
