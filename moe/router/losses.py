@@ -163,7 +163,9 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, (torch.ones_like(ctx.like) * ctx.scale).to(ctx.like.dtype), None
+        if isinstance(ctx.scale, Tensor):
+            return grad, ctx.scale.to(ctx.like.dtype).expand_as(ctx.like), None
+        return grad, torch.full_like(ctx.like, ctx.scale), None
 
 
 def join(x: Tensor, loss: Tensor, *, scale: float | Tensor) -> Tensor:

@@ -143,17 +143,18 @@ class OncePerNode(Exchange):
         num_experts = routing.probs_TE.shape[1]
         place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=self.placement).where(routing.kept_TK, -1)
         tokens = Tokens(x_TD, routing.gate_TK, place_TK, None if dropout is None else dropout.position_T)
-        between, within, rows = self._agree(tokens, num_experts)
+        between, within, rows_P = self._agree(tokens, num_experts)
         in_node, copies_to_nodes = between.there(tokens)
         here, copies_to_ranks = within.there(in_node)
-        plan = self.kernels.plan(here.place_TK.clamp(min=0), here.place_TK >= 0, num_experts=within.places).cut(rows)
-        sum_TD = self._computed(here, plan, experts, dropout)
+        plan = self.kernels.plan(here.place_TK.clamp(min=0), here.place_TK >= 0, num_experts=within.places).cut(rows_P[self.etp.index])
+        sum_TD = self._computed(here, plan, rows_P, experts, dropout)
         return between.back(within.back(sum_TD, copies_to_ranks), copies_to_nodes)
 
-    def _agree(self, tokens: Tokens, num_experts: int) -> tuple[Hop, Hop, int]:
-        """Return the exchange between nodes, the exchange within the node, and the number of choices that this rank will compute."""
+    def _agree(self, tokens: Tokens, num_experts: int) -> tuple[Hop, Hop, list[int]]:
+        """Return the exchange between nodes, the exchange within the node, and the number of choices that each etp rank will get."""
         import torch
 
+        from parallel.mesh.collectives import all_gather
         from parallel.mesh.exchange import exchange_counts
         from parallel.mesh.host import read_later
 
@@ -169,15 +170,18 @@ class OncePerNode(Exchange):
         most = heard[:, -1].max()
         forward_I, choices_I = heard[:, 1:-1].sum(0).split(size)
         arriving = exchange_counts(torch.stack([forward_I, choices_I, most.expand(size)], 1), inner)
-        sends, receives, widest, forward, arrivals = read_later(to_node_O, heard[:, 0], most, forward_I, arriving)()
-        from_ranks, rows, widths = zip(*arrivals, strict=True)
+        rows_P = all_gather(arriving[:, 1].sum().unsqueeze(0), self.etp)
+        sends, receives, widest, forward, arrivals, rows = read_later(to_node_O, heard[:, 0], most, forward_I, arriving, rows_P)()
+        from_ranks, _, widths = zip(*arrivals, strict=True)
         between = Hop(outer, self.kernels, places * size, sends, receives, widest)
-        return between, Hop(inner, self.kernels, places, forward, list(from_ranks), max(widths)), sum(rows)
+        return between, Hop(inner, self.kernels, places, forward, list(from_ranks), max(widths)), rows
 
-    def _computed(self, tokens: Tokens, plan: Plan, experts: Experts, dropout: Dropout | None) -> Tensor:
-        """Return the sum of gate * expert(x) over each token's choices of experts held here, [T, D]."""
-        from moe.experts.dispatch.network import compute
+    def _computed(self, tokens: Tokens, plan: Plan, rows_P: list[int], experts: Experts, dropout: Dropout | None) -> Tensor:
+        """Return the sum of gate * expert(x) over each token's choices of experts held here, [T, D]. `rows_P`: choices of each etp rank."""
+        from moe.experts.dispatch.network import Arrived, compute
         from moe.experts.experts import Routed
+        from parallel.mesh.collectives import all_gather
+        from parallel.numerics.supposed import supposed
 
         position_R = None if tokens.position_T is None else tokens.position_T[plan.token_R]
         if self.etp.size == 1:
@@ -185,6 +189,16 @@ class OncePerNode(Exchange):
             sum_TD: Tensor = experts(tokens.x_TD, counts=Routed(tokens.gate_TK, plan), dropped_RF=dropped_RF)
             return sum_TD
         rows_RD = self.kernels.permute(tokens.x_TD, plan)
-        rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=plan.counts_E, position_R=position_R, dropout=dropout)
+        # other ranks' choices are unknown in a rehearsal: a part of this rank's rows for each expert held here
+        counts_E = supposed(plan.counts_E, lambda: _even(len(rows_RD), len(plan.counts_E)))
+        arrived = Arrived(all_gather(counts_E.unsqueeze(0), self.etp), rows_P)
+        rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)
         sum_TD = self.kernels.combine(rows_RD, tokens.gate_TK, plan)
         return sum_TD
+
+
+def _even(total: int, parts: int) -> Tensor:
+    """Return `total` as a sum of `parts` numbers that differ by 1 at most, int64 [parts]."""
+    import torch
+
+    return torch.tensor([total // parts + (part < total % parts) for part in range(parts)])

@@ -123,6 +123,7 @@ LAYERS = [
     ({"kind": "all_to_all", "overlap_chunks": 4}, None, {"ep": 2}, False, 1),
     ({"kind": "all_to_all", "overlap_chunks": 2}, 1.25, {"ep": 2, "etp": 2}, True, 1),
     ({"kind": "hierarchical", "node_size": 2}, None, {"ep": 4}, False, 1),
+    ({"kind": "hierarchical", "node_size": 2}, 1.25, {"ep": 4, "etp": 2}, False, 1),
     ({"kind": "padded"}, 1.25, {"ep": 4}, False, 0),
     ({"kind": "padded"}, 1.25, {"ep": 2, "etp": 2}, True, 0),
     ({"kind": "padded"}, None, {"ep": 2, "etp": 2}, False, 1),
