@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe.checks.together import check_together
 from moe.convert.convert import by_global_name, find
+from moe.convert.huggingface import PREFIX
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.families import FAMILIES
 from moe.convert.huggingface.tensors import Source, by_key, write, written
@@ -49,7 +50,6 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 from parallel.store.files import read_text, user_path
 
-PREFIX = "hf:"
 ORIGINAL_DTYPES = "dtypes.json"  # name of the kept file with the dtypes that the tensors had in transformers' files
 _COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
