@@ -28,7 +28,7 @@ from moe.checks.together import check_together
 from moe.convert.convert import by_global_name, find
 from moe.convert.huggingface import PREFIX
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
-from moe.convert.huggingface.families import FAMILIES
+from moe.convert.huggingface.families import FAMILIES, SAME
 from moe.convert.huggingface.tensors import Source, by_key, write, written
 from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
 from moe.data.tokenizer import Bytes
@@ -43,7 +43,7 @@ from moe.records.results import write_json
 from moe.train.start.restore import whole
 from moe.train.start.resume import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
-from parallel.errors import BadInput, some
+from parallel.errors import BadInput, counted, some
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES, LossScale
 from parallel.store import checkpoint
@@ -127,7 +127,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     if "model.max_length" not in overrides and run.model.max_length < longest:
         said.append(f"model.max_length is {run.model.max_length} of {longest}: --model.max_length changes that")
     if _further_layers(config):
-        said.append(f"{len(further)} layers for multi-token prediction are not converted; the main model does not use them")
+        said.append(f"{counted(len(further), 'layer')} for multi-token prediction not converted; the main model uses none")
     if quantization := config.get("quantization_config"):
         said.append(f"weights in {quantization['quant_method']} were decoded to bf16")
     verb = "eval" if run.model.kind == "encoder_decoder" else "generate"
@@ -215,8 +215,9 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     own = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)).dtype for name, shape in shapes.items()}
     dtypes = _dtypes(own, kinds, came, asked=dtype, trained=reader.state["counters"]["step"] > 0)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
-    for key in ("torch_dtype", "quantization_config"):  # weights are written as they are
+    for key in ("torch_dtype", "quantization_config", "auto_map"):  # weights are written as they are, for transformers' own code
         config.pop(key, None)
+    config["model_type"] = SAME.get(config["model_type"], config["model_type"])
 
     def read(name: str) -> Tensor:
         found = reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name])).to(dtypes[name])
