@@ -40,6 +40,7 @@ from moe.recipe.keys import keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from moe.train.start.place import unused_name
 from moe.train.start.restore import whole
 from moe.train.start.resume import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
@@ -72,18 +73,22 @@ def biases_of(run: Run) -> Shapes:
 
 
 @contextmanager
-def _whole(out: Path, what: str) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `out` at the end, or removed after an error. `what`: the argument that names `out`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `out` at the end, or removed after an error. `what`: the argument that names `out`.
+    `earlier`: `out` has an earlier conversion, which is replaced at the end."""
+    if not earlier and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix=f"choose another folder, or remove {out}")
     part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
     try:
         part.mkdir(parents=True)
         made = True
         yield part
-        if out.is_dir():
-            out.rmdir()
-        part.rename(out)
+        if earlier:
+            _replace(out, part)
+        else:
+            if out.is_dir():
+                out.rmdir()
+            part.rename(out)
     except OSError as error:
         fix = "free disk space, or choose another place"
         raise BadInput(what, got=f"{out}: {error.strerror or error}", needed="a folder that can be written", fix=fix) from None
@@ -92,9 +97,23 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False) -> list[str]:
+def _replace(base: Path, part: Path) -> None:
+    """Rename `part` to `base`, which is removed. It is renamed instead if its weights differ and its run has checkpoints, which may be
+    adapters that need them."""
+    aside, manifest = unused_name(base), "checkpoints/step-0/manifest.json"
+    needed = any(base.parent.glob("checkpoints*/step-*/manifest.json")) and not (
+        (base / manifest).is_file() and (base / manifest).read_bytes() == (part / manifest).read_bytes()
+    )
+    base.rename(aside)
+    part.rename(base)
+    if not needed:
+        shutil.rmtree(aside)
+
+
+def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False, earlier: bool = False) -> list[str]:
     """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists.
-    `without_mtp`: leaves out the files' layers for multi-token prediction, which transformers does not load either."""
+    `without_mtp`: leaves out the files' layers for multi-token prediction, which transformers does not load either. `earlier`: `out` has
+    an earlier conversion, which is replaced when the new one is complete."""
     config = config_in(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinels
@@ -106,7 +125,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     if without_mtp and not any(key.startswith(tuple(further)) for key in files.files):
         got, needed = f"{source} without such layers", "files with layers for multi-token prediction"
         raise BadInput("--without_mtp", got=got, needed=needed, fix="leave out --without_mtp")
-    with _whole(out, "TO_RUN") as part:
+    with _whole(out, "TO_RUN", earlier=earlier) as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
         shapes, biases = shapes_of(run), biases_of(run)
         files.check(family, shapes | biases, tied=run.model.tied_embeddings, further=tuple(further), without_further=without_mtp)
@@ -160,10 +179,9 @@ def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str,
 
 def into_base(source: Path, base: Path) -> list[str]:
     """Convert the folder `source` to the run `base`, with which another run begins. Returns lines to print. An earlier conversion in `base`
-    is replaced."""
-    if (base / KEPT).is_dir() and (base / "checkpoints").is_dir():
-        shutil.rmtree(base)
-    return to_run(source, base, overrides={})[:-1]
+    is replaced; it stays as `base`.before-N if other checkpoints of that run may need it."""
+    earlier = (base / KEPT).is_dir() and (base / "checkpoints").is_dir()
+    return to_run(source, base, overrides={}, earlier=earlier)[:-1]
 
 
 def config_in(source: Path) -> dict[str, Any]:
