@@ -34,11 +34,15 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
         fix = f"{hub[0]}, then {hub[1]}"
         raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder of this machine", fix=fix)
     source = user_path(name.removeprefix(PREFIX), what="recipe")
+    if isinstance(flags, Train) and flags.init_from is not None:
+        needed, fix = "one model to begin with", "remove --init_from, or give a recipe"
+        raise BadInput("--init_from", got=f"it with {PREFIX}{source}", needed=needed, fix=fix)
     if isinstance(flags, Train) and not flags.dry_run:
         yield _converted(flags, overrides, source)
         return
+    begins = {"init_from": Path(f"{PREFIX}{source}")} if isinstance(flags, Train) else {}
     with _described(source) as path:
-        yield dataclasses.replace(flags, recipe=str(path))
+        yield dataclasses.replace(flags, recipe=str(path), **begins)
 
 
 @contextmanager
@@ -61,9 +65,6 @@ def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
     from moe.convert.huggingface.convert import into_base
     from moe.recipe.load import load
 
-    said = f"{PREFIX}{source}"
-    if flags.init_from is not None:
-        raise BadInput("--init_from", got=f"it with {said}", needed="one model to begin with", fix="remove --init_from, or give a recipe")
     out = Path("runs") / source.resolve().name if flags.out is None else user_path(flags.out, what="--out")
     base = out / "base"
 
@@ -73,7 +74,7 @@ def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
         return into_base(source, base)
 
     then = "moe train runs/BASE/recipe.yaml --init_from runs/BASE"
-    if not begin(out, convert, fresh=flags.fresh, what="recipe", said=said, then=then):
+    if not begin(out, convert, fresh=flags.fresh, what="recipe", said=f"{PREFIX}{source}", then=then):
         _check_same(source, base, out)
     return dataclasses.replace(flags, recipe=str(base / "recipe.yaml"), init_from=base, out=out)
 

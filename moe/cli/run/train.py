@@ -32,6 +32,8 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     run, origins = load(flags.recipe, overrides)
     if flags.dry_run:
         counted = flags.nproc is not None or flags.hostfile is not None
+        if flags.init_from is None:
+            check_begins(run, _out(flags), fresh=flags.fresh, source=None)
         return call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
     if flags.cluster is not None:
         from moe.plan.machine.cluster import load_cluster

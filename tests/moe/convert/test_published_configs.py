@@ -90,9 +90,10 @@ def gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_config_json_alone_is_a_recipe_for_plan_and_show(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_json_alone_is_a_recipe_for_plan_show_and_a_dry_run(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "hf:gpt-oss-20b"]) == 0
     assert "# 20.9 G parameters" in capsys.readouterr().out
+    assert main([*TRAIN, "--dry-run", "--lora.rank", "4", "--force"]) == 0
     assert main(PLAN.split()) == 0
     assert "fsdp" in capsys.readouterr().out
     assert [path.name for path in gpt_oss.iterdir()] == ["gpt-oss-20b"]
