@@ -29,7 +29,7 @@ from moe.convert.convert import by_global_name, find
 from moe.convert.huggingface import PREFIX
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.families import FAMILIES, SAME
-from moe.convert.huggingface.tensors import Source, by_key, write, written
+from moe.convert.huggingface.tensors import Source, by_key, shape_of, write, written
 from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
 from moe.data.tokenizer import Bytes
 from moe.launch import exit_codes
@@ -245,14 +245,13 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
         return found
 
     together = by_key(shapes, family)
-    tensors = ((key, written(names, family, shapes, read)) for key, names in together.items())
-    sizes = [sum(dtypes[name].itemsize * torch.Size(shapes[name]).numel() for name in names) for names in together.values()]
+    forms = {key: (dtypes[names[0]], shape_of(names, family, shapes)) for key, names in together.items()}
 
     with _whole(out, "TO_HF") as part:
         _take_along(came, part)
         said = write_tokenizer(part, reader.state["tokenizer"], came=(came / "config.json").is_file(), run=run)
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
-        write(part, tensors, sizes)
+        write(part, forms, lambda key: written(together[key], family, shapes, read))
     if dtype is None and any(own[name].itemsize > dtypes[name].itemsize for name in own):
         said.append(f"rounded to {config['dtype']}, the model's original dtype: --dtype fp32 writes the trained weights exactly")
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
