@@ -1,4 +1,4 @@
-"""Measures the host memory of `moe convert RUN hf:PATH`: its peak above that of the same command for a tiny model, by the output's size.
+"""Measures the host memory of `moe convert RUN hf:PATH`: its peak above the peak for a tiny model, divided by the size of the output.
 
 `python -m tests.measured writing`. The model is a dense Llama with random weights, of which no tensor has more than a tenth of the bytes.
 """
