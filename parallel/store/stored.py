@@ -30,7 +30,7 @@ from parallel.store.files import of_contents
 CHECKED_BYTES = 2**20  # bytes that are read at a time to check for finite values, few enough for a core's cache
 HEADER_BYTES = 100_000_000  # largest header of a safetensors file
 MOST_TENSORS = 2**18  # most tensors in one file: the largest models have fewer
-_DTYPES = {  # name in the safetensors format -> torch's dtype
+STORED = {  # name in the safetensors format -> torch's dtype
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -85,7 +85,7 @@ class TensorFile:
     @staticmethod
     def _place(entry: dict[str, Any], *, data: int, end: int) -> _Place:
         first, last = entry["data_offsets"]
-        place = _Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data + first)
+        place = _Place(STORED[entry["dtype"]], tuple(entry["shape"]), data + first)
         if not data <= place.begin <= data + last <= end:
             raise ValueError("a tensor beyond the end of the file")
         if last - first != math.prod(place.shape) * place.dtype.itemsize:

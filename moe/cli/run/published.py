@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe.cli.run.train import is_rank
+from moe.cli.run.train import begin
 from moe.cli.verbs import Train
+from moe.convert.huggingface import PREFIX
 from parallel.errors import BadInput
 from parallel.store.files import user_path
-
-PREFIX = "hf:"
 
 
 @contextmanager
@@ -35,11 +34,15 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
         fix = f"{hub[0]}, then {hub[1]}"
         raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder of this machine", fix=fix)
     source = user_path(name.removeprefix(PREFIX), what="recipe")
+    if isinstance(flags, Train) and flags.init_from is not None:
+        needed, fix = "one model to begin with", "remove --init_from, or give a recipe"
+        raise BadInput("--init_from", got=f"it with {PREFIX}{source}", needed=needed, fix=fix)
     if isinstance(flags, Train) and not flags.dry_run:
         yield _converted(flags, overrides, source)
         return
+    begins = {"init_from": Path(f"{PREFIX}{source}")} if isinstance(flags, Train) else {}
     with _described(source) as path:
-        yield dataclasses.replace(flags, recipe=str(path))
+        yield dataclasses.replace(flags, recipe=str(path), **begins)
 
 
 @contextmanager
@@ -57,28 +60,35 @@ def _described(source: Path) -> Iterator[Path]:
 
 
 def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
-    """Return flags for a run that begins with the model in `source`. It is converted into RUN/base now, unless the run has a checkpoint."""
-    from moe.checks.begins import has_checkpoint
+    """Return flags for a run that begins with the model in `source`. It is converted into RUN/base now, unless the run has a checkpoint;
+    then BadInput is raised if that run began with another model."""
     from moe.convert.huggingface.convert import into_base
     from moe.recipe.load import load
-    from parallel.store.lock import alone_in
 
-    if flags.init_from is not None:
-        got = f"it with {PREFIX}{source}"
-        raise BadInput("--init_from", got=got, needed="one model to begin with", fix="remove --init_from, or give a recipe")
     out = Path("runs") / source.resolve().name if flags.out is None else user_path(flags.out, what="--out")
     base = out / "base"
-    recipe = base / "recipe.yaml"
-    if flags.fresh or not has_checkpoint(out):
-        if is_rank():
-            got, needed = f"{PREFIX}{source}", "a run, because all ranks of a launcher read it at the same time"
-            fix = f"moe convert {got} runs/BASE, then moe train runs/BASE/recipe.yaml --init_from runs/BASE"
-            raise BadInput("recipe", got=got, needed=needed, fix=fix)
+
+    def convert(base: Path) -> list[str]:
         with _described(source) as described:
             load(str(described), overrides)  # only to raise BadInput for a wrong override before tensors are read
-        with alone_in(out):
-            print("\n".join(into_base(source, base)))
-    elif not recipe.is_file():
-        fix = f"moe train {out / 'recipe.yaml'} continues it; or choose another --out"
-        raise BadInput("recipe", got=f"{PREFIX}{source}, and a run in {out} of another recipe", needed="a run of this model", fix=fix)
-    return dataclasses.replace(flags, recipe=str(recipe), init_from=base, out=out)
+        return into_base(source, base)
+
+    then = "moe train runs/BASE/recipe.yaml --init_from runs/BASE"
+    if not begin(out, convert, fresh=flags.fresh, what="recipe", said=f"{PREFIX}{source}", then=then):
+        _check_same(source, base, out)
+    return dataclasses.replace(flags, recipe=str(base / "recipe.yaml"), init_from=base, out=out)
+
+
+def _check_same(source: Path, base: Path, out: Path) -> None:
+    """Raise BadInput unless `source` has the config.json with which the run `out` began."""
+    from moe.convert.huggingface.convert import config_in
+    from moe.train.start.resume import KEPT
+
+    try:
+        same = config_in(source) == config_in(base / KEPT)
+    except BadInput:
+        same = False
+    if not same:
+        needed = f"the config.json of {base / KEPT}, with which the run in {out} began"
+        fix = f"moe train {out / 'recipe.yaml'} --out {out} continues it; or choose another --out"
+        raise BadInput("recipe", got=f"{PREFIX}{source}", needed=needed, fix=fix)

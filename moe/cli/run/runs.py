@@ -10,6 +10,7 @@ from typing import Any
 
 from moe.cli.run import call, check_least, refuse, refuse_others, run_dir
 from moe.cli.verbs import Convert, Eval, Generate, Report, Verify
+from moe.convert.huggingface import PREFIX
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 
@@ -82,7 +83,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
     if (hub := download_of(flags.from_run)) is not None:
         fix = f"{hub[0]}, then moe convert {hub[1]} {flags.to_run}"
         raise BadInput("FROM_RUN", got=f"{flags.from_run}{ON_HUB}", needed="a folder of this machine", fix=fix)
-    if any(word.startswith("hf:") for word in (flags.from_run, flags.to_run)):
+    if any(word.startswith(PREFIX) for word in (flags.from_run, flags.to_run)):
         return _convert_huggingface(flags, overrides)
     if of_transformers(Path(flags.from_run)):
         got, needed = f"{flags.from_run}, a model of transformers", f"hf:{flags.from_run}"
@@ -98,8 +99,8 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
 
 
 def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
-    into = flags.to_run.startswith("hf:")
-    if into and flags.from_run.startswith("hf:"):
+    into = flags.to_run.startswith(PREFIX)
+    if into and flags.from_run.startswith(PREFIX):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
     flag = "dtype" if into else "without_mtp"
     needed = f"no flags but --json and --{flag}" + ("" if into else ", and recipe keys of training")

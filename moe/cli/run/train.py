@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe.cli.run import call, check_least
 from moe.cli.verbs import Rehearse, Train
+from moe.convert.huggingface import PREFIX
 from parallel.errors import BadInput
 from parallel.store.files import user_path
 
@@ -30,6 +32,8 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     run, origins = load(flags.recipe, overrides)
     if flags.dry_run:
         counted = flags.nproc is not None or flags.hostfile is not None
+        if flags.init_from is None:
+            check_begins(run, _out(flags), fresh=flags.fresh, source=None)
         return call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
     if flags.cluster is not None:
         from moe.plan.machine.cluster import load_cluster
@@ -63,7 +67,6 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     """Return the folder from which a new run loads its weights (--init_from); None without this flag.
     For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint."""
-    from moe.checks.begins import has_checkpoint
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     if flags.init_from is None:
@@ -72,7 +75,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     if (hub := download_of(said)) is not None:
         fix = f"{hub[0]}, then --init_from {hub[1]}"
         raise BadInput("--init_from", got=f"{said}{ON_HUB}", needed="a folder of this machine", fix=fix)
-    if not said.startswith("hf:"):
+    if not said.startswith(PREFIX):
         source = user_path(flags.init_from, what="--init_from")
         if not source.is_dir():
             needed, fix = "the folder of a run, of one of its checkpoints, or hf:PATH", "--init_from runs/NAME"
@@ -80,20 +83,32 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
         if of_transformers(source):
             raise BadInput("--init_from", got=f"{said}, a model of transformers", needed=f"hf:{said}", fix=f"--init_from hf:{said}")
         return source
+
+    def convert(base: Path) -> list[str]:
+        from moe.convert.huggingface.convert import begin_from
+
+        source = user_path(said.removeprefix(PREFIX), what="--init_from")
+        return begin_from(source, base, recipe=flags.recipe, overrides=overrides)
+
     out = _out(flags)
-    base = out / "base"
-    if not flags.fresh and has_checkpoint(out):
-        return base
-    if is_rank():
-        needed = "a run, because all ranks of a launcher read it at the same time"
-        raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
-    from moe.convert.huggingface.convert import begin_from
+    begin(out, convert, fresh=flags.fresh, what="--init_from", said=said, then="--init_from runs/BASE")
+    return out / "base"
+
+
+def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:
+    """Convert the model hf:PATH of the argument `what`, `said`, into the run `out`/base, and print the lines that `convert` returns. A run
+    with a checkpoint continues instead. Returns whether the run begins. Raises BadInput on a rank, with `then`, flags for runs/BASE."""
+    from moe.checks.begins import has_checkpoint
     from parallel.store.lock import alone_in
 
-    source = user_path(said.removeprefix("hf:"), what="--init_from")
+    if not fresh and has_checkpoint(out):
+        return False
+    if is_rank():
+        needed = "a run, because all ranks of a launcher read it at the same time"
+        raise BadInput(what, got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then {then}")
     with alone_in(out):
-        print("\n".join(begin_from(source, base, recipe=flags.recipe, overrides=overrides)))
-    return base
+        print("\n".join(convert(out / "base")))
+    return True
 
 
 def _out(flags: Train) -> Path:

@@ -110,14 +110,15 @@ def decoded(tensors: Mapping[str, Plain], quantization: Any) -> dict[str, Stored
                 f"tensor {fp8}", got="fp8", needed="quantization_config in config.json, with the size of its blocks", fix=_AS_BF16
             )
         return dict(tensors)
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    given = quantization if isinstance(quantization, Mapping) else {}
+    method, size = given.get("quant_method"), given.get("weight_block_size")
     if method == "mxfp4":
         return _decoded_mxfp4(tensors)
-    size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
     if method == "fp8" and isinstance(size, list | tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
         return _decoded_fp8(tensors, (size[0], size[1]))
-    got = f"{method}" + (f" with weight_block_size {size}" if method == "fp8" else "")
-    raise BadInput("config.json: quantization_config", got=got, needed="mxfp4, or fp8 with weight_block_size [rows, columns]", fix=_AS_BF16)
+    got = f"{method}" + (f" with weight_block_size {size}" if method == "fp8" else "") if given else repr(quantization)
+    needed = "quant_method mxfp4, or fp8 with weight_block_size [rows, columns]"
+    raise BadInput("config.json: quantization_config", got=got, needed=needed, fix=_AS_BF16)
 
 
 def _decoded_mxfp4(tensors: Mapping[str, Plain]) -> dict[str, Stored]:

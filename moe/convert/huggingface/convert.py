@@ -26,9 +26,10 @@ from torch import Tensor
 
 from moe.checks.together import check_together
 from moe.convert.convert import by_global_name, find
+from moe.convert.huggingface import PREFIX
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
-from moe.convert.huggingface.families import FAMILIES
-from moe.convert.huggingface.tensors import Source, by_key, write, written
+from moe.convert.huggingface.families import FAMILIES, SAME
+from moe.convert.huggingface.tensors import Source, by_key, shape_of, write, written
 from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
 from moe.data.tokenizer import Bytes
 from moe.launch import exit_codes
@@ -39,17 +40,17 @@ from moe.recipe.keys import keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from moe.train.start.place import unused_name
 from moe.train.start.restore import whole
 from moe.train.start.resume import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
-from parallel.errors import BadInput, some
+from parallel.errors import BadInput, counted, some
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES, LossScale
 from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 from parallel.store.files import read_text, user_path
 
-PREFIX = "hf:"
 ORIGINAL_DTYPES = "dtypes.json"  # name of the kept file with the dtypes that the tensors had in transformers' files
 _COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
@@ -72,18 +73,22 @@ def biases_of(run: Run) -> Shapes:
 
 
 @contextmanager
-def _whole(out: Path, what: str) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `out` at the end, or removed after an error. `what`: the argument that names `out`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `out` at the end, or removed after an error. `what`: the argument that names `out`.
+    `earlier`: `out` has an earlier conversion, which is replaced at the end."""
+    if not earlier and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix=f"choose another folder, or remove {out}")
     part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
     try:
         part.mkdir(parents=True)
         made = True
         yield part
-        if out.is_dir():
-            out.rmdir()
-        part.rename(out)
+        if earlier:
+            _replace(out, part)
+        else:
+            if out.is_dir():
+                out.rmdir()
+            part.rename(out)
     except OSError as error:
         fix = "free disk space, or choose another place"
         raise BadInput(what, got=f"{out}: {error.strerror or error}", needed="a folder that can be written", fix=fix) from None
@@ -92,9 +97,23 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False) -> list[str]:
+def _replace(base: Path, part: Path) -> None:
+    """Rename `part` to `base`, which is removed. It is renamed instead if its weights differ and its run has checkpoints, which may be
+    adapters that need them."""
+    aside, manifest = unused_name(base), "checkpoints/step-0/manifest.json"
+    needed = any(base.parent.glob("checkpoints*/step-*/manifest.json")) and not (
+        (base / manifest).is_file() and (base / manifest).read_bytes() == (part / manifest).read_bytes()
+    )
+    base.rename(aside)
+    part.rename(base)
+    if not needed:
+        shutil.rmtree(aside)
+
+
+def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False, earlier: bool = False) -> list[str]:
     """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists.
-    `without_mtp`: leaves out the files' layers for multi-token prediction, which transformers does not load either."""
+    `without_mtp`: leaves out the files' layers for multi-token prediction, which transformers does not load either. `earlier`: `out` has
+    an earlier conversion, which is replaced when the new one is complete."""
     config = config_in(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinels
@@ -106,7 +125,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     if without_mtp and not any(key.startswith(tuple(further)) for key in files.files):
         got, needed = f"{source} without such layers", "files with layers for multi-token prediction"
         raise BadInput("--without_mtp", got=got, needed=needed, fix="leave out --without_mtp")
-    with _whole(out, "TO_RUN") as part:
+    with _whole(out, "TO_RUN", earlier=earlier) as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
         shapes, biases = shapes_of(run), biases_of(run)
         files.check(family, shapes | biases, tied=run.model.tied_embeddings, further=tuple(further), without_further=without_mtp)
@@ -127,7 +146,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     if "model.max_length" not in overrides and run.model.max_length < longest:
         said.append(f"model.max_length is {run.model.max_length} of {longest}: --model.max_length changes that")
     if _further_layers(config):
-        said.append(f"{len(further)} layers for multi-token prediction are not converted; the main model does not use them")
+        said.append(f"{counted(len(further), 'layer')} for multi-token prediction not converted; the main model uses none")
     if quantization := config.get("quantization_config"):
         said.append(f"weights in {quantization['quant_method']} were decoded to bf16")
     verb = "eval" if run.model.kind == "encoder_decoder" else "generate"
@@ -160,10 +179,9 @@ def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str,
 
 def into_base(source: Path, base: Path) -> list[str]:
     """Convert the folder `source` to the run `base`, with which another run begins. Returns lines to print. An earlier conversion in `base`
-    is replaced."""
-    if (base / KEPT).is_dir() and (base / "checkpoints").is_dir():
-        shutil.rmtree(base)
-    return to_run(source, base, overrides={})[:-1]
+    is replaced; it stays as `base`.before-N if other checkpoints of that run may need it."""
+    earlier = (base / KEPT).is_dir() and (base / "checkpoints").is_dir()
+    return to_run(source, base, overrides={}, earlier=earlier)[:-1]
 
 
 def config_in(source: Path) -> dict[str, Any]:
@@ -215,8 +233,9 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     own = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)).dtype for name, shape in shapes.items()}
     dtypes = _dtypes(own, kinds, came, asked=dtype, trained=reader.state["counters"]["step"] > 0)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
-    for key in ("torch_dtype", "quantization_config"):  # weights are written as they are
+    for key in ("torch_dtype", "quantization_config", "auto_map"):  # weights are written as they are, for transformers' own code
         config.pop(key, None)
+    config["model_type"] = SAME.get(config["model_type"], config["model_type"])
 
     def read(name: str) -> Tensor:
         found = reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name])).to(dtypes[name])
@@ -226,14 +245,13 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
         return found
 
     together = by_key(shapes, family)
-    tensors = ((key, written(names, family, shapes, read)) for key, names in together.items())
-    sizes = [sum(dtypes[name].itemsize * torch.Size(shapes[name]).numel() for name in names) for names in together.values()]
+    forms = {key: (dtypes[names[0]], shape_of(names, family, shapes)) for key, names in together.items()}
 
     with _whole(out, "TO_HF") as part:
         _take_along(came, part)
         said = write_tokenizer(part, reader.state["tokenizer"], came=(came / "config.json").is_file(), run=run)
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
-        write(part, tensors, sizes)
+        write(part, forms, lambda key: written(together[key], family, shapes, read))
     if dtype is None and any(own[name].itemsize > dtypes[name].itemsize for name in own):
         said.append(f"rounded to {config['dtype']}, the model's original dtype: --dtype fp32 writes the trained weights exactly")
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]

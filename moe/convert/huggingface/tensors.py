@@ -3,34 +3,37 @@
     Source(folder)             the *.safetensors files of a folder; reads only their headers
     Source.check(shapes)       checks that each parameter has a tensor of the right shape, and that no tensor is left over
     Source.tensor(name)        one parameter; from a stack of experts only its part; must be finite
-    write(folder, tensors)     model.safetensors, or numbered files with their index
+    write(folder, forms, read) model.safetensors, or numbered files with their index
 
-Files are never loaded whole: only the tensor being converted is in memory (parallel/store/stored.py reads the same format).
+Files are never in memory whole: only the tensor being converted is (parallel/store/stored.py reads the same format).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from moe.convert.huggingface.blocks import Plain, Stored, decoded
 from moe.convert.huggingface.families import EXPERTS, NOT_READ, Family, Row
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box
-from parallel.store.files import read_text, usual_mode
-from parallel.store.stored import TensorFile, finite
+from parallel.store.files import read_text
+from parallel.store.stored import STORED, TensorFile, finite
 
-FILE_BYTES = 2**29  # largest size of a file with several tensors; the tensors of the file being written are in memory twice
+FILE_BYTES = 2**29  # largest size of a file with several tensors
 Shape = tuple[int, ...]
+Form = tuple[torch.dtype, Shape]  # of a tensor in a file
 _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -207,37 +210,63 @@ def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
 
 def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> Tensor:
     """Return a tensor for the files, assembled from the parameters `names`; `read` returns a parameter by name."""
-    experts, out = _experts(shapes), None
+    out = None
     for name in names:
         tensor, location = read(name), _written(name, family)
         if not location.row.stacked:
             return tensor.t().contiguous() if location.row.turned else tensor.contiguous()
         if out is None:
-            out = tensor.new_empty(location.whole(shapes[name], experts[name.partition(".experts.")[0]]))
+            out = tensor.new_empty(shape_of(names, family, shapes))
         location.of_box(out[location.box(shapes[name])]).copy_(tensor)
     assert out is not None
     return out
+
+
+def shape_of(names: Sequence[str], family: Family, shapes: Mapping[str, Shape]) -> Shape:
+    """Return the shape of the files' tensor that holds the parameters `names`."""
+    location, shape = _written(names[0], family), shapes[names[0]]
+    return location.whole(shape, _experts(shapes)[names[0].partition(".experts.")[0]] if location.row.stacked else 0)
 
 
 def _written(name: str, family: Family) -> Location:
     return next(locations(name, family, stacked=False))
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[int]) -> None:
-    """Write tensors as files of at most FILE_BYTES each; a larger tensor has a file of its own. `sizes`: bytes of each tensor."""
-    counts = _tensors_of_files(sizes)
-    coming = iter(tensors)
+def write(folder: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
+    """Write tensors as files of at most FILE_BYTES each; a larger tensor has a file of its own. `read` returns a tensor by its key."""
+    sizes = {key: dtype.itemsize * math.prod(shape) for key, (dtype, shape) in forms.items()}
+    counts, keys = _tensors_of_files(list(sizes.values())), iter(forms)
     index: dict[str, str] = {}
     for number, count in enumerate(counts, 1):
         name = f"model-{number:05d}-of-{len(counts):05d}.safetensors" if len(counts) > 1 else "model.safetensors"
-        held = dict(next(coming) for _ in range(count))
-        with usual_mode(folder / name):
-            save_file(held, folder / name, metadata={"format": "pt"})
+        held = {key: forms[key] for key in islice(keys, count)}
+        _write_file(folder / name, held, read)
         index |= dict.fromkeys(held, name)
-        held.clear()  # tensors of two files are never in memory together
     if len(counts) > 1:
-        about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
+        about = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _write_file(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
+    """Write the file that safetensors' save_file would write, byte for byte, with one tensor in memory at a time."""
+    names = {dtype: name for name, dtype in STORED.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in sorted(forms, key=lambda key: (-forms[key][0].itemsize, names[forms[key][0]], key)):
+        dtype, shape = forms[key]
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        header[key] = {"dtype": names[dtype], "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in list(header)[1:]:
+            file.write(_bytes_of(read(key), forms[key]))
+
+
+def _bytes_of(tensor: Tensor, form: Form) -> memoryview:
+    assert (tensor.dtype, tuple(tensor.shape)) == form
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _tensors_of_files(sizes: Sequence[int]) -> list[int]:

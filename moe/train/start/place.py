@@ -89,14 +89,20 @@ def _renamed(folder: Path, after: int | None) -> Path | None:
     later = [path for step, path in numbered(folder) if after is not None and step > after]
     if not later and (after is not None or not os.path.lexists(folder)):
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
-        number += 1
+    aside = unused_name(folder)
     if after is None:
         return folder.rename(aside)
     aside.mkdir()
     for path in later:
         path.rename(aside / path.name)
+    return aside
+
+
+def unused_name(folder: Path) -> Path:
+    """Return the first path FOLDER.before-N, N = 1, 2, ..., that does not exist."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
+        number += 1
     return aside
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,24 @@ def test_logits_are_transformers_and_the_way_back_is_exact(family: str, tmp_path
     before, after = files(tmp_path / "a"), files(tmp_path / "b")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads((tmp_path / "a/config.json").read_text())
+
+
+def test_files_are_those_of_safetensors_with_one_tensor_in_memory(tmp_path: Path) -> None:
+    """Files of several dtypes are save_file's byte for byte, and a tensor is freed before the next is read."""
+    dtypes, draws = (torch.bfloat16, torch.float32, torch.float16, torch.float64), torch.Generator().manual_seed(2)
+    shapes: list[tuple[int, ...]] = [(3, 5), (7,), (), (2, 3, 4), (0, 2), (1, 1)]
+    held = {f"é{n % 3}.{'b' * n}": torch.randn(shape, generator=draws).to(dtypes[n % 4]) for n, shape in enumerate(shapes)}
+    alive: list[weakref.ref[Tensor]] = []
+
+    def read(key: str) -> Tensor:
+        assert all(ref() is None for ref in alive)
+        alive.append(weakref.ref(found := held[key].clone()))
+        return found
+
+    (tmp_path / "a").mkdir()
+    tensors.write(tmp_path / "a", {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in held.items()}, read)
+    save_file(held, tmp_path / "b", metadata={"format": "pt"})
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b").read_bytes() and len(alive) == len(held)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen2", "Qwen2Moe", "Qwen3Moe", "Olmoe"])

@@ -41,3 +41,27 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     assert main(["convert", str(tmp_path / "lora"), f"hf:{tmp_path / 'merged'}"]) == 0
     assert (tmp_path / "merged/model.safetensors").is_file()
     assert json.loads((tmp_path / "merged/config.json").read_text()) == json.loads((theirs / "config.json").read_text())
+
+
+def test_an_earlier_base_is_lost_only_if_nothing_needs_it(tmp_path: Path, home: Path) -> None:
+    """--fresh with a folder that cannot be converted keeps the base; with another model, the base of adapters that are set aside stays."""
+    model, other, out = tmp_path / "model", tmp_path / "other", tmp_path / "run"
+    made(model, "Llama")
+    made(other, "Llama", dtype=torch.bfloat16)
+    words = ["--out", str(out), "--data.path", str(home / "text.txt"), "--precision.compute", "fp32", "--train.steps", "1"]
+    words += ["--train.report", "false", "--lora.rank", "2"]
+    assert main(["train", f"hf:{model}", *words]) == 0
+    base = out / "base/checkpoints/step-0/manifest.json"
+    weights, manifest = model / "model.safetensors", base.read_bytes()
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-8])
+    assert main(["train", f"hf:{model}", *words, "--fresh"]) == 2
+    weights.write_bytes(content[:-8] + b"\xff" * 8)  # NaN, found only when it is read
+    assert main(["train", f"hf:{model}", *words, "--fresh"]) == 2
+    assert base.read_bytes() == manifest and sorted(path.name for path in out.glob("*base*")) == ["base"]
+    weights.write_bytes(content)
+    assert main(["train", f"hf:{model}", *words, "--fresh"]) == 0  # the same weights
+    assert base.read_bytes() == manifest and not (out / "base.before-1").exists()
+    assert main(["train", f"hf:{other}", *words, "--fresh"]) == 0
+    assert base.read_bytes() != manifest and (out / "base.before-1/checkpoints/step-0/manifest.json").read_bytes() == manifest
+    assert len(list(out.glob("checkpoints.before-*/step-1"))) == 2

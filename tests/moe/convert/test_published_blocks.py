@@ -16,7 +16,7 @@ from torch import Tensor
 from moe.cli.main import main
 from moe.convert.huggingface.convert import from_run, to_run
 from parallel.errors import BadInput
-from tests.moe.convert.test_huggingface import FAMILIES, files, made
+from tests.moe.convert.test_huggingface import FAMILIES, files, logits, made
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
@@ -150,8 +150,9 @@ def cut(name: str) -> Callable[[str, Tensor], dict[str, Tensor]]:
         ("Llama", as_fp8, cut("q_proj.weight_scale_inv"), FP8, "q_proj.weight_scale_inv: got float32 of shape"),
         ("Llama", as_fp8, without("nothing"), None, "got fp8, needed quantization_config"),
         ("Llama", as_fp8, without("nothing"), FP8 | {"weight_block_size": None}, "got fp8 with weight_block_size None"),
-        ("Llama", as_fp8, without("nothing"), {"quant_method": "awq", "bits": 4}, "got awq, needed mxfp4, or fp8"),
+        ("Llama", as_fp8, without("nothing"), {"quant_method": "awq", "bits": 4}, "got awq, needed quant_method mxfp4, or fp8"),
         ("Llama", as_fp8, without("nothing"), ["fp8"], "got ['fp8']"),
+        ("GptOss", as_mxfp4, without("nothing"), "mxfp4", "got 'mxfp4', needed quant_method mxfp4"),
         ("GptOss", as_mxfp4, without("down_proj_scales"), MXFP4, "down_proj_blocks: got no model.layers"),
         ("GptOss", as_mxfp4, cut("down_proj_scales"), MXFP4, "down_proj_scales: got uint8 of shape"),
     ],
@@ -178,7 +179,7 @@ def test_nan_in_fp8_is_refused(tmp_path: Path) -> None:
     made(tmp_path / "a", "Llama")
     rewritten(tmp_path / "a", as_fp8, FP8)
     nan = torch.full((24, 24), 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    rewritten(tmp_path / "a", lambda key, tensor: {key: nan if key.endswith("q_proj.weight") else tensor}, FP8)
+    rewritten(tmp_path / "a", lambda key, tensor: {key: nan.clone() if key.endswith("q_proj.weight") else tensor}, FP8)
     with pytest.raises(BadInput, match="not finite"):
         to_run(tmp_path / "a", tmp_path / "run", overrides={})
 
@@ -196,7 +197,19 @@ def test_layers_for_multi_token_prediction_are_left_out_only_if_asked(tmp_path: 
     assert main(convert) == 2
     assert "2 tensors of layers for multi-token prediction" in (said := capsys.readouterr().err) and "--without_mtp" in said
     assert main([*convert, "--without_mtp"]) == 0
-    assert "1 layers for multi-token prediction are not converted" in capsys.readouterr().out
+    assert "\n1 layer for multi-token prediction not converted" in capsys.readouterr().out
     from_run(tmp_path / "run", tmp_path / "b")
     after = files(tmp_path / "b")
     assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in after)
+
+
+def test_a_model_of_remote_code_goes_back_as_the_family_that_it_copies(tmp_path: Path) -> None:
+    """Kimi-K2: transformers loads what is written back without the code that published files name, with the same logits."""
+    theirs = made(tmp_path / "a", "DeepseekV3")
+    config = tmp_path / "a/config.json"
+    auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    config.write_text(json.dumps((before := json.loads(config.read_text())) | {"model_type": "kimi_k2", "auto_map": auto_map}))
+    to_run(tmp_path / "a", tmp_path / "run", overrides={})
+    from_run(tmp_path / "run", tmp_path / "b")
+    assert json.loads((tmp_path / "b/config.json").read_text()) == before
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()), logits(theirs))

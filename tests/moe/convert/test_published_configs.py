@@ -90,9 +90,10 @@ def gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_config_json_alone_is_a_recipe_for_plan_and_show(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_json_alone_is_a_recipe_for_plan_show_and_a_dry_run(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "hf:gpt-oss-20b"]) == 0
     assert "# 20.9 G parameters" in capsys.readouterr().out
+    assert main([*TRAIN, "--dry-run", "--lora.rank", "4", "--force"]) == 0
     assert main(PLAN.split()) == 0
     assert "fsdp" in capsys.readouterr().out
     assert [path.name for path in gpt_oss.iterdir()] == ["gpt-oss-20b"]
@@ -107,8 +108,11 @@ def test_train_needs_the_tensors_and_says_so_in_one_line(gpt_oss: Path, capsys: 
     assert "modell.x" in capsys.readouterr().err
 
 
-def test_a_model_is_trained_by_its_folder_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """moe train hf:DIR is moe convert hf:DIR, then moe train with --init_from: equal losses; the same command continues it."""
+def test_a_model_is_trained_by_its_folder_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """moe train hf:DIR is moe convert hf:DIR, then moe train with --init_from: equal losses; the same command continues it, and no
+    other model does."""
     pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
     from tests.moe.convert.test_huggingface import made
 
@@ -123,6 +127,14 @@ def test_a_model_is_trained_by_its_folder_and_continued(tmp_path: Path, monkeypa
     assert losses(tmp_path / "one") == losses(tmp_path / "two") and len(losses(tmp_path / "one")) == 2
     assert main(["train", "hf:model", "--out", "one", *more, "3"]) == 0
     assert losses(tmp_path / "one")[:2] == losses(tmp_path / "two") and len(losses(tmp_path / "one")) == 3
+    made(tmp_path / "other", "Llama")
+    for folder in ("other", "missing"):
+        capsys.readouterr()
+        assert main(["train", f"hf:./{folder}", "--out", "one", *more, "4"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: recipe: got hf:{folder}, needed the config.json of one/base") and said.count("\n") == 1
+    fix = said.split("fix: moe ")[1].split(" continues")[0]
+    assert main([*fix.split(), "--train.steps", "4"]) == 0 and len(losses(tmp_path / "one")) == 4
 
 
 def losses(run: Path) -> list[float]:
