@@ -76,7 +76,7 @@ class Walked:
 
 
 def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "cpu", json: str | None = None) -> int:
-    """Rehearse a rank, or "all", and print the result; of all ranks, that of the rank with the highest peak. Return the exit code: FAILED,
+    """Rehearse a rank, or "all", and print the result; of all ranks, only the rank with the highest peak. Return the exit code: FAILED,
     after a line that says where, if the run itself would fail. Raises BadInput as the run itself would, and for an impossible world, rank
     or device."""
     if world < 1:

@@ -111,7 +111,7 @@ class Expected:
     bound: Bound | None = None
 
     def by_rounding(self) -> Expected:
-        """Return a copy for a recipe in fp32 that magnifies rounding, such as a norm of one channel: its limits are those of the Bound."""
+        """Return a copy for a recipe in fp32 that magnifies rounding, such as a norm of one channel: its limits are the Bound's."""
         free = NUMBERS if known(self.twin.run()) else ("loss", "gradient", "norm")
         tolerance = {number: math.inf if number in free else limit for number, limit in self.tolerance.items()}
         return replace(self, tolerance=tolerance, bound=Bound(self.twin, self.result))
@@ -135,7 +135,7 @@ class Expected:
 
 def _of_values(twin: Case) -> Expected:
     """Return the Expected of a recipe that is used as it is. In 16 bits only the Bound limits deviations. With an optimizer other than
-    AdamW, the update and later losses are those of one process of the trainer, with twice the effect of another order of sums."""
+    AdamW, the update and later losses are compared with one process of the trainer, with twice the effect of another order of sums."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))

@@ -6,7 +6,7 @@
     FP8 (DeepSeek-V3)   key fp8 e4m3 [M, N], and key_scale_inv fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
                         element = fp8 * factor, rounded to bf16
 
-The 4-bit format is that of the OCP Microscaling specification, version 1.0. `quantization_config` of config.json names the format.
+The 4-bit format is in the OCP Microscaling specification, version 1.0. `quantization_config` of config.json names the format.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Hop:
         return all_to_all(self.kernels.permute(values, plan), self.axis, send=self.send, receive=self.receive)
 
     def back(self, sum_TD: Tensor, plan: Plan) -> Tensor:
-        """Send the partial sums of arrived tokens back, and add up those of each token in fp32. Backward: gradients of the sums go out."""
+        """Send the partial sums of arrived tokens back, and add up each token's sums in fp32. Backward: gradients of the sums go out."""
         from parallel.mesh.collectives import all_to_all
 
         rows_RD = all_to_all(sum_TD, self.axis, send=self.receive, receive=self.send)

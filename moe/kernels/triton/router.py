@@ -4,7 +4,7 @@
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, each expert's load, drops
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
-The formulas are those of moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` says for which routers they serve.
+The formulas of moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` says for which routers they serve.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares a recording of several ranks with that of one process, value by value, in the order in which the one process computed them.
+"""Compares recordings of several ranks and of one process, value by value, in the order in which the one process computed them.
 
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an

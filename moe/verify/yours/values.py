@@ -163,7 +163,7 @@ class Recording:
 
     @staticmethod
     def read(folder: str | Path, *, what: str) -> Recording:
-        """Read a folder that `record` wrote. Raises BadInput if it has no records, or not those of all ranks."""
+        """Read a folder that `record` wrote. Raises BadInput if it has no records, or lacks records of some ranks."""
         home = Path(folder)
         files = sorted(home.glob("rank-*.json"), key=lambda f: int(re.sub(r"\D", "", f.stem)))
         fix = f"in your program: for step in record({str(folder)!r}, model, optimizer): ..."
