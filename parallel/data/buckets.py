@@ -4,8 +4,9 @@
     sums                                bucket 0 --------------->
                                                       bucket 1 ------------>   the step waits for the rest
 
-Buckets start in a fixed order, from the last parameter to the first, by the last gradient of each: a bucket starts when its gradients are
-complete and all buckets before it have started. So all ranks call the same collectives in the same order, whatever the order in which gradients become complete.
+Buckets start in a fixed order, that of their last gradients, from the last parameter to the first: a bucket starts when its gradients are
+complete and all buckets before it have started. So all ranks call the same collectives in the same order, whatever the order in which
+gradients become complete.
 Source: PyTorch Distributed (arXiv 2006.15704), section 3.2.
 """
 
