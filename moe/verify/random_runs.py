@@ -82,8 +82,10 @@ def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
 
 
 def recipe_of(case: Case) -> Values:
-    """Return the values of a case that has them, with degrees as numbers."""
+    """Return the values of a case that has them, with degrees as numbers; without a router's, which a dense recipe must not have."""
     values: Values = json_text.loads(case.values or "{}")
+    if case.run().model.moe_every == 0:
+        values.pop("router", None)
     return values
 
 
