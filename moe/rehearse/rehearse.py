@@ -101,7 +101,7 @@ def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "c
         rows.append({"rank": "all", "device": device, "found": wrong, "passed": wrong is None})
     if wrong is None:
         largest = max(walked, key=lambda this: walked[this].peak_bytes)
-        agree = [f"collectives and messages of all {world} ranks have the same order"] if len(walked) > 1 else []
+        agree = [f"collectives and messages of all {world} ranks have the same order within each group"] if len(walked) > 1 else []
         print(*table(run, walked[largest], largest), *([replaced] if replaced else []), *agree, sep="\n")
     else:
         print(wrong)

@@ -38,23 +38,33 @@ def main(
     """Run `moe verify --draws`: print one line a draw and a summary. Return 1 if a recipe deviates, or a refusal is not a plain line."""
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     ENGINES[PLAIN].load()
-    started, rows, refusals = time.perf_counter(), [], []
+    started, rows, refusals = time.perf_counter(), list[dict[str, Any]](), list[Refusal]()
     for number in range(draws):
-        drawn = draw(f"{seed}/{number}", nproc or 2)
-        row = tried(drawn, timeout_s)
-        rows.append(row | {"refusals": [{"line": str(r.bad), "fix": r.fix} for r in drawn.refusals]})
-        refusals += drawn.refusals
-        cells = " ".join(f"{row[n]:9.1e}" for n in NUMBERS) if "loss" in row else f"not compared: {row['lacks']}"
-        verdict = "pass" if row["passed"] else "FAIL" if row["passed"] is False else ""
-        say(f"{number:>4} {row['layout']:<52} {row['kind']:<6} {row['precision']} {cells} {verdict}")
-        if row["passed"] is False:
-            for line in _reported(drawn, row, timeout_s):
-                say(line)
+        try:
+            drawn = draw(f"{seed}/{number}", nproc or 2)
+        except Exception as error:  # a wrong refusal or check, which is a result too
+            rows.append({"passed": False, "lacks": None, "error": f"the draw failed: {type(error).__name__}: {error}"})
+            say(f"{number:>4} {rows[-1]['error']} FAIL")
+        else:
+            rows.append(_compared(number, drawn, timeout_s, say))
+            refusals += drawn.refusals
+        if json is not None:
+            write_json(json, verb="verify draws", rows=rows, seed=seed, reasons=Counter(r.reason for r in refusals))
     for line in _summary(rows, refusals, time.perf_counter() - started):
         say(line)
-    if json is not None:
-        write_json(json, verb="verify draws", rows=rows, seed=seed, reasons=Counter(r.reason for r in refusals))
     return exit_codes.of(not any(row["passed"] is False for row in rows) and not any(map(_is_wrong, refusals)))
+
+
+def _compared(number: int, drawn: Draw, limit_s: float | None, say: Say) -> dict[str, Any]:
+    """Run a draw, print its line and, if it fails, its smallest recipe. Return its row."""
+    row = tried(drawn, limit_s)
+    cells = " ".join(f"{row[n]:9.1e}" for n in NUMBERS) if "loss" in row else f"not compared: {row['lacks']}"
+    verdict = "pass" if row["passed"] else "FAIL" if row["passed"] is False else ""
+    say(f"{number:>4} {row['layout']:<52} {row['kind']:<6} {row['precision']} {cells} {verdict}")
+    if row["passed"] is False:
+        for line in _reported(drawn, row, limit_s):
+            say(line)
+    return row | {"refusals": [{"line": str(r.bad), "fix": r.fix} for r in drawn.refusals]}
 
 
 def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
@@ -72,8 +82,10 @@ def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
 
 
 def recipe_of(case: Case) -> Values:
-    """Return the values of a case that has them, with degrees as numbers."""
+    """Return the values of a case that has them, with degrees as numbers; without a router's, which a dense recipe must not have."""
     values: Values = json_text.loads(case.values or "{}")
+    if case.run().model.moe_every == 0:
+        values.pop("router", None)
     return values
 
 
@@ -107,10 +119,11 @@ def _is_wrong(refusal: Refusal) -> bool:
 
 
 def _summary(rows: list[dict[str, Any]], refusals: list[Refusal], seconds: float) -> Iterator[str]:
-    states, accepted = Counter(row["passed"] for row in rows), sum(not row["refusals"] for row in rows)
+    states, drawn = Counter(row["passed"] for row in rows), [row["refusals"] for row in rows if "refusals" in row]
+    accepted = drawn.count([])
     yield (
-        f"{counted(len(rows), 'draw')} in {seconds:.0f} s: {accepted} accepted as drawn, {len(rows) - accepted} after "
-        f"{counted(len(refusals), 'refusal')}; {states[True]} equal the twin, {states[False]} deviate, {states[None]} not compared"
+        f"{counted(len(rows), 'draw')} in {seconds:.0f} s: {accepted} accepted as drawn, {len(drawn) - accepted} after "
+        f"{counted(len(refusals), 'refusal')}; {states[True]} equal the twin, {states[False]} deviate or fail, {states[None]} not compared"
     )
     lacking = Counter(row["lacks"] for row in rows if row["lacks"])
     yield from (f"  the twin does not have {name}: {counted(number, 'draw')}" for name, number in lacking.most_common())

@@ -4,8 +4,9 @@
     sums                                bucket 0 --------------->
                                                       bucket 1 ------------>   the step waits for the rest
 
-Buckets start in a fixed order, from the last parameter to the first: a bucket starts when its gradients are complete and all buckets before
-it have started. So all ranks call the same collectives in the same order, whatever the order in which gradients become complete.
+Buckets start in a fixed order, that of their last gradients, from the last parameter to the first: a bucket starts when its gradients are
+complete and all buckets before it have started. So all ranks call the same collectives in the same order, whatever the order in which
+gradients become complete.
 Source: PyTorch Distributed (arXiv 2006.15704), section 3.2.
 """
 
@@ -42,7 +43,9 @@ class Buckets:
         trained = [name for name in names if self.parameters[name].requires_grad]
         self.expected.update(trained)
         elements = {name: self.parameters[name].numel() for name in reversed(trained)}
-        self.coming.extend(buckets_of(elements, lambda name: data_axis(self.layouts[name], self.mesh)))
+        place = {name: number for number, name in enumerate(elements)}  # in the backward pass
+        found = buckets_of(elements, lambda name: data_axis(self.layouts[name], self.mesh))
+        self.coming.extend(sorted(found, key=lambda bucket: place[bucket.names[-1]]))
 
     def start(self, names: Iterable[str]) -> None:
         """Start the sums of these parameters, and all expected ones, that have not started. Collective."""

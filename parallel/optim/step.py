@@ -60,18 +60,26 @@ def at_rate(
     lr: float, factor: float, optimizer: torch.optim.Optimizer, *, weights: Iterable[Tensor], grads: Iterable[Tensor] = ()
 ) -> Iterator[None]:
     """Return a context in which `optimizer` steps `weights` with learning rate `lr` and with `grads` times `factor`. torch's fused AdamW
-    divides gradients by `grad_scale` (fp32) when it reads them; for other optimizers and float64, `grads` are multiplied."""
+    divides gradients by `grad_scale` (fp32) when it reads them; in all other cases `grads` are multiplied."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     first = next(iter(weights), None)
     if factor == 1.0 or first is None:
         yield
-    elif type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] and first.dtype != torch.float64:
+    elif _divides(optimizer, factor) and first.dtype != torch.float64:
         optimizer.grad_scale = torch.full((), 1 / factor, dtype=torch.float32, device=first.device)  # type: ignore[attr-defined]
         try:
             yield
         finally:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
     else:
-        torch._foreach_mul_(list(grads), factor)
+        multiplied = list(grads)
+        assert multiplied, f"{type(optimizer).__name__} does not divide gradients itself: a factor of {factor} needs `grads`"
+        torch._foreach_mul_(multiplied, factor)
         yield
+
+
+def _divides(optimizer: torch.optim.Optimizer, factor: float) -> bool:
+    """Return whether the optimizer divides by `grad_scale`: all its groups are fused AdamW's, and 1 / factor is finite in fp32."""
+    fused = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+    return fused and abs(factor) > 1 / torch.finfo(torch.float32).max

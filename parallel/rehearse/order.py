@@ -59,7 +59,7 @@ class Calls:
         name, tensors = func._opname.strip("_"), [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         key = group.group_name, tuple(dist.get_process_group_ranks(group))
         label = "".join(t.__dict__.pop("label", "") for t in tensors)
-        uneven = name == "alltoall_base" and any(args[3])
+        uneven = name == "alltoall_base" and len(args[3]) > 0
         sizes = [f"{(t.shape[1:] if uneven else t.shape).numel()} {str(t.dtype).removeprefix('torch.')}" for t in tensors]
         if name in ("send", "recv"):
             self.made.append(Call(key, name, " ".join((*sizes, label)).strip(), where(), key[1][args[2]], self._batch))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe.cli.verbs import is_word
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.store.files import user_path
 
@@ -44,7 +45,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
     """Raise BadInput for the first flag or word that differs from its default and is not in `allowed`."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and getattr(flags, field.name) != field.default:
-            shown = "RECIPE" if field.name == "recipe" else f"--{field.name}"
+            shown = field.name.upper() if is_word(field) else f"--{field.name}"
             raise BadInput(shown, got=got, needed=needed, fix=f"remove {shown}")
 
 

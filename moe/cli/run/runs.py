@@ -36,8 +36,9 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
     if draws is None:
         refuse({"seed": seed}, got="it without --draws", needed="--draws: rows have no seed")
         return call("moe.verify.verify", **given)
-    check_least(flags, draws=1)
-    refuse({name: given[name] for name in ("only", "recipe", "device") if given[name]}, got="it with --draws", needed="no --draws")
+    check_least(flags, draws=1, nproc=2)
+    allowed = ("draws", "seed", "nproc", "json", "timeout_s", "debug_collectives")
+    refuse_others(flags, allowed, got="it with --draws", needed="no --draws")
     return call("moe.verify.random_runs", draws=draws, seed=seed or "0", **{name: given[name] for name in ("nproc", "json", "timeout_s")})
 
 

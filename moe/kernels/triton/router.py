@@ -259,8 +259,9 @@ class _Route(torch.autograd.Function):
         (total, num_experts), choices = logits_TE.shape, spec.num_choices
         tokens, width, block_e = total // given.num_groups, max(4, num_experts), max(4, triton.next_power_of_2(num_experts))
         block_t = max(1, min(32, _ELEMENTS // block_e))
-        each = block_t * triton.cdiv(tokens, block_t * min(triton.cdiv(tokens, block_t), max(1, _PROGRAMS // given.num_groups)))
-        blocks, normed = triton.cdiv(tokens, each), spec.gates == "before_drop" or spec.softmax_over == "chosen"
+        programs = min(triton.cdiv(max(1, tokens), block_t), max(1, _PROGRAMS // given.num_groups))
+        each = block_t * triton.cdiv(max(1, tokens), block_t * programs)
+        blocks, normed = triton.cdiv(max(1, tokens), each), spec.gates == "before_drop" or spec.softmax_over == "chosen"
         expert_TK = logits_TE.new_empty(total, choices, dtype=torch.int64) if given.expert_TK is None else given.expert_TK
         gate_TK, probs_TE = logits_TE.new_empty(total, choices), torch.empty_like(logits_TE)
         parts, share_GE = logits_TE.new_empty(given.num_groups, blocks, 4, width), logits_TE.new_empty(given.num_groups, num_experts)

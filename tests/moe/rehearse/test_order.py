@@ -82,6 +82,14 @@ def test_messages_that_start_together_have_no_order_and_others_have() -> None:
     )
 
 
+def test_a_rank_that_receives_no_rows_of_an_all_to_all_meets_the_others() -> None:
+    def to_the_other(axis: Axis, rank: int) -> None:
+        sent, received = ([0, 3], [0, 0]) if rank == 0 else ([0, 0], [3, 0])
+        torch.distributed.all_to_all_single(zeros(axis, sum(received)), zeros(axis, sum(sent)), received, sent, group=axis.group)
+
+    assert difference(calls(to_the_other, 2), str) is None
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_ranks_of_a_pipeline_send_and_receive_in_the_same_order(schedule: str) -> None:
     ordered(replace(staged(schedule, "dense"), world=2))

@@ -21,7 +21,7 @@ from parallel.data.buckets import Buckets
 from parallel.data.ddp import DDP
 from parallel.mesh import gradients
 from parallel.mesh.layout import Layout
-from parallel.mesh.mesh import Axis, Degrees, Mesh
+from parallel.mesh.mesh import DENSE, EXPERT, Axis, Degrees, Mesh
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 
@@ -158,3 +158,20 @@ def test_a_gradient_that_changes_after_its_sum_has_started_is_an_error(mesh: Mes
     parameters["b"].sum().backward()
     with pytest.raises(AssertionError, match="the gradient of b changed"):
         parameters["b"].sum().backward()
+
+
+def test_sums_of_another_axis_start_as_soon_as_their_gradients_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts between dense weights, whose gradients are summed over other ranks, do not wait for the first dense weight's bucket."""
+    started: list[str] = []
+    monkeypatch.setattr(gradients, "_BUCKET_ELEMENTS", 2)
+    monkeypatch.setattr(buckets, "start_sum", lambda grads, axis, first: started.append(first) or DONE)
+    names = ["embedding", "dense0", "expert0", "dense1", "expert1"]
+    parameters = {name: nn.Parameter(torch.ones(1)) for name in names}
+    layouts = {name: Layout((1,), view=EXPERT if "expert" in name else DENSE) for name in names}
+    sums = Buckets(parameters, layouts, Mesh.of(Degrees(dp=4, ep=2), 0))
+    sums.expect(names)
+    begun = []
+    for name in reversed(names):
+        parameters[name].sum().backward()
+        begun.append(list(started))
+    assert begun == [[], [], ["expert1"], ["expert1", "dense1"], ["expert1", "dense1", "embedding"]]

@@ -245,3 +245,17 @@ def test_a_step_of_fused_adamw_reads_each_gradient_once() -> None:
     with Readers(), at_rate(0.1, 0.5, optimizer, weights=[weight], grads=[weight.grad]):
         optimizer.step()
     assert read == ["_fused_adamw_"]
+
+
+@pytest.mark.parametrize(("factor", "fused"), [(0.0, True), (1e-39, True), (0.5, False)])
+def test_gradients_are_multiplied_if_the_fused_step_cannot_divide_them(factor: float, fused: bool) -> None:
+    """The step multiplies if 1 / factor is infinite in fp32, or if one of two groups is not fused; without gradients it is an error."""
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.full((4,), 3.0)
+    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "fused": fused}], fused=True)
+    with pytest.raises(AssertionError, match="needs `grads`"), at_rate(0.1, factor, optimizer, weights=weights):
+        pass
+    with at_rate(0.1, factor, optimizer, weights=weights, grads=[weight.grad for weight in weights if weight.grad is not None]):
+        assert getattr(optimizer, "grad_scale", None) is None
+    assert all(torch.equal(weight.grad, torch.full((4,), 3.0) * factor) for weight in weights if weight.grad is not None)
