@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +142,15 @@ class Recorded:
 
     @staticmethod
     def read(file: Path) -> Recorded:
-        """Read a record from its index NAME.json."""
+        """Read a record from its index NAME.json. Raises BadInput if it is not whole."""
+        try:
+            return Recorded._read(file)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
+            got = f"a broken record ({type(error).__name__})"
+            raise BadInput(str(file), got=got, needed="an index with its .pt file", fix="record the step again") from error
+
+    @staticmethod
+    def _read(file: Path) -> Recorded:
         index = json.loads(file.read_text())
         if index["version"] != VERSION:
             raise BadInput(str(file), got=f"version {index['version']}", needed=f"version {VERSION}", fix="record the step again")
