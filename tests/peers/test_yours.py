@@ -133,8 +133,10 @@ class _Scaled(nn.Module):
         return x * getattr(self, self.name)
 
 
-def _one_and_two(folder: Path, *, nets: list[nn.Module], gradient: float | None, note: list[Tensor] | None = None) -> tuple[Path, Path]:
-    """Record a step of one process on 4 samples, and of two ranks on two samples each. gradient: what reduction leaves, or None."""
+def _one_and_two(
+    folder: Path, *, nets: list[nn.Module], gradient: tuple[float, float] | None, note: list[Tensor] | None = None
+) -> tuple[Path, Path]:
+    """Record a step of one process on 4 samples, and of two ranks on two samples each. gradient: what reduction leaves on them, or None."""
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 9.0]])
     for rank, net in enumerate(nets, -1):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -144,7 +146,7 @@ def _one_and_two(folder: Path, *, nets: list[nn.Module], gradient: float | None,
                 optimizer.zero_grad()
                 net(x if rank < 0 else x[2 * rank : 2 * rank + 2]).mean().backward()
                 if rank >= 0 and gradient is not None:
-                    next(net.parameters()).grad = torch.tensor(gradient)
+                    next(net.parameters()).grad = torch.tensor(gradient[rank])
                 if note:
                     step.note("load", note[rank + 1])
                 optimizer.step()
@@ -153,7 +155,7 @@ def _one_and_two(folder: Path, *, nets: list[nn.Module], gradient: float | None,
     return folder / "one", folder / "many"
 
 
-MEAN = 37 / 8  # of the samples: the gradient of the scale
+MEAN = 37 / 8, 37 / 8  # of the samples: the gradient of the scale on two ranks
 
 
 @pytest.mark.parametrize(
@@ -161,13 +163,14 @@ MEAN = 37 / 8  # of the samples: the gradient of the scale
     [
         ((2.0, 2.0), MEAN, None, []),
         ((2.0, 2.0), None, None, ["gradient", "weight after"]),  # the mean of the ranks' own gradients is right
+        ((2.0, 2.0), (5.0, 6.0), None, ["gradient", "weight after"]),  # no factor explains both ranks
         ((1.5, 2.5), MEAN, None, ["weight", "output", "weight after"]),  # the mean of their weights is right
         ((2.0, 2.0), MEAN, [[1.0, 3.0], [1.0, 1.0], [0.0, 2.0]], []),  # a sum over ranks
         ((2.0, 2.0), MEAN, [[1.0, 3.0], [3.0, 1.0], [3.0, 1.0]], ["note"]),  # its mean alone is right
     ],
 )
 def test_numbers_and_notes_are_compared_by_element(
-    weights: tuple[float, float], gradient: float | None, note: list[list[float]] | None, wrong: list[str], tmp_path: Path
+    weights: tuple[float, float], gradient: tuple[float, float] | None, note: list[list[float]] | None, wrong: list[str], tmp_path: Path
 ) -> None:
     nets = [_Scaled(2.0), *map(_Scaled, weights)]
     one, many = _one_and_two(tmp_path, nets=nets, gradient=gradient, note=note and [torch.tensor(n) for n in note])
