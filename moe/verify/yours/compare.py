@@ -66,6 +66,8 @@ def _not_compared(comparison: Comparison) -> list[str]:
     for reason, number in reasons.most_common():
         names = [f"{key.kind} of {key.name or 'the model'}" for key, why in comparison.refused.items() if why == reason]
         lines.append(f"not compared: {', '.join(names[:_SHOWN])}{f' and {number - _SHOWN} more' if number > _SHOWN else ''}: {reason}")
+    if loose := [d.name or "the model" for d, _ in comparison.found if d.passed and d.bound > 0.05]:
+        lines.append(f"compared loosely, because rounding alone moves them by more than 2.5 %: {', '.join(dict.fromkeys(loose[:_SHOWN]))}")
     return lines
 
 
