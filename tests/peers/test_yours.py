@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +123,9 @@ def test_a_record_of_other_ranks_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "records of all 2 ranks" in capsys.readouterr().err
 
 
+SAMPLES = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 9.0]])
+
+
 class _Scaled(nn.Module):
     """Multiplies by one weight without dimensions."""
 
@@ -134,19 +139,20 @@ class _Scaled(nn.Module):
 
 
 def _one_and_two(
-    folder: Path, *, nets: list[nn.Module], gradient: tuple[float, float] | None, note: list[Tensor] | None = None
+    folder: Path, *, nets: list[nn.Module], gradient: Any, note: list[Tensor] | None = None, x: Tensor = SAMPLES, strided: bool = False
 ) -> tuple[Path, Path]:
-    """Record a step of one process on 4 samples, and of two ranks on two samples each. gradient: what reduction leaves on them, or None."""
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 9.0]])
+    """Record a step of one process on samples x, and of two ranks on one half each: chunks, or every second sample.
+
+    gradient: what reduction leaves on the ranks, or None."""
     for rank, net in enumerate(nets, -1):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         here = Step(net, (optimizer,), Recorded(rank, 2), 2**14)
         for step in record(folder / "one", net, optimizer) if rank < 0 else (here,):
             with step.hooks() if rank >= 0 else nullcontext():
                 optimizer.zero_grad()
-                net(x if rank < 0 else x[2 * rank : 2 * rank + 2]).mean().backward()
+                net(x if rank < 0 else x[rank::2] if strided else x.chunk(2)[rank]).mean().backward()
                 if rank >= 0 and gradient is not None:
-                    next(net.parameters()).grad = torch.tensor(gradient[rank])
+                    next(net.parameters()).grad = torch.as_tensor(gradient[rank])
                 if note:
                     step.note("load", note[rank + 1])
                 optimizer.step()
@@ -197,9 +203,11 @@ def test_a_gradient_that_rounding_moves_far_is_not_compared(tmp_path: Path) -> N
 
 def test_a_step_that_is_not_finite_in_another_order_is_refused(tmp_path: Path) -> None:
     net = _Scaled()
+    Recorded(0, 1).write(tmp_path, "rank-0")
     with pytest.raises(BadInput, match="gradient scale, not finite"):
         for _ in record(tmp_path, net):
             (net(torch.ones(2)) * torch.inf).sum().backward()
+    assert not list(tmp_path.glob("rank-*"))  # no record of an earlier step is left
 
 
 def test_states_of_all_objects_are_restored_in_their_dtype(tmp_path: Path) -> None:
@@ -230,3 +238,20 @@ def test_a_broken_record_is_one_line(name: str, content: bytes, tmp_path: Path, 
     (tmp_path / name).write_bytes(content)
     assert moe(["verify", "--compare", str(tmp_path), str(tmp_path)]) == 2
     assert "record the step again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_samples_of_a_large_first_input_are_found_by_hash(strided: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, whole = torch.randn(8, 4096), nn.Linear(4096, 2, bias=False)
+    gradient = torch.autograd.grad(whole(x).mean(), whole.weight)[0]
+    one, many = _one_and_two(tmp_path, nets=[deepcopy(whole) for _ in range(3)], gradient=(gradient,) * 2, x=x, strided=strided)
+    code, _, said = compared(one, many)
+    assert code == 0 and " 0 differ, 0 not compared" in said, said
+
+
+def test_ranks_of_different_steps_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        Recorded(rank, 2, step=str(rank)).write(tmp_path, f"rank-{rank}")
+    with pytest.raises(BadInput, match="records of different steps"):
+        Recording.read(tmp_path, what="MANY")

@@ -22,6 +22,7 @@ import random
 import re
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -59,16 +60,19 @@ def record(folder: str | Path, model: nn.Module, *others: Any, on: bool = True, 
     for old in [*home.glob("rank-*.*"), *home.glob("rounded-*.*")]:
         if old.stem == f"rank-{rank}" or (rank == 0 and (old.stem.startswith("rounded") or int(old.stem.removeprefix("rank-")) >= world)):
             old.unlink()
+    shared = [uuid.uuid4().hex]
+    if world > 1:
+        torch.distributed.broadcast_object_list(shared, src=0)
     before = _State(model, others) if world == 1 else None
     for parts in _ORDERS if before else ():
-        step = Step(model, optimizers, Recorded(rank, world), most)
+        step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most)
         with step.hooks(), Reordered(parts):
             yield step
         if before:
             before.restore()
         _refuse_infinite(step.record)
         step.record.write(home, f"rounded-{parts}")
-    step = Step(model, optimizers, Recorded(rank, world), most)
+    step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most)
     with step.hooks():
         yield step
     step.record.write(home, f"rank-{rank}")
@@ -175,7 +179,8 @@ class Step:
 
     def _piece(self, key: Key, tensor: Tensor) -> Piece:
         began = time.perf_counter()
-        piece = Piece.of(tensor, key.name, self.most)
+        first = next((k for k in self.record.pieces if k.kind == "input"), key)
+        piece = Piece.of(tensor, key.name, self.most, hashed=key == first and key.kind == "input")
         self.record.seconds += time.perf_counter() - began
         return piece
 
