@@ -1,6 +1,6 @@
 """Finds which part of the one process's tensor a rank's tensor is.
 
-samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in that of the one process
+samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in the input of the one process
 parameters  the place that a DTensor says; else by trying: whole, or chunk j of n along a dim, also in each of 2 or 3 blocks (fused q, k, v)
 names       a rank's `experts.0` may be the one's `experts.2`, and `layers.0` of a stage `layers.4`: the number with the weights that fit
 rows        inputs of an expert are rows of all ranks in any order: each goes to the nearest row

@@ -1,4 +1,4 @@
-"""Compares a recording of several ranks with that of one process, value by value, in the order in which the one process computed them.
+"""Compares a recording of several ranks with the recording of one process, value by value, in the order of the one process.
 
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
@@ -267,7 +267,7 @@ class Comparison:
         return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
 
     def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Ranks may hold terms of a sum: those that read the same samples, or all, as the gradient of what has no samples."""
+        """Ranks may hold terms of a sum: ranks with the same samples, or all, as the gradient of what has no samples."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, of in enumerate(self.samples):
             groups.setdefault((*of.rows.tolist(), -1, *of.cols.tolist()), []).append(rank)

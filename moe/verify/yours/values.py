@@ -169,7 +169,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Recording:
-    """A folder's records: one of each rank, and of one process those with other orders of sums."""
+    """A folder's records: one of each rank, and one of each other order of sums, of one process."""
 
     folder: Path
     ranks: list[Recorded]
@@ -177,7 +177,7 @@ class Recording:
 
     @staticmethod
     def read(folder: str | Path, *, what: str) -> Recording:
-        """Read a folder that `record` wrote. Raises BadInput if it has no records, or not those of all ranks."""
+        """Read a folder that `record` wrote. Raises BadInput if it has no records, or lacks ranks."""
         home = Path(folder)
         files = sorted(home.glob("rank-*.json"), key=lambda f: int(re.sub(r"\D", "", f.stem)))
         fix = f"in your program: for step in record({str(folder)!r}, model, optimizer): ..."
