@@ -53,4 +53,5 @@ def _clean(name: str, dtype: torch.dtype, home: Path, seed: int) -> tuple[str, f
     began = time.perf_counter()
     one = record_one(name, home / "clean", dtype=dtype, seed=seed)
     code, _, said = compared(one, record_many(name, home / "many", dtype=dtype, seed=seed))
-    return (said if code or "not compared: " in said else ""), time.perf_counter() - began
+    wrong = " 0 differ" not in said if dtype == torch.bfloat16 else code or "not compared: " in said  # bf16: a bound may be too loose
+    return (said if wrong else ""), time.perf_counter() - began

@@ -5,7 +5,12 @@ All faults and many clean runs: `python -m tests.campaigns peers --full`.
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +19,9 @@ from torch import Tensor, nn
 from moe.cli.main import main as moe
 from moe.verify import record
 from moe.verify.yours.align import common, parts
+from moe.verify.yours.recorder import Step
 from moe.verify.yours.values import Key, Piece, Recorded, Recording
+from parallel.errors import BadInput
 from tests.peers.programs.run import compared, program, record_many, record_one
 
 TRIED = {
@@ -114,3 +121,137 @@ def test_a_record_of_other_ranks_is_refused(tmp_path: Path, capsys: pytest.Captu
         Recorded(0, world).write(tmp_path / name, "rank-0")
     assert moe(["verify", "--compare", str(tmp_path / "one"), str(tmp_path / "many")]) == 2
     assert "records of all 2 ranks" in capsys.readouterr().err
+
+
+SAMPLES = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 9.0]])
+
+
+class _Scaled(nn.Module):
+    """Multiplies by one weight without dimensions."""
+
+    def __init__(self, value: float = 2.0, name: str = "scale") -> None:
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.tensor(value)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(self, self.name)
+
+
+def _one_and_two(
+    folder: Path, *, nets: list[nn.Module], gradient: Any, note: list[Tensor] | None = None, x: Tensor = SAMPLES, strided: bool = False
+) -> tuple[Path, Path]:
+    """Record a step of one process on samples x, and of two ranks on one half each: chunks, or every second sample.
+
+    gradient: what reduction leaves on the ranks, or None."""
+    for rank, net in enumerate(nets, -1):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        here = Step(net, (optimizer,), Recorded(rank, 2), 2**14)
+        for step in record(folder / "one", net, optimizer) if rank < 0 else (here,):
+            with step.hooks() if rank >= 0 else nullcontext():
+                optimizer.zero_grad()
+                net(x if rank < 0 else x[rank::2] if strided else x.chunk(2)[rank]).mean().backward()
+                if rank >= 0 and gradient is not None:
+                    next(net.parameters()).grad = torch.as_tensor(gradient[rank])
+                if note:
+                    step.note("load", note[rank + 1])
+                optimizer.step()
+        if rank >= 0:
+            here.record.write(folder / "many", f"rank-{rank}")
+    return folder / "one", folder / "many"
+
+
+MEAN = 37 / 8, 37 / 8  # of the samples: the gradient of the scale on two ranks
+
+
+@pytest.mark.parametrize(
+    ("weights", "gradient", "note", "wrong"),
+    [
+        ((2.0, 2.0), MEAN, None, []),
+        ((2.0, 2.0), None, None, ["gradient", "weight after"]),  # the mean of the ranks' own gradients is right
+        ((2.0, 2.0), (5.0, 6.0), None, ["gradient", "weight after"]),  # no factor explains both ranks
+        ((1.5, 2.5), MEAN, None, ["weight", "output", "weight after"]),  # the mean of their weights is right
+        ((2.0, 2.0), MEAN, [[1.0, 3.0], [1.0, 1.0], [0.0, 2.0]], []),  # a sum over ranks
+        ((2.0, 2.0), MEAN, [[1.0, 3.0], [3.0, 1.0], [3.0, 1.0]], ["note"]),  # its mean alone is right
+    ],
+)
+def test_numbers_and_notes_are_compared_by_element(
+    weights: tuple[float, float], gradient: tuple[float, float] | None, note: list[list[float]] | None, wrong: list[str], tmp_path: Path
+) -> None:
+    nets = [_Scaled(2.0), *map(_Scaled, weights)]
+    one, many = _one_and_two(tmp_path, nets=nets, gradient=gradient, note=note and [torch.tensor(n) for n in note])
+    code, _, said = compared(one, many)
+    kinds = {row["value"] for row in json.loads((many / "result.json").read_text())["rows"] if not row["passed"]}
+    assert (code, kinds) == (int(bool(wrong)), set(wrong)), said
+
+
+def test_a_comparison_without_gradients_fails(tmp_path: Path) -> None:
+    one, many = _one_and_two(tmp_path, nets=[_Scaled(), *(_Scaled(name="factor") for _ in range(2))], gradient=MEAN)
+    code, _, said = compared(one, many)
+    assert code == 1 and "no gradient of a parameter was compared" in said
+
+
+def test_a_gradient_that_rounding_moves_far_is_not_compared(tmp_path: Path) -> None:
+    one, many = _one_and_two(tmp_path, nets=[_Scaled() for _ in range(3)], gradient=MEAN)
+    loose = Recorded.read(one / "rounded-2.json")
+    key = Key("gradient", "scale")
+    loose.pieces[key] = [replace(p, values=p.values * torch.inf) for p in loose.pieces[key]]
+    loose.write(one, "rounded-2")
+    code, _, said = compared(one, many)
+    assert code == 1 and "gradients are not compared" in said and "not compared: gradient of scale" in said
+
+
+def test_a_step_that_is_not_finite_in_another_order_is_refused(tmp_path: Path) -> None:
+    net = _Scaled()
+    Recorded(0, 1).write(tmp_path, "rank-0")
+    with pytest.raises(BadInput, match="gradient scale, not finite"):
+        for _ in record(tmp_path, net):
+            (net(torch.ones(2)) * torch.inf).sum().backward()
+    assert not list(tmp_path.glob("rank-*"))  # no record of an earlier step is left
+
+
+def test_states_of_all_objects_are_restored_in_their_dtype(tmp_path: Path) -> None:
+    """A bf16 weight with fp32 moments, a scaler and a schedule: after four runs of the body they are as after one."""
+    ends = []
+    for on in (False, True):
+        net = nn.Linear(4, 4).bfloat16()
+        nn.init.constant_(net.weight, 0.5)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.state[net.weight]["moment"] = torch.full((4, 4), 1 / 3)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+        for _ in record(tmp_path, net, optimizer, schedule, scaler, on=on):
+            scaler.scale(net(torch.ones(1, 4, dtype=torch.bfloat16)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.state[net.weight]["moment"] += 1
+        ends.append((optimizer.state[net.weight]["moment"], scaler.get_scale(), schedule.last_epoch, optimizer.param_groups[0]["lr"]))
+    assert torch.equal(ends[0][0], ends[1][0]) and ends[0][0].dtype == ends[1][0].dtype == torch.float32
+    assert ends[0][1:] == ends[1][1:]
+
+
+@pytest.mark.parametrize("name", ["rank-0.json", "rank-0.pt"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"no record"])
+def test_a_broken_record_is_one_line(name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Recorded(0, 1, pieces={Key("note", "loss"): [Piece.of(torch.ones(2), "loss", 8)]}).write(tmp_path, "rank-0")
+    (tmp_path / name).write_bytes(content)
+    assert moe(["verify", "--compare", str(tmp_path), str(tmp_path)]) == 2
+    assert "record the step again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_samples_of_a_large_first_input_are_found_by_hash(strided: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, whole = torch.randn(8, 4096), nn.Linear(4096, 2, bias=False)
+    gradient = torch.autograd.grad(whole(x).mean(), whole.weight)[0]
+    one, many = _one_and_two(tmp_path, nets=[deepcopy(whole) for _ in range(3)], gradient=(gradient,) * 2, x=x, strided=strided)
+    code, _, said = compared(one, many)
+    assert code == 0 and " 0 differ, 0 not compared" in said, said
+
+
+def test_ranks_of_different_steps_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        Recorded(rank, 2, step=str(rank)).write(tmp_path, f"rank-{rank}")
+    with pytest.raises(BadInput, match="records of different steps"):
+        Recording.read(tmp_path, what="MANY")

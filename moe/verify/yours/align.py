@@ -1,6 +1,6 @@
 """Finds which part of the one process's tensor a rank's tensor is.
 
-samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in the one process's
+samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in the input of the one process
 parameters  the place that a DTensor says; else by trying: whole, or chunk j of n along a dim, also in each of 2 or 3 blocks (fused q, k, v)
 names       a rank's `experts.0` may be the one's `experts.2`, and `layers.0` of a stage `layers.4`: the number with the weights that fit
 rows        inputs of an expert are rows of all ranks in any order: each goes to the nearest row
@@ -56,11 +56,15 @@ def joined(pieces: list[Piece]) -> Piece | None:
     if not first.shape or not alike or first.kept[0] < PERIOD:
         return None
     shape = (sum(p.shape[0] for p in pieces), *first.shape[1:])
-    return replace(first, values=torch.cat([p.values for p in pieces]), shape=shape, whole=shape)
+    rows = tuple(row for p in pieces for row in p.rows)
+    return replace(first, values=torch.cat([p.values for p in pieces]), shape=shape, whole=shape, rows=rows)
 
 
 def samples(one: Piece, here: Piece, rank: int) -> Samples:
     """Find a rank's first input in the one's."""
+    if (one.sampled or here.sampled) and one.rows and one.shape[1:] == here.shape[1:] and (known := _by_hash(one.rows, here.rows)):
+        length = one.shape[1] if len(one.shape) > 1 else 1
+        return Samples(torch.tensor(known), torch.arange(length), len(one.rows), length)
     whole, part = one.values, here.values
     batch, length = whole.shape[0], (whole.shape[1] if whole.dim() > 1 else 1)
     width = part.shape[1] if part.dim() > 1 else 1
@@ -82,6 +86,23 @@ def samples(one: Piece, here: Piece, rank: int) -> Samples:
             return Samples(torch.tensor(found), cols, batch, length)
     rows = (torch.arange(len(part)) + rank * len(part)) % batch
     return Samples(rows, torch.arange(min(width, length)), batch, length, found=False)
+
+
+def _by_hash(one: tuple[str, ...], here: tuple[str, ...]) -> list[int] | None:
+    """Return the place in `one` of each hash of `here`: a contiguous part, each n-th, or any order. None if one is missing."""
+    if not here or len(here) > len(one):
+        return None
+    number, size = len(one) // len(here), len(here)
+    orders = [range(start, start + size) for start in range(0, len(one) - size + 1, size)]
+    orders += [range(start, start + size * number, number) for start in range(number)]
+    for order in orders:
+        if order[-1] < len(one) and tuple(one[row] for row in order) == here:
+            return list(order)
+    free: dict[str, list[int]] = {}
+    for row, sample in enumerate(one):
+        free.setdefault(sample, []).append(row)
+    found = [free[sample].pop(0) for sample in here if free.get(sample)]
+    return found if len(found) == size else None
 
 
 def _columns(length: int, width: int) -> Iterator[Tensor]:

@@ -75,7 +75,7 @@ def _of_weight(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
 
 def _order(one: Tensor, here: Tensor) -> list[int] | None:
     """Return the permutation of dim 0 that makes `here` equal to `one`, in its first entries."""
-    if one.shape != here.shape or not 2 <= len(one) <= 1024:
+    if one.dim() == 0 or one.shape != here.shape or not 2 <= len(one) <= 1024:
         return None
     order = nearest(one.reshape(len(one), -1), here.reshape(len(one), -1))
     if order is None or order.tolist() == list(range(len(one))) or not torch.allclose(here[order], one, rtol=1e-3, atol=0):
@@ -144,7 +144,9 @@ def _proportional(of: Comparison, one: Tensor, here: Tensor, bound: float) -> bo
 
 def _rows(bad: list[Seen], bound: float, noun: str) -> str:
     """Say which rows along dim 0 deviate, if some do not."""
-    one, here = (torch.cat([getattr(s, side).reshape(len(s.one), -1) for s in bad if s.one.dim()]) for side in ("one", "here"))
+    if not all(s.one.dim() for s in bad):
+        return ""
+    one, here = (torch.cat([getattr(s, side).reshape(len(s.one), -1) for s in bad]) for side in ("one", "here"))
     rows = ((one - here).abs().amax(-1) > bound * float(one.abs().max())).nonzero().flatten()
     if 0 < len(rows) < len(one):
         zero = bool((here[rows].abs().amax(-1) == 0).all())

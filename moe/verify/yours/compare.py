@@ -8,7 +8,7 @@ from collections.abc import Callable
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.verify.yours.causes import explain
-from moe.verify.yours.judge import FORWARD, Comparison
+from moe.verify.yours.judge import FORWARD, TOO_LOOSE, Comparison
 from moe.verify.yours.values import Recorded, Recording
 from parallel.errors import BadInput, counted
 
@@ -19,7 +19,7 @@ _SHOWN = 5  # reasons and names that are printed; --json has all
 
 
 def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
-    """Compare two folders of `record`. Prints a table; returns 0 if all compared values are equal within their bounds, else 1."""
+    """Compare two folders of `record`. Prints a table; returns 0 if all compared values, gradients among them, are equal within bounds."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
         got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"
@@ -50,13 +50,14 @@ def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> i
             )
         )
     say(f"{len(deviations) - len(wrong)} values equal, {len(wrong)} differ, {len(comparison.refused)} not compared")
-    for line in (*_not_compared(comparison), _cost(one, first.ranks), _cost(many, second.ranks)):
+    lacking = _without_gradients(comparison)
+    for line in (*_not_compared(comparison), _cost(one, first.ranks), _cost(many, second.ranks), *([lacking] if lacking else [])):
         say(line)
     if json is not None:
         rows = [{**d.row(), "value": d.kind, "kind": _CLASS.get(d.kind, "activation")} for d in deviations]
         refused = [{"name": key.name, "value": key.kind, "slot": key.slot, "reason": why} for key, why in comparison.refused.items()]
         write_json(json, verb="verify", rows=rows, not_compared=refused)
-    return exit_codes.of(not wrong)
+    return exit_codes.of(not wrong and not lacking)
 
 
 def _not_compared(comparison: Comparison) -> list[str]:
@@ -68,6 +69,15 @@ def _not_compared(comparison: Comparison) -> list[str]:
     if loose := [d.name or "the model" for d, _ in comparison.found if d.passed and d.bound > 0.05]:
         lines.append(f"compared loosely, because rounding alone moves them by more than 2.5 %: {', '.join(dict.fromkeys(loose[:_SHOWN]))}")
     return lines
+
+
+def _without_gradients(comparison: Comparison) -> str:
+    """Say why the comparison of gradients shows nothing, or return ""."""
+    if any(key.kind == "gradient" and why == TOO_LOOSE for key, why in comparison.refused.items()):
+        return f"failed: gradients are not compared, because {TOO_LOOSE.replace('it, or its gradient,', 'them')}: record in fp32"
+    if not any(d.kind == "gradient" for d, _ in comparison.found):
+        return "failed: no gradient of a parameter was compared: both programs must record a backward of parameters with the same names"
+    return ""
 
 
 def _cost(folder: str, ranks: list[Recorded]) -> str:

@@ -1,4 +1,4 @@
-"""Compares recordings of several ranks and of one process, value by value, in the order in which the one process computed them.
+"""Compares a recording of several ranks with the recording of one process, value by value, in the order of the one process.
 
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
@@ -25,6 +25,8 @@ from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
+LOOSE = 0.25  # a larger bound hides a missing term of four
+TOO_LOOSE = "rounding alone moves it, or its gradient, by more than 12.5 %"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Comparison:
             factor, cause = (None, "") if worst <= bound else explain(self, key, seen, bound)
             if (lacking := self._lacking(key, seen)) and worst <= bound:
                 worst, cause = 1.0, lacking
+            if worst <= bound and (bound > LOOSE or (key.kind == "weight after" and self.bounds.get(key.name, 0.0) > LOOSE)):
+                self._refuse(key, TOO_LOOSE)
+                continue
             self.found.append((Deviation(key.name, key.kind, number, worst, bound, factor, cause, worst <= bound), seen))
         known = {*self.order, *(k._replace(kind="local gradient") for k in self.order if k.kind == "gradient")}
         for key in (key for rank in self.ranks for key in rank.pieces if key not in known and key.kind != "local gradient"):
@@ -203,10 +208,11 @@ class Comparison:
     def seen(self, key: Key, bound: float) -> list[Seen] | None:
         """Return each rank's elements next to the one's, aligned; None if they cannot be aligned (then `refused` has the reason)."""
         whole, own = joined(self._whole(key)), self._pieces(key)
-        if key.kind in ("note", "norm") or (whole is not None and not whole.shape):
-            return self._scalars(key, whole, own, bound)
         if key.kind in OF_PARAMETERS:
             return self._parameter(key, own)
+        alike = len({piece.values.squeeze().shape for piece in (whole, *own) if piece is not None}) == 1
+        if whole is not None and alike and (key.kind in ("note", "norm") or not whole.shape):
+            return self._numbers(key, whole, own, bound)
         if whole is None or not any(piece is not None for piece in own):
             gone = all(key not in r.pieces for r in self.ranks)
             return self._refuse(key, "no rank has such a value" if gone else "its calls have shapes that do not join along dim 0")
@@ -249,19 +255,19 @@ class Comparison:
                 found.append(Seen(rank, both[0], here, part, self.deviation(key.kind, both[0], here)))
         return min(found, key=lambda s: (s.deviation > bound, not (s.part and s.part.by_samples), s.deviation), default=None)
 
-    def _scalars(self, key: Key, whole: Piece | None, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Compare numbers: each rank's equals the one's, or their mean or sum does."""
-        values = {rank: piece.values.double().mean() for rank, piece in enumerate(own) if piece is not None and piece.values.numel()}
-        if whole is None or not values:
+    def _numbers(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
+        """Compare numbers, or notes of one shape: each rank's equal the one's, or their mean or sum over ranks does."""
+        values = {rank: piece.values.double().squeeze() for rank, piece in enumerate(own) if piece is not None}
+        if not values:
             return self._refuse(key, "no rank has such a value")
-        one, several = whole.values.double().mean(), torch.stack(list(values.values()))
-        for joint in (several.mean(), several.sum()) if key.kind != "norm" else ():
+        one, several = whole.values.double().squeeze(), torch.stack(list(values.values()))
+        for joint in (several.mean(0), several.sum(0)) if key.kind != "norm" else ():
             if self.deviation(key.kind, one, joint) <= bound:
                 return [Seen(0, one, joint, None, self.deviation(key.kind, one, joint))]
         return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
 
     def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Ranks may hold terms of a sum: those that read the same samples, or all, as the gradient of what has no samples."""
+        """Ranks may hold terms of a sum: ranks with the same samples, or all, as the gradient of what has no samples."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, of in enumerate(self.samples):
             groups.setdefault((*of.rows.tolist(), -1, *of.cols.tolist()), []).append(rank)

@@ -22,6 +22,7 @@ import random
 import re
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -36,38 +37,52 @@ from torch.optim import Optimizer
 
 from moe.verify.yours.reordered import Reordered
 from moe.verify.yours.values import MOST, Key, Piece, Recorded
+from parallel.errors import BadInput
 
 _WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 _ORDERS = (2, 3, 4)  # numbers of parts in which the runs that measure rounding compute sums
 
 
-def record(folder: str | Path, model: nn.Module, *optimizers: Optimizer, on: bool = True, most: int = MOST) -> Iterator[Step]:
+def record(folder: str | Path, model: nn.Module, *others: Any, on: bool = True, most: int = MOST) -> Iterator[Step]:
     """Record the step in the body of `for step in record(...)` into files of this rank in `folder`, which replace earlier ones.
 
-    model: as the step calls it, wrapped or not. on: False runs the body once and does nothing else. most: larger tensors are sampled.
+    model: as the step calls it, wrapped or not. others: the optimizers, and whatever else the body changes that has a state_dict
+    (GradScaler, scheduler). on: False runs the body once and does nothing else. most: larger tensors are sampled. Raises BadInput if a
+    gradient is not finite with sums in other orders.
     """
+    optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if torch_ranks else (0, 1)
     home = Path(folder)
     if not on:
         yield Step(model, optimizers, Recorded(rank, world), most)
         return
-    if rank == 0:
-        for old in [*home.glob("rank-*.*"), *home.glob("rounded-*.*")]:
-            if old.stem.startswith("rounded") or int(old.stem.removeprefix("rank-")) >= world:
-                old.unlink()
-    before = _State(model, optimizers) if world == 1 else None
+    for old in [*home.glob("rank-*.*"), *home.glob("rounded-*.*")]:
+        if old.stem == f"rank-{rank}" or (rank == 0 and (old.stem.startswith("rounded") or int(old.stem.removeprefix("rank-")) >= world)):
+            old.unlink()
+    shared = [uuid.uuid4().hex]
+    if world > 1:
+        torch.distributed.broadcast_object_list(shared, src=0)
+    before = _State(model, others) if world == 1 else None
     for parts in _ORDERS if before else ():
-        step = Step(model, optimizers, Recorded(rank, world), most)
+        step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most)
         with step.hooks(), Reordered(parts):
             yield step
-        step.record.write(home, f"rounded-{parts}")
         if before:
             before.restore()
-    step = Step(model, optimizers, Recorded(rank, world), most)
+        _refuse_infinite(step.record)
+        step.record.write(home, f"rounded-{parts}")
+    step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most)
     with step.hooks():
         yield step
     step.record.write(home, f"rank-{rank}")
+
+
+def _refuse_infinite(record: Recorded) -> None:
+    for key, pieces in record.pieces.items():
+        if key.kind in ("gradient", "norm") and not all(bool(p.values.isfinite().all()) for p in pieces):
+            fix = "give record all that the body changes, such as a GradScaler, or record a step with finite gradients"
+            raise BadInput("record", got=f"{key.kind} {key.name}, not finite with sums in another order", needed="a finite one", fix=fix)
 
 
 class Step:
@@ -164,18 +179,19 @@ class Step:
 
     def _piece(self, key: Key, tensor: Tensor) -> Piece:
         began = time.perf_counter()
-        piece = Piece.of(tensor, key.name, self.most)
+        first = next((k for k in self.record.pieces if k.kind == "input"), key)
+        piece = Piece.of(tensor, key.name, self.most, hashed=key == first and key.kind == "input")
         self.record.seconds += time.perf_counter() - began
         return piece
 
 
 class _State:
-    """A copy of everything that a step changes: parameters, buffers, gradients, optimizer states, random numbers."""
+    """A copy of what a step changes: parameters, buffers, gradients, states of optimizers and other objects, random numbers."""
 
-    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+    def __init__(self, model: nn.Module, others: tuple[Any, ...]) -> None:
         self.tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
         self.gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-        self.optimizers = [(o, copy.deepcopy(o.state_dict())) for o in optimizers]
+        self.others = [(o, copy.deepcopy(o.state_dict())) for o in others]
         self.random = torch.get_rng_state(), torch.cuda.get_rng_state_all(), random.getstate()
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
@@ -185,8 +201,12 @@ class _State:
                 tensor.copy_(value)
         for parameter, gradient in self.gradients:
             parameter.grad = None if gradient is None else gradient.clone()
-        for optimizer, state in self.optimizers:
-            optimizer.load_state_dict(copy.deepcopy(state))
+        for other, state in self.others:
+            other.load_state_dict(copy.deepcopy(state))
+            groups = other.param_groups if isinstance(other, Optimizer) else []
+            for number, parameter in enumerate(p for group in groups for p in group["params"]):
+                if number in state["state"]:  # load_state_dict casts moments to the dtype of their parameter
+                    other.state[parameter].update(copy.deepcopy(state["state"][number]))
         torch.set_rng_state(self.random[0])
         torch.cuda.set_rng_state_all(self.random[1])
         random.setstate(self.random[2])

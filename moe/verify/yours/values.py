@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from parallel.errors import BadInput
 
 PERIOD = 64
 MOST = 2**14
-VERSION = 1
+VERSION = 2
 
 
 class Key(NamedTuple):
@@ -52,14 +53,18 @@ class Piece:
     summed_over: tuple[int, ...] = ()
     norm: float | None = None  # of all elements, if this is a sample
     name: str = ""
+    rows: tuple[str, ...] = ()  # of the first input: a hash of each sample
 
     @staticmethod
-    def of(tensor: Tensor, name: str, most: int) -> Piece:
-        """Copy a tensor to the host, or a sample of at most about `most` elements of it."""
+    def of(tensor: Tensor, name: str, most: int, *, hashed: bool = False) -> Piece:
+        """Copy a tensor to the host, or a sample of at most about `most` elements of it. hashed: keep a hash of each index of dim 0."""
         whole, offset, summed, local = _place(tensor.detach())
         shape, dtype = tuple(local.shape), str(local.dtype).removeprefix("torch.")
         kept = _kept(shape, most if local.is_floating_point() else 64 * most)
         piece = Piece(local, shape, whole, offset, kept, dtype, summed, name=re.sub(r"\d+", "#", name))
+        if hashed and local.dim():
+            samples = [row.flatten().view(torch.uint8).numpy().tobytes() for row in local.cpu()]
+            piece = replace(piece, rows=tuple(hashlib.blake2b(sample, digest_size=8).hexdigest() for sample in samples))
         if local.numel() == 0 or all(k == PERIOD for k in kept):
             return replace(piece, values=local.to("cpu", copy=True))
         values = local
@@ -125,6 +130,7 @@ class Recorded:
     modules: dict[str, str] = field(default_factory=dict)
     pieces: dict[Key, list[Piece]] = field(default_factory=dict)
     seconds: float = 0.0
+    step: str = ""  # id that all ranks' records of one step share
 
     @property
     def bytes(self) -> int:
@@ -136,16 +142,24 @@ class Recorded:
         flat = [(key, piece) for key, pieces in self.pieces.items() for piece in pieces]
         torch.save([piece.values for _, piece in flat], folder / f"{name}.pt")
         meta = [[*key, {n: v for n, v in vars(piece).items() if n != "values"}] for key, piece in flat]
-        head = {"version": VERSION, "rank": self.rank, "world": self.world, "seconds": self.seconds, "bytes": self.bytes}
+        head = {"version": VERSION, "rank": self.rank, "world": self.world, "step": self.step, "seconds": self.seconds, "bytes": self.bytes}
         (folder / f"{name}.json").write_text(json.dumps({**head, "modules": self.modules, "pieces": meta}))
 
     @staticmethod
     def read(file: Path) -> Recorded:
-        """Read a record from its index NAME.json."""
+        """Read a record from its index NAME.json. Raises BadInput if it is not whole."""
+        try:
+            return Recorded._read(file)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
+            got = f"a broken record ({type(error).__name__})"
+            raise BadInput(str(file), got=got, needed="an index with its .pt file", fix="record the step again") from error
+
+    @staticmethod
+    def _read(file: Path) -> Recorded:
         index = json.loads(file.read_text())
         if index["version"] != VERSION:
             raise BadInput(str(file), got=f"version {index['version']}", needed=f"version {VERSION}", fix="record the step again")
-        record = Recorded(index["rank"], index["world"], index["modules"], seconds=index["seconds"])
+        record = Recorded(index["rank"], index["world"], index["modules"], seconds=index["seconds"], step=index["step"])
         tensors = torch.load(file.with_suffix(".pt"), weights_only=True)
         for (*key, meta), values in zip(index["pieces"], tensors, strict=True):
             lists = {n: tuple(v) for n, v in meta.items() if isinstance(v, list)}
@@ -155,7 +169,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Recording:
-    """A folder's records: one of each rank, and of one process those with other orders of sums."""
+    """A folder's records: one of each rank, and one of each other order of sums, of one process."""
 
     folder: Path
     ranks: list[Recorded]
@@ -163,7 +177,7 @@ class Recording:
 
     @staticmethod
     def read(folder: str | Path, *, what: str) -> Recording:
-        """Read a folder that `record` wrote. Raises BadInput if it has no records, or lacks records of some ranks."""
+        """Read a folder that `record` wrote. Raises BadInput if it has no records, or lacks ranks."""
         home = Path(folder)
         files = sorted(home.glob("rank-*.json"), key=lambda f: int(re.sub(r"\D", "", f.stem)))
         fix = f"in your program: for step in record({str(folder)!r}, model, optimizer): ..."
@@ -173,6 +187,9 @@ class Recording:
         if [r.rank for r in ranks] != list(range(ranks[0].world)):
             got = f"{folder} with records of ranks {[r.rank for r in ranks]}"
             raise BadInput(what, got=got, needed=f"records of all {ranks[0].world} ranks", fix="record the step again into a new folder")
+        if len({r.step for r in ranks}) > 1:
+            got = f"{folder} with records of different steps"
+            raise BadInput(what, got=got, needed="records of one step", fix="record the step again into a new folder")
         return Recording(home, ranks, [Recorded.read(file) for file in sorted(home.glob("rounded-*.json"))])
 
 
