@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe.data.chat import read_chats
+from moe.data.chat import read_chats, with_template
 from moe.data.corpus import find_corpus
 from moe.data.given import Stream, open_given
 from moe.data.ids import open_ids
@@ -134,11 +134,14 @@ def _chats(
     data: Data, description: dict[str, Any] | None, *, max_length: int, vocab_size: int, seed: int, log: Callable[[str], object]
 ) -> Dataset:
     assert data.path is not None  # checked with the recipe
-    tokenizer = Bytes() if description is None else load(description)
+    if description is None and data.tokenizer == "bpe":
+        needed = "bytes for a new model; bpe is the tokenizer of a model to begin with"
+        raise BadInput("data.tokenizer", got="bpe with data.source=chat", needed=needed, fix=Set("it", "bytes") | "add --init_from MODEL")
+    tokenizer = with_template(Bytes() if description is None else load(description), data.chat_template)
     if vocab_size < tokenizer.vocab_size:
         needed = f"at least the tokenizer's {tokenizer.vocab_size}"
         raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))
-    chats = read_chats(data.path, tokenizer, data.chat_template, max_length=max_length, log=log)
+    chats = read_chats(data.path, tokenizer, max_length=max_length, log=log)
     share, ids = data.validation_share, tokenizer.vocab_size
     found = open_given(chats, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
     return Dataset(found.train, found.validation, tokenizer, {"key": chats.key}, chats.key)

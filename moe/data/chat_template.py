@@ -1,7 +1,7 @@
 """A model's chat template: messages to text, and the parts of the text that the assistant wrote.
 
-    {% for m in messages %}<|im_start|>{{ m.role }}       Jinja, in the sandbox and with the settings of transformers'
-    {% generation %}{{ m.content }}<|im_end|>             apply_chat_template; this block marks what is trained on
+    {% for m in messages %}<|im_start|>{{ m.role }}       Jinja, as in transformers' apply_chat_template (sandbox.py)
+    {% generation %}{{ m.content }}<|im_end|>             this block marks what is trained on
     {% endgeneration %}{% endfor %}
 
 Without {% generation %}, an assistant's message is what the template adds to the messages before it and its generation prompt.
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 from parallel.errors import BadInput
 
 ASSISTANT = "assistant"
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the assistant's parts while a text is made
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # as in sandbox.py, which imports jinja2 and is therefore imported late
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -29,10 +29,17 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template. `tokens`: name -> text of special tokens, such as bos_token, which templates use."""
+    """A Jinja template. `tokens`: name -> text of special tokens, such as bos_token, which templates use. `date`: what templates read as
+    the current time; None: now. `tool_use`: another template, for chats with tools."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
+    date: datetime | None = None
+    tool_use: str | None = None
+
+    def for_tools(self, tools: Any) -> ChatTemplate:
+        """Return the template for a chat with these tools, or without tools (None)."""
+        return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False) -> str:
         """Return the text of the messages. `prompt`: followed by the beginning of an assistant's message. Raises BadInput if the template
@@ -48,71 +55,57 @@ class ChatTemplate:
         spans = []
         for number, message in enumerate(messages):
             if message.get("role") == ASSISTANT:
-                before = self.render(messages[:number], tools=tools, prompt=True) if number else ""
+                before = self.render(messages[:number], tools=tools, prompt=True)
                 after = self.render(messages[: number + 1], tools=tools)
-                if not (text.startswith(after) and after.startswith(before)):
-                    got = f"a template that writes message {number} otherwise if others follow, or its prompt otherwise"
-                    raise BadInput("chat template", got=got, needed="one that marks what is trained on", fix=_MARK)
+                if not text.startswith(after):
+                    raise self.unmarked(f"the template renders message {number} differently when later messages follow")
+                if not after.startswith(before):
+                    raise self.unmarked(f"the template renders message {number} differently from its generation prompt")
                 spans.append((len(before), len(after)))
         return text, spans
 
+    @staticmethod
+    def unmarked(got: str) -> BadInput:
+        """Return the refusal of a template that does not show what the assistant wrote."""
+        fix = "give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja"
+        return BadInput("chat template", got=got, needed="one that marks what is trained on", fix=fix)
+
     def _rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
+        from moe.data.sandbox import rendered
 
         held = json.loads(json.dumps([dict(message) for message in messages]).replace(r"\ufdd0", r"\ufffd").replace(r"\ufdd1", r"\ufffd"))
+        template = self._template
         try:
-            return str(self._template.render(messages=held, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.tokens)))
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError, OverflowError) as error:
+            return rendered(template, messages=held, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.tokens))
+        except Exception as error:  # a template is a program of its own
             fix = "give messages that the template takes, or another data.chat_template"
-            raise BadInput("chat template", got=f"{type(error).__name__}: {error}", needed="a text", fix=fix) from None
+            raise BadInput("chat template", got=_line(error), needed="a text", fix=fix) from None
 
     @cached_property
     def _template(self) -> Any:
-        from jinja2 import TemplateSyntaxError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from moe.data.sandbox import compiled
 
-        class Generation(Extension):
-            """{% generation %} ... {% endgeneration %}: puts marks around the text of the block."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-            def _marked(self, caller: Any) -> str:
-                return f"{_BEGIN}{caller()}{_END}"
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
-            return environment.from_string(self.source)
-        except TemplateSyntaxError as error:
-            got = f"line {error.lineno}: {error.message}"
-            raise BadInput("chat template", got=got, needed="a Jinja template", fix="mend it, or give another data.chat_template") from None
+            return compiled(self.source, self.date)
+        except Exception as error:
+            at = f"line {line}: " if (line := getattr(error, "lineno", None)) else ""
+            fix = "mend it, or give another data.chat_template"
+            raise BadInput("chat template", got=at + _line(error), needed="a Jinja template", fix=fix) from None
+
+    @cached_property
+    def _with_tools(self) -> ChatTemplate | None:
+        return None if self.tool_use is None else ChatTemplate(self.tool_use, self.tokens, self.date)
 
 
-_MARK = "give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja"
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Return JSON without the escapes that Jinja's own filter makes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
+def _line(error: Exception) -> str:
+    """Return the error as one line."""
+    return " ".join(f"{type(error).__name__}: {getattr(error, 'message', None) or error}".split())
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
     """Return the text without marks, and the parts between them."""
     parts, spans, length, start = list[str](), list[Span](), 0, 0
-    for part in _pieces(text):
+    for part in re.split(f"([{_BEGIN}{_END}])", text):
         if part == _BEGIN:
             start = length
         elif part == _END:
@@ -121,7 +114,3 @@ def _without_marks(text: str) -> tuple[str, list[Span]]:
             parts.append(part)
             length += len(part)
     return "".join(parts), spans
-
-
-def _pieces(text: str) -> Iterator[str]:
-    return (part for part in re.split(f"([{_BEGIN}{_END}])", text) if part)

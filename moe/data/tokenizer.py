@@ -46,10 +46,13 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class Tokenizer(ABC):
-    """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` separates documents."""
+    """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` separates documents. `chat`: all of it is
+    optional: {"template": a chat template, "tool_use": one for chats with tools, "tokens": name -> text of special tokens, "ends": ids that
+    end an assistant's message}."""
 
     name: str
     separator = SEPARATOR
+    chat: dict[str, Any] | None = None
     example = "def "  # the prompt of the sample text that a run writes at its end
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
@@ -70,7 +73,13 @@ class Tokenizer(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Return everything that `load` needs, as plain JSON values. Checkpoints keep it."""
-        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator}
+        about = {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator}
+        return about | ({"chat": self.chat} if self.chat else {})
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Return the ids at which a text ends."""
+        return frozenset([self.separator])
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the ids of a text, [number of tokens] int64."""
@@ -141,22 +150,20 @@ class _OfLibrary(Tokenizer):
         super().__init__(held)
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        found = self._encoded(lambda: self._library.encode_batch_fast(list(parts), add_special_tokens=False))
+        return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        found = self._encoded(lambda: self._library.encode(_NOT_TEXT.sub("\ufffd", text), add_special_tokens=False))
+        return np.array(found.ids, dtype=np.int64), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def _encoded(self, encode: Callable[[], Any]) -> Any:
         try:
-            found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
+            return encode()
         except BaseException as error:  # a panic in Rust, for example by a pattern with an endless search, is no Exception
             if not _from_library(error):
                 raise
             raise _bad_description(f"one that cannot encode this text ({error})") from None
-        return [np.array(one.ids, dtype=np.int64) for one in found]
-
-    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        try:
-            found = self._library.encode(_NOT_TEXT.sub("\ufffd", text), add_special_tokens=False)
-        except BaseException as error:
-            if not _from_library(error):
-                raise
-            raise _bad_description(f"one that cannot encode this text ({error})") from None
-        return np.array(found.ids, dtype=np.int64), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"model": self._model}
@@ -177,8 +184,7 @@ class Bpe(_OfLibrary):
 
 @final
 class Given(_OfLibrary):
-    """A tokenizer.json from any source. `separator`: the id that ends a text. Text that spells a special token becomes that token. `chat`:
-    {"template": a chat template, "tokens": name -> text of special tokens}, if the model came with one."""
+    """A tokenizer.json from any source. `separator`: the id that ends a text. Text that spells a special token becomes that token."""
 
     name = "given"
 
@@ -190,9 +196,6 @@ class Given(_OfLibrary):
         if not 0 <= separator < self.vocab_size:
             raise _bad_description(f"separator {separator} of {self.vocab_size} ids")
         self.separator, self.chat = separator, chat
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | ({"chat": self.chat} if self.chat else {})
 
     def beginning(self, prompt: str) -> list[int]:
         """Return the prompt's ids, after the tokenizer's prefix (BOS) if the prompt does not spell it."""
@@ -312,6 +315,12 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 def load(description: Any) -> Tokenizer:
     """Return the tokenizer that `Tokenizer.describe` described. Raises BadInput for another `description`."""
     held = description if isinstance(description, dict) else {"kind": description}
+    made = _loaded(held)
+    made.chat = _chat(held.get("chat"))
+    return made
+
+
+def _loaded(held: dict[str, Any]) -> Tokenizer:
     kind, size, separator, model = (held.get(name) for name in ("kind", "vocab_size", "separator", "model"))
     if kind == Bytes.name:
         return Bytes()
@@ -322,16 +331,18 @@ def load(description: Any) -> Tokenizer:
     if kind == Given.name and isinstance(model, dict):
         if not isinstance(separator, int):
             raise _bad_description(f"separator {separator!r}")
-        return Given(model, separator, _chat(held.get("chat")))
+        return Given(model, separator)
     raise _bad_description(f"kind {kind!r}")
 
 
 def _chat(held: Any) -> dict[str, Any] | None:
-    """Return a description's chat template and special tokens, or None. Raises BadInput for values of other types."""
+    """Return a description's `Tokenizer.chat`. Raises BadInput for values of other types."""
     if held is None:
         return None
-    tokens = held.get("tokens") if isinstance(held, dict) else None
-    if not isinstance(tokens, dict) or not all(isinstance(text, str) for text in (held.get("template"), *tokens.values())):
+    tokens, ends = (held.get("tokens", {}), held.get("ends", [])) if isinstance(held, dict) else (None, None)
+    if not isinstance(tokens, dict) or not isinstance(ends, list) or not all(isinstance(end, int) for end in ends):
+        raise _bad_description("a chat template of another form")
+    if not all(isinstance(text, str) for text in (*tokens.values(), *(held[name] for name in ("template", "tool_use") if name in held))):
         raise _bad_description("a chat template of another form")
     return dict(held)
 

@@ -1,7 +1,7 @@
 """Converts tokenizer.json to the tokenizer of a run, and back, with an encoder's sentinel tokens.
 
 read_tokenizer(folder, config, run)    the tokenizer's description; if it cannot be used, the description of plain bytes and the reason
-write_tokenizer(folder, described)     writes tokenizer.json and tokenizer_config.json if the model came without them
+write_tokenizer(folder, described)     writes tokenizer.json and tokenizer_config.json if the model came without them, and a new template
 """
 
 from __future__ import annotations
@@ -31,29 +31,37 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
         content = _without_sentinels(content, run)
         if _is_bytes(content, _ends(source, config)):
             return Bytes().describe(), []
-        made = Given(content, _ends(source, config), _chat(source))
+        made = Given(content, _ends(source, config))
         if made.vocab_size > room:
             raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
-        return made.describe(), _other_sentinels(content, run)
+        made.chat, said = _chat(source, [end for end in _all_ends(source, config) if 0 <= end < made.vocab_size])
+        return made.describe(), [*said, *_other_sentinels(content, run)]
     except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         why = error.got if isinstance(error, BadInput) else error
         line = f"tokenizer.json is not used ({why}): texts are read as bytes, although the model was not trained on them"
         return Bytes().describe(), [line]
 
 
-def _chat(source: Path) -> dict[str, Any] | None:
-    """Return the model's chat template with its special tokens, or None. Of several templates, `default`."""
+def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return (`Tokenizer.chat`: the model's chat templates, special tokens and ids `ends`, or None; lines to print)."""
     about = loaded(source / "tokenizer_config.json")
-    template = about.get("chat_template")
-    if isinstance(template, list):
-        template = next((one.get("template") for one in template if isinstance(one, dict) and one.get("name") == "default"), None)
-    if (file := source / "chat_template.jinja").is_file():
-        template = read_text(file)
-    if not isinstance(template, str):
-        return None
+    templates: dict[str, Any] = {}
+    for given in (about.get("chat_template"), loaded(source / "chat_template.json").get("chat_template")):
+        several = given if isinstance(given, list) else [{"name": "default", "template": given}] if given else []
+        templates |= {str(one.get("name")): one.get("template") for one in several if isinstance(one, dict)}
+    said = []
+    for name, path in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (source / path).is_file():
+            try:
+                templates[name] = read_text(source / path)
+            except (OSError, ValueError) as error:
+                said.append(f"{path} is not used ({error})")
     named = loaded(source / "special_tokens_map.json") | about
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items() if name.endswith("_token")}
-    return {"template": template, "tokens": {name: text for name, text in sorted(texts.items()) if isinstance(text, str)}}
+    tokens = {name: text for name, text in sorted(texts.items()) if isinstance(text, str)}
+    used = {"template": templates.get("default"), "tool_use": templates.get("tool_use")}
+    chat = {name: text for name, text in used.items() if isinstance(text, str)} | ({"tokens": tokens} if tokens else {})
+    return chat | ({"ends": ends} if len(ends) > 1 else {}) or None, said
 
 
 def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
@@ -98,12 +106,14 @@ def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
 
 def _ends(source: Path, config: dict[str, Any]) -> int | None:
     """Return the id that ends a text, from config.json or generation_config.json; None if neither has one."""
-    for found in (config, loaded(source / "generation_config.json")):
-        ends = found.get("eos_token_id")
-        ends = ends[0] if isinstance(ends, list) and ends else ends
-        if isinstance(ends, int):
-            return ends
-    return None
+    return next(iter(_all_ends(source, config)), None)
+
+
+def _all_ends(source: Path, config: dict[str, Any]) -> list[int]:
+    """Return the ids that end a text, of config.json before the others of generation_config.json."""
+    given = [found.get("eos_token_id") for found in (config, loaded(source / "generation_config.json"))]
+    ids = [end for ends in given for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+    return list(dict.fromkeys(ids))
 
 
 def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
@@ -124,6 +134,9 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
     if not (part / "tokenizer_config.json").is_file():
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends, "clean_up_tokenization_spaces": False}
         (part / "tokenizer_config.json").write_text(json_text.dumps(about, indent=2) + "\n")
+    template = (tokenizer.chat or {}).get("template")
+    if template is not None and ((_chat(part, [])[0] or {}).get("template") != template):
+        (part / "chat_template.jinja").write_text(template)
     return []
 
 

@@ -99,7 +99,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     read = partial(
         read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
     )
-    data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
+    data = the_same(read, mesh.axis("world")) if run.data.is_own or run.data.source == "chat" else read()
     prepare(run, arguments.say)
     executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=start.resumed.table)
     if arguments.fresh:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from moe.data import Tokenizer
-from moe.data.chat import NO_TEMPLATE, template_of
+from moe.data.chat import NO_TEMPLATE, InChats, template_of
 from moe.data.span_corruption import WithSentinels, strange
 from moe.model.transformer import Output, Transformer
 from moe.recipe.shapes import START
 from moe.records.results import write_json
 from moe.records.summary import printable
-from moe.train.start.restore import choose, load_model
-from moe.train.start.state import opened
+from moe.train.start.restore import load_model
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, can_cache, continued, for_continuing
 from parallel.errors import BadInput, counted
 from parallel.store.files import read_text
@@ -29,7 +28,7 @@ from parallel.store.files import read_text
 
 @dataclass(frozen=True)
 class Continued:
-    """A continuation of `prompt`, number `sample`: its new tokens up to a separator, as ids and as text. ended: a separator came."""
+    """A continuation of `prompt`, number `sample`: its new tokens up to an id that ends texts, as ids and as text. ended: it came."""
 
     prompt: str
     sample: int
@@ -129,14 +128,14 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 def _until_separators(
     steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
 ) -> list[tuple[list[int], bool]]:
-    """Return (tokens before the first separator, whether a separator came) for each of `count` texts. steps: yields lists of each text's
+    """Return (tokens before the first of `tokenizer.ends`, whether it came) for each of `count` texts. steps: yields lists of each text's
     next token. heard: called with pieces of the text, if there is only one."""
     texts: list[list[int]] = [[] for _ in range(count)]
     ended = [False] * count
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for chosen in steps:
         for i, token in enumerate(chosen):
-            ended[i] |= token == tokenizer.separator
+            ended[i] |= token in tokenizer.ends
             if not ended[i]:
                 texts[i].append(token)
                 if heard is not None:
@@ -175,7 +174,7 @@ def main(
     usual = "def <extra_id_0>(self):" if halves else "def "
     prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
     if chat:
-        prompts = _as_messages(prompts, tokenizer, opened(choose(Path(run_dir), step=at)).state["recipe"]["data"].get("chat_template"))
+        prompts, tokenizer = _as_messages(prompts, tokenizer), InChats(tokenizer)
     if halves and (other := strange(prompts, model.config.spans.num_spans)) is not None:
         count = model.config.spans.num_spans
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
@@ -195,9 +194,9 @@ def main(
         write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)
 
 
-def _as_messages(prompts: list[str], tokenizer: Tokenizer, file: str | None) -> list[str]:
-    """Return the text of each prompt as a user's message, up to where the assistant begins. `file`: the recipe's data.chat_template."""
-    template = template_of(file, tokenizer)
+def _as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
+    """Return the text of each prompt as a user's message, up to where the assistant begins."""
+    template = template_of(tokenizer)
     if template is None:
         raise BadInput("--chat", got="it", needed=NO_TEMPLATE, fix="write the prompt as the model knows it, without --chat")
     return [template.render([{"role": "user", "content": prompt}], prompt=True) for prompt in prompts]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moe.convert.huggingface.tokenizer import read_tokenizer, write_tokenizer
 from moe.data import open_data
-from moe.data.chat import read_chats
+from moe.data.chat import InChats, read_chats, template_of, with_template
 from moe.data.chat_template import ChatTemplate
-from moe.data.tokenizer import Bytes, Given
+from moe.data.tokenizer import Bytes, Given, load
 from moe.recipe.load import build_run
 from moe.recipe.shapes import PADDING
+from moe.train.use.generate import _until_separators
 from parallel.errors import BadInput
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -69,6 +73,12 @@ def unmarked(name: str) -> str:
     return TEMPLATES[name].replace("{G}", "").replace("{/G}", "")
 
 
+def given(library: Any, chat: dict[str, Any], separator: int = 0) -> Given:
+    made = Given(json.loads(library.to_str()), separator)
+    made.chat = chat
+    return made
+
+
 def messages_of(name: str) -> tuple[list[dict[str, Any]], Any]:
     if name != "tools":
         return MESSAGES, None
@@ -98,10 +108,10 @@ def test_ids_and_the_assistants_tokens_are_those_of_transformers(name: str, libr
         messages, tools=tools, chat_template=marked(name), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     chat = {"template": marked(name), "tokens": TOKENS}
-    tokenizer = Given(json.loads(library.to_str()), 0, chat)
+    tokenizer = given(library, chat)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages} | ({"tools": tools} if tools else {})) + "\n")
     said: list[str] = []
-    sample = read_chats(str(tmp_path / "a.jsonl"), tokenizer, None, max_length=1000, log=said.append)[0]
+    sample = read_chats(str(tmp_path / "a.jsonl"), tokenizer, max_length=1000, log=said.append)[0]
     assert sample["input_ids"].tolist() == want["input_ids"]
     mask = [int(label != PADDING) for label in sample["labels"]]
     assert mask == want["assistant_masks"] and 0 < sum(mask) < len(mask)
@@ -126,21 +136,21 @@ def samples(tmp_path: Path, *rows: Any, template: str | None = "chatml", max_len
     if template is not None:
         file = str(tmp_path / "t.jinja")
         Path(file).write_text(marked(template))
-    found = read_chats(str(tmp_path / "rows.jsonl"), Bytes(), file, max_length=max_length, log=log)
+    found = read_chats(str(tmp_path / "rows.jsonl"), with_template(Bytes(), file), max_length=max_length, log=log)
     shown = [(sample["input_ids"], sample["labels"]) for sample in (found[i] for i in range(len(found)))]
     return [(Bytes().decode(ids), Bytes().decode(labels[labels != PADDING])) for ids, labels in shown]
 
 
 def test_every_form_of_a_chat(tmp_path: Path) -> None:
     user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello é"}
-    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello é<|im_end|>\n"
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello é<|im_end|>\0"  # ends with the separator of bytes
     share = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello é"}]
     rows = [{"messages": [user, assistant]}, {"conversations": share}, {"prompt": [user], "completion": [assistant]}]
-    assert samples(tmp_path, *rows) == [(text, "Hello é<|im_end|>")] * 3
+    assert samples(tmp_path, *rows) == [(text, "Hello é<|im_end|>\0")] * 3
     assert samples(tmp_path, {"prompt": "1 + 1 =", "completion": " 2"}, template=None) == [("1 + 1 = 2\0", " 2\0")]
     # what the assistant said in the prompt of a completion is not predicted
     assert [shown for _, shown in samples(tmp_path, {"prompt": [user, assistant, user], "completion": [assistant]})] == [
-        "Hello é<|im_end|>"
+        "Hello é<|im_end|>\0"
     ]
 
 
@@ -166,6 +176,14 @@ def test_long_chats_are_cut_and_chats_without_a_predicted_token_left_out(tmp_pat
             "line 2: got no list of messages, needed a list of objects with role and content",
         ),
         ('{"messages": [{"role": "user", "content": "a"}]}', None, "data.chat_template: got null, needed a template"),
+        ('{"messages": null, "prompt": null}', "chatml", "line 2: got an object with nothing"),
+        ('{"messages": [{"role": "user"}]}', "chatml", "line 2: got a message of user whose content is missing, needed a text"),
+        ('{"messages": [{"role": "user", "content": 3, "tool_calls": [{}]}]}', "chatml", "whose content has the type int, needed a text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "chatml", "whose content has the type list, needed a text"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "chatml", "got tools of another form, needed null or a list"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": ["a"]}', "chatml", "got tools of another form, needed null or a list"),
+        ('{"conversations": [{"from": "bing", "value": "a"}]}', "chatml", "line 2: got from 'bing', needed one of human, gpt, "),
+        ('{"conversations": [{"from": ["human"], "value": "a"}]}', "chatml", "line 2: got from ['human'], needed one of human, gpt, "),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]}', "mistral", "a system message comes first"),
     ],
 )
@@ -175,32 +193,169 @@ def test_another_form_is_one_line_that_names_its_line(line: str, template: str |
     if template is not None:
         (tmp_path / "t.jinja").write_text(marked(template))
     with pytest.raises(BadInput) as bad:
-        read_chats(str(tmp_path / "rows.jsonl"), Bytes(), file, max_length=99, log=print)
+        tokenizer = load({"kind": "bytes", "chat": {"tokens": TOKENS}})
+        read_chats(str(tmp_path / "rows.jsonl"), with_template(tokenizer, file), max_length=99, log=print)
     assert said in str(bad.value) and "\n" not in str(bad.value)
+
+
+MEND, OTHER = "mend it, or give another data.chat_template", "give messages that the template takes, or another data.chat_template"
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{% for m in messages %}{{ m.content }}", "chat template: got line 1: "),
-        ("{{ messages.append(1) }}x", "got SecurityError"),
-        ("{{ ''.__class__.__mro__ }}", "got SecurityError"),
+        (
+            "\n{% for m %}",
+            f"line 2: TemplateSyntaxError: expected token 'in', got 'end of statement block', needed a Jinja template; fix: {MEND}",
+        ),
+        ("{% set a = 1 %}{{ 1 if }}", None),
+        ("{% break %}", None),
+        ("{{ messages.append(1) }}x", None),
+        ("{{ ''.__class__.__mro__ }}", None),
+        ("{{ 1 // 0 }}", f"ZeroDivisionError: integer division or modulo by zero, needed a text; fix: {OTHER}"),
+        ("{{ 'a'.split('')[0] }}", f"ValueError: empty separator, needed a text; fix: {OTHER}"),
+        ("{{ [].pop() }}{{ '{0}'.format() }}", None),
+        ("{{ 'é'.encode('other') }}", f"LookupError: unknown encoding: other, needed a text; fix: {OTHER}"),
+        ("{{ bos_token }}", f"TemplateError: bos_token is written, but the tokenizer has none, needed a text; fix: {OTHER}"),
+        ("{{ 'a' * 1000000000000 }}", f"TemplateError: * with a result that is too large, needed a text; fix: {OTHER}"),
+        ("{{ 7 ** 700 }}", f"TemplateError: ** with a result that is too large, needed a text; fix: {OTHER}"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            f"TemplateError: loops of more than 1048576 steps, needed a text; fix: {OTHER}",
+        ),
+        (
+            "{% for a in range(9999) %}{{ 'abcdefgh' * 9999 }}{% endfor %}",
+            f"TemplateError: a text of more than 67108864 characters, needed a text; fix: {OTHER}",
+        ),
         (
             "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}",
-            "a template that writes message 2 otherwise if others follow",
+            "the template renders message 2 differently when later messages follow, needed one that marks what is trained on; "
+            "fix: give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}",
+            "the template renders message 2 differently from its generation prompt, needed one that marks what is trained on; "
+            "fix: give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja",
         ),
     ],
 )
-def test_a_template_that_cannot_be_used_is_one_line(source: str, said: str) -> None:
-    with pytest.raises(BadInput, match=said):
+def test_a_template_that_cannot_be_used_is_one_line(source: str, said: str | None) -> None:
+    """Also one that raises another Python error, or would work without end."""
+    with pytest.raises(BadInput) as bad:
         ChatTemplate(source).marked(MESSAGES)
+    text = str(bad.value)
+    assert text.startswith("chat template: got ") and "\n" not in text
+    assert text == f"chat template: got {said}" if said else "; fix: " in text
+
+
+def test_templates_compute_as_without_limits() -> None:
+    """Loops keep their variables, and short products, absent tokens that are only tested, and dates are allowed."""
+    source = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{{ loop.previtem.role if loop.index0 }}"
+        "{% endfor %}{{ '-' * 3 }}{{ 2 ** 5 }}{% if bos_token is defined or bos_token %}!{% endif %}{{ bos_token | default('x') }}"
+        "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ strftime_now('%d %b %Y') }}"
+    )
+    assert ChatTemplate(source, date=datetime(2024, 2, 3)).render(MESSAGES[:2]) == "1/2,2/2system---32xa103 Feb 2024"
+
+
+def test_the_separator_of_bytes_follows_the_last_answer(tmp_path: Path) -> None:
+    """What follows an answer is not read, because no template can write this separator."""
+    rows = [{"messages": MESSAGES}, {"messages": [*MESSAGES, MESSAGES[1]]}]
+    first, second = samples(tmp_path, *rows, max_length=999)
+    assert first == second and first[0].endswith("assistant\nTwo. <|im_end|>\0")
+    assert first[1] == "Seven, naïvely ☃.<|im_end|>Two. <|im_end|>\0"
+
+
+def test_the_prompt_of_a_completion_must_begin_the_text(tmp_path: Path) -> None:
+    row = {"prompt": MESSAGES[:2], "completion": MESSAGES[2:3]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    source = "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    tokenizer = load({"kind": "bytes", "chat": {"template": source}})
+    with pytest.raises(BadInput, match="line 1, chat template: got the template renders a prompt differently when its completion follows"):
+        read_chats(str(tmp_path / "rows.jsonl"), tokenizer, max_length=999, log=print)
+
+
+def test_an_answer_without_a_question_does_not_predict_its_header() -> None:
+    text, spans = ChatTemplate(unmarked("llama3"), tuple(TOKENS.items())).marked(MESSAGES[2:3])
+    assert [text[start:end] for start, end in spans] == ["Seven, naïvely ☃.<|eot|>"]
+
+
+def test_the_key_is_the_samples_and_the_date_is_the_files(tmp_path: Path) -> None:
+    """A template that writes the date gives the same ids at any time, and others after the file has changed."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": MESSAGES}))
+    keys = []
+    for source, time in (("{{ strftime_now('%Y') }}", 10**9), ("2001", 10**9), ("{{ strftime_now('%Y') }}", 0)):
+        os.utime(file, (time, time))
+        tokenizer = load({"kind": "bytes", "chat": {"template": source + marked("chatml")}})
+        keys.append(read_chats(str(file), tokenizer, max_length=999, log=lambda line: None).key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_chats_and_plain_texts_begin_as_in_generation(library: Any, tmp_path: Path) -> None:
+    """With a tokenizer that begins texts with BOS: a chat has it only from its template, a plain text has it as from --prompt."""
+    from tokenizers.processors import TemplateProcessing
+
+    framed = type(library).from_str(library.to_str())
+    framed.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", framed.token_to_id("<s>"))])
+    tokenizer = given(framed, {"template": unmarked("chatml")})
+    rows = [{"messages": MESSAGES[1:3]}, {"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "", "completion": "12"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = read_chats(str(tmp_path / "rows.jsonl"), tokenizer, max_length=999, log=print)
+    template = template_of(tokenizer)
+    assert template is not None
+    prompts = [InChats(tokenizer).beginning(template.render(MESSAGES[1:2], prompt=True)), *map(tokenizer.beginning, ("1 + 1 =", ""))]
+    assert [ids[0] == framed.token_to_id("<s>") for ids in prompts] == [False, True, True]
+    for number, prompt in enumerate(prompts):
+        ids, labels = chats[number].values()
+        assert ids[: len(prompt)].tolist() == prompt and set(labels[: len(prompt)]) == {PADDING} and PADDING not in labels[len(prompt) :]
+
+
+def test_a_chat_ends_at_every_end_of_the_model(library: Any) -> None:
+    end = library.token_to_id("<|im_end|>")
+    tokenizer = load(given(library, {"tokens": {"eos_token": "<|im_end|>"}, "ends": [0, 7]}).describe())
+    assert InChats(tokenizer).ends == {0, 7, end} and tokenizer.ends == {0}
+    steps = iter([[9], [end], [9]])
+    assert _until_separators(steps, 1, InChats(tokenizer), None) == [([9], True)] and next(steps) == [9]
+
+
+def test_a_file_of_a_template_stays_with_the_tokenizer(library: Any, tmp_path: Path) -> None:
+    """Its text replaces the model's own templates, and tokens and ends stay; `moe convert RUN hf:PATH` writes it."""
+    (tmp_path / "t.jinja").write_text("mine")
+    before = given(library, {"template": "theirs", "tool_use": "tools", "tokens": TOKENS, "ends": [0, 1]})
+    described = with_template(before, str(tmp_path / "t.jinja")).describe()
+    assert load(described).chat == {"template": "mine", "tokens": TOKENS, "ends": [0, 1]}
+    run = build_run({"model": {"vocab_size": 400}})
+    for name in ("new", "came"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "came/tokenizer_config.json").write_text('{"chat_template": "theirs"}')
+    write_tokenizer(tmp_path / "new", described, came=False, run=run)
+    write_tokenizer(tmp_path / "came", described, came=True, run=run)
+    assert [(tmp_path / name / "chat_template.jinja").read_text() for name in ("new", "came")] == ["mine"] * 2
+
+
+def test_a_new_model_cannot_have_a_bpe_of_chats(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    data = build_run({"data": {"source": "chat", "path": str(tmp_path / "rows.jsonl"), "tokenizer": "bpe"}}).data
+    with pytest.raises(BadInput, match=r"data.tokenizer: got bpe with data.source=chat, needed bytes for a new model.*--init_from") as bad:
+        open_data(data, max_length=9, vocab_size=4096, seed=3)
+    assert "\n" not in str(bad.value)
+
+
+def test_chats_with_tools_take_the_template_for_tools(tmp_path: Path) -> None:
+    chat = {"template": marked("chatml"), "tool_use": "TOOLS" + marked("chatml")}
+    rows = [{"messages": MESSAGES}, {"messages": MESSAGES, "tools": TOOLS}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = read_chats(str(tmp_path / "rows.jsonl"), load({"kind": "bytes", "chat": chat}), max_length=999, log=print)
+    plain, tools = (Bytes().decode(chats[number]["input_ids"]) for number in range(2))
+    assert tools == "TOOLS" + plain
 
 
 def test_a_recipe_opens_chats_with_the_models_own_template(library: Any, tmp_path: Path) -> None:
     """data.source chat: the tokenizer's description holds the template; a twentieth of the chats is held out; a row is padded."""
     rows = [{"messages": [MESSAGES[1] | {"content": f"{n}?"}, MESSAGES[2] | {"content": f"{n}!"}]} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = Given(json.loads(library.to_str()), 0, {"template": marked("llama3"), "tokens": TOKENS})
+    tokenizer = given(library, {"template": marked("llama3"), "tokens": TOKENS})
     data = build_run({"data": {"source": "chat", "path": str(tmp_path / "rows.jsonl")}}).data
     opened = open_data(data, max_length=99, vocab_size=400, seed=3, tokenizer=tokenizer.describe(), log=lambda line: None)
     assert opened.tokenizer.describe() == tokenizer.describe() and opened.validation.windows.num_windows == 2
@@ -213,18 +368,29 @@ def test_a_recipe_opens_chats_with_the_models_own_template(library: Any, tmp_pat
 
 
 def test_a_converted_model_brings_its_template(library: Any, tmp_path: Path) -> None:
-    """From tokenizer_config.json, as a text or as the default of several, or from chat_template.jinja, which counts more."""
-    from moe.convert.huggingface.tokenizer import read_tokenizer
-
+    """From tokenizer_config.json, as a text or as several, from chat_template.json, or from chat_template.jinja, which counts most. Special
+    tokens and all ids that end texts come without a template too, and a file that cannot be decoded is left out."""
     library.save(str(tmp_path / "tokenizer.json"))
-    about = TOKENS | {"bos_token": {"content": "<s>"}, "pad_token": None, "chat_template": [{"name": "default", "template": "one"}]}
+    about = TOKENS | {"bos_token": {"content": "<s>"}, "pad_token": None}
+    templates = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}, {"name": "rag", "template": "three"}]
     run = build_run({"model": {"vocab_size": 400}})
 
     def described() -> Any:
-        return read_tokenizer(tmp_path, {"eos_token_id": 0}, run)[0].get("chat")
+        made, said = read_tokenizer(tmp_path, {"eos_token_id": 0}, run)
+        assert made["kind"] == "given" and load(made).describe() == made
+        return made.get("chat"), said
 
-    assert described() is None
+    assert described() == (None, [])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
-    assert described() == {"template": "one", "tokens": TOKENS}
-    (tmp_path / "chat_template.jinja").write_text("two")
-    assert described() == {"template": "two", "tokens": TOKENS}
+    assert described() == ({"tokens": TOKENS}, [])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0, 9999]}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": templates}))
+    rest = {"tool_use": "two", "tokens": TOKENS, "ends": [0, 2]}
+    assert described() == ({"template": "one"} | rest, [])
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "four"}')
+    assert described() == ({"template": "four"} | rest, [])
+    (tmp_path / "chat_template.jinja").write_text("five")
+    assert described() == ({"template": "five"} | rest, [])
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    chat, (line,) = described()
+    assert chat == {"template": "four"} | rest and line.startswith("chat_template.jinja is not used ('utf-8' codec")
