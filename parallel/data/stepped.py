@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge
 
 from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, held_of, kept_of
+from parallel.data.rate import at_rate
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
-from parallel.optim.step import at_rate
 from parallel.watch.audit import Held, copies_of
 
 

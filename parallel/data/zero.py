@@ -26,10 +26,10 @@ from parallel.data.deepspeed import dense_axis, set_groups, start_deepspeed, wit
 from parallel.data.engine import MOMENTS, AdamW, Load, Rule, Working
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
+from parallel.data.rate import at_rate
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
-from parallel.optim.step import at_rate
 from parallel.watch.audit import Held, copies_of
 
 BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32

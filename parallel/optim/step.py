@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,33 +52,3 @@ class AdamWExcept(torch.optim.AdamW):
 def decay_and_subtract(weight: Tensor, step: Tensor, *, lr: float, decay: float) -> None:
     """Set `weight` to weight - lr * decay * weight - step, in place. `step` (fp32) is rounded to the weight's dtype."""
     weight.mul_(1 - lr * decay).sub_(step.to(weight.dtype))
-
-
-@contextmanager
-def at_rate(
-    lr: float, factor: float, optimizer: torch.optim.Optimizer, *, weights: Iterable[Tensor], grads: Iterable[Tensor] = ()
-) -> Iterator[None]:
-    """Return a context in which `optimizer` steps `weights` with learning rate `lr` and with `grads` times `factor`. torch's fused AdamW
-    divides gradients by `grad_scale` (fp32) when it reads them; in all other cases `grads` are multiplied."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    first = next(iter(weights), None)
-    if factor == 1.0 or first is None:
-        yield
-    elif _divides(optimizer, factor) and first.dtype != torch.float64:
-        optimizer.grad_scale = torch.full((), 1 / factor, dtype=torch.float32, device=first.device)  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
-    else:
-        multiplied = list(grads)
-        assert multiplied, f"{type(optimizer).__name__} does not divide gradients itself: a factor of {factor} needs `grads`"
-        torch._foreach_mul_(multiplied, factor)
-        yield
-
-
-def _divides(optimizer: torch.optim.Optimizer, factor: float) -> bool:
-    """Return whether the optimizer divides by `grad_scale`: all its groups are fused AdamW's, and 1 / factor is finite in fp32."""
-    fused = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
-    return fused and abs(factor) > 1 / torch.finfo(torch.float32).max

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallel.data.engine import AdamW, Rule
+from parallel.data.rate import at_rate
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.mesh import Degrees
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.muon import Muon, Orientation, orthogonal, scale
 from parallel.optim.sgd import Sgd
-from parallel.optim.step import at_rate
 from parallel.process import process
 from parallel.process.process import World
 from tests.support.ranks import run_on_ranks

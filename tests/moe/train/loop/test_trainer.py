@@ -218,9 +218,9 @@ def test_the_norm_in_the_records_is_the_one_before_clipping(home: Path, tmp_path
         engine = executor.engine
         step = engine.step
 
-        def measured(lr: float) -> None:
-            stepped.append(math.sqrt(sum(float(grad.double().square().sum()) for _, grad in engine.owned_gradients())))
-            step(lr)
+        def measured(lr: float, *, factor: float) -> None:
+            stepped.append(factor * math.sqrt(sum(float(grad.double().square().sum()) for _, grad in engine.owned_gradients())))
+            step(lr, factor=factor)
 
         monkeypatch.setattr(engine, "step", measured)
         return executor
