@@ -14,7 +14,7 @@
     On a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them. Norms on a grid gather 2 wide
     numbers per token forward and sum 2 backward.
 
-    kept activations: 4 N D, inputs of the norms (wide in 1d and sliced) and of the products after them; 4 N A, q, repeated keys and values,
+    kept activations: 4 N D, inputs of the norms (wide in 1d and sliced) and of the products after them; 2 N (A + K), q, keys, values,
     attention's output, and a statistic of its softmax; 4 N F, input and output of the activation, the gate, their product (2 N F without a
     gate); 4 statistics of norms. 1d divides tensors inside attention and network among ranks, grids divide all tensors, sliced all except
     gathered inputs of products. In 16 bits, 1d and sliced also keep P / t weights in the compute dtype.
@@ -113,7 +113,8 @@ def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fracti
 
 def _kept(kind: str, ranks: int, side: int, of: DenseLayer, chunks: int) -> int:
     n, wide, line = of.tokens, max(WIDE, of.itemsize), kind in ("1d", "sliced")
-    inside = Fraction(n, ranks) * ((4 * of.inner + (4 if of.gated else 2) * of.hidden) * of.itemsize + of.heads * wide)
+    keys = of.kv_heads * of.head_size
+    inside = Fraction(n, ranks) * ((2 * of.inner + 2 * keys + (4 if of.gated else 2) * of.hidden) * of.itemsize + of.heads * wide)
     read, normed = n if kind == "1d" else Fraction(n, ranks), n if line else Fraction(n, ranks)
     norms = 2 * (read * (wide if line else of.itemsize) + normed * of.itemsize) * of.width
     statistics = 4 * (read if line else Fraction(n * side, ranks)) * wide
