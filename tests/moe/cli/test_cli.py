@@ -297,7 +297,7 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     assert cli.main(["verify", "--only", "ep 2", "--json", "f.json"]) == 0
     assert cli.main(["bench", "how-fast", "--steps", "4"]) == 0
     assert called == [
-        ("moe.train.use.generate", ("runs/a",), {"tokens": 5}),
+        ("moe.train.use.generate", ("runs/a",), {"chat": False, "tokens": 5}),
         ("moe.report", ("runs/a",), {"json": None}),
         ("moe.verify.verify", (), asked),
         ("moe.bench.layers.how_fast", (), {"steps": 4}),

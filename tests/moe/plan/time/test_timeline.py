@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from moe.plan.job.network import Network, Plan
+from moe.plan.job.states import FP32
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.time.cost import step_time
 from moe.plan.time.stage_time import MOST_ACTIONS, pictured, timeline
@@ -18,7 +19,7 @@ from tests.support.plain_simulation import exposed
 
 NETWORK = Network(layers=24, width=1024, heads=16, hidden=4096, vocab=51200, length=1024)
 CLUSTER = load_cluster("a100-80-8")
-LINE = Plan(pp=4, dp=2, microbatch=2, microbatches=12)
+LINE = Plan(pp=4, dp=2, microbatch=2, microbatches=12, storage=FP32)  # weights are cast at each use
 
 
 def pipeline_seconds(plan: Plan) -> float:
@@ -30,7 +31,7 @@ def pipeline_seconds(plan: Plan) -> float:
 @pytest.mark.parametrize(
     "plan",
     [
-        *(LINE, replace(LINE, schedule="gpipe"), Plan(dp=8, microbatch=2, microbatches=3), replace(LINE, schedule="zb_h1")),
+        *(LINE, replace(LINE, schedule="gpipe"), Plan(dp=8, microbatch=2, microbatches=3, storage=FP32), replace(LINE, schedule="zb_h1")),
         *(replace(LINE, schedule=name, chunks=2) for name in ("zb_v", "dualpipe_v")),
         *(replace(LINE, schedule=name) for name in ("chimera", "dualpipe")),
     ],
