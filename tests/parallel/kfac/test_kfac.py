@@ -336,8 +336,10 @@ def test_kfac_takes_attention_and_feed_forward_linears_and_adamw_the_rest() -> N
 
 
 def test_a_linears_update_has_adamws_norm_but_another_direction() -> None:
-    """Parameters outside of K-FAC take exactly AdamW's update."""
-    ours, plain = Small({}), Small(ADAMW)
+    """Parameters outside of K-FAC take exactly AdamW's update. Without clipping: fused AdamW divides by its factor, K-FAC multiplies."""
+    kfac = {"kind": "kfac", "kfac": {"refresh_every": 2, "damping": 0.1}}
+    free: dict[str, Any] = ADAMW["optimizer"] | {"clip_norm": None}
+    ours, plain = Small({"optimizer": free | kfac}), Small({"optimizer": free})
     start = ours.weights()
     assert ours.step(0) == plain.step(0)
     for name, weight in plain.weights().items():
