@@ -185,8 +185,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Refuse keys that need plain text if a user's program or plug-in gives the samples, which are token ids, or if chats are read. The
-    program alone reads no data.path."""
+    """Refuse keys that need plain text if chats are read, or if a user's program or plug-in gives the samples, which are token ids. A
+    plug-in may read data.path; a program's samples come without it."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":

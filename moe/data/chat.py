@@ -106,9 +106,9 @@ def read_chats(path: str, tokenizer: Tokenizer, *, max_length: int, log: Callabl
         got = f"{path} with no chat that has a predicted token" if left_out else f"{path}, which has no lines"
         raise BadInput("data.path", got=got, needed=f"lines with {_FORMS}", fix="give chats that an assistant answers")
     starts = np.cumsum(lengths)
-    key = hashlib.sha256(f"chats {max_length} {hashlib.sha256(starts.tobytes()).hexdigest()}".encode())
-    key.update(ids)
-    key.update(predicted)
+    key = hashlib.sha256(f"chats {max_length}".encode())
+    for part in (starts.tobytes(), ids, predicted):
+        key.update(part)
     made = Chats(np.frombuffer(ids, np.uint32), np.frombuffer(predicted, np.bool_), starts, key.hexdigest()[:24])
     dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
     cuts = f", {counted(cut, 'chat')} cut to model.max_length" if cut else ""

@@ -20,7 +20,7 @@ from typing import Any
 from parallel.errors import BadInput
 
 ASSISTANT = "assistant"
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # as in sandbox.py, which imports jinja2 and is therefore imported late
+BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the assistant's parts while a text is made
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -44,7 +44,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False) -> str:
         """Return the text of the messages. `prompt`: followed by the beginning of an assistant's message. Raises BadInput if the template
         refuses the messages or cannot be read."""
-        return self._rendered(messages, tools, prompt=prompt).translate({ord(_BEGIN): None, ord(_END): None})
+        return self._rendered(messages, tools, prompt=prompt).translate({ord(BEGIN): None, ord(END): None})
 
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
         """Return the text of the messages, and (start, end) of each part that an assistant wrote, in characters. Raises BadInput, also if
@@ -105,10 +105,10 @@ def _line(error: Exception) -> str:
 def _without_marks(text: str) -> tuple[str, list[Span]]:
     """Return the text without marks, and the parts between them."""
     parts, spans, length, start = list[str](), list[Span](), 0, 0
-    for part in re.split(f"([{_BEGIN}{_END}])", text):
-        if part == _BEGIN:
+    for part in re.split(f"([{BEGIN}{END}])", text):
+        if part == BEGIN:
             start = length
-        elif part == _END:
+        elif part == END:
             spans.append((start, length))
         else:
             parts.append(part)

@@ -15,9 +15,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moe.data.chat_template import BEGIN, END
+
 MOST_CHARACTERS = 1 << 26
 MOST_STEPS = 1 << 20
-BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the assistant's parts while a text is made
 
 
 def compiled(source: str, date: datetime | None) -> Template:

@@ -21,7 +21,7 @@ import math
 from typing import Any
 
 from moe.convert.huggingface import encoder_decoder
-from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, SAME, Family, Key, Windows
+from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key, Windows, kind_of
 from moe.recipe.keys import flat
 from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
@@ -38,7 +38,7 @@ _LEADING: dict[str, tuple[int, int, int | None]] = {"deepseek_v2": (0, 1, None),
 
 def family_of(config: dict[str, Any]) -> Family:
     """Return the family of the config's model_type. Raises BadInput for an unsupported one."""
-    kind = SAME.get(str(config.get("model_type")), config.get("model_type"))
+    kind = kind_of(config)
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures") or ()) or "no architecture"
         needed = f"one of {some(FAMILIES, rest='docs/use/huggingface.md')}"
@@ -251,7 +251,7 @@ def _mscales(given: dict[str, Any]) -> dict[str, float]:
 
 def _leading_and_groups(config: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe's keys for DeepSeek's dense first layers and groups of experts. Raises BadInput for groups without topk_group."""
-    kind, first = SAME.get(config["model_type"], config["model_type"]), config.get("first_k_dense_replace")
+    kind, first = kind_of(config), config.get("first_k_dense_replace")
     dense, groups, top = _LEADING[kind]
     dense, groups, top = dense if first is None else int(first), config.get("n_group") or groups, config.get("topk_group") or top
     values: dict[str, Any] = {"model.moe_layers": list(range(dense, config["num_hidden_layers"]))} if dense else {"model.moe_every": 1}

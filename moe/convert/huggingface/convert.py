@@ -28,7 +28,7 @@ from moe.checks.together import check_together
 from moe.convert.convert import by_global_name, find
 from moe.convert.huggingface import PREFIX
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
-from moe.convert.huggingface.families import FAMILIES, SAME
+from moe.convert.huggingface.families import FAMILIES, kind_of
 from moe.convert.huggingface.tensors import Source, by_key, shape_of, write, written
 from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
 from moe.data.tokenizer import Bytes
@@ -235,7 +235,7 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
     for key in ("torch_dtype", "quantization_config", "auto_map"):  # weights are written as they are, for transformers' own code
         config.pop(key, None)
-    config["model_type"] = SAME.get(config["model_type"], config["model_type"])
+    config["model_type"] = kind_of(config)
 
     def read(name: str) -> Tensor:
         found = reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name])).to(dtypes[name])

@@ -297,7 +297,15 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
-SAME = {"kimi_k2": "deepseek_v3"}  # model_type of remote code -> the family that it copies
+_SAME = {"kimi_k2": "deepseek_v3"}  # model_type of remote code -> the family that it copies
+
+
+def kind_of(config: Mapping[str, Any]) -> Any:
+    """Return the config's model_type, or the family that it copies."""
+    kind = config.get("model_type")
+    return _SAME.get(str(kind), kind)
+
+
 # keys of config.json without an effect on what the model computes
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range

@@ -143,11 +143,11 @@ class Source:
             self.found[name] = location
         used = {location.key for location in self.found.values()} | ({"lm_head.weight"} if tied else set())
         left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
-        mtp = [key for key in left if further and key.startswith(further)]
+        mtp = [key for key in left if key.startswith(further)]
         if mtp and not without_further:
             got, needed = f"{len(mtp)} tensors of layers for multi-token prediction", "the main model alone: these layers are not converted"
             raise BadInput(f"tensor {mtp[0]}", got=got, needed=needed, fix="leave them out: moe convert hf:PATH runs/NAME --without_mtp")
-        left = [key for key in left if key not in mtp]
+        left = [key for key in left if not key.startswith(further)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             needed, fix = "only tensors with a parameter in the recipe's model", "this model is not covered: see docs/use/huggingface.md"

@@ -20,7 +20,7 @@ class Source(Section):
 
 class Data(Section, alters="training"):
     source: Literal["python_stdlib", "text", "jsonl", "chat", "given"] | Plugin = key(
-        "python_stdlib", "others need path; chat: JSONL of chats, whose assistant is predicted; given: from Python, train(run, data=...)"
+        "python_stdlib", "text, jsonl and chat need path; chat: only the assistant is predicted; given: from Python, train(run, data=...)"
     )
     path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight} or {path, weight, text_key}")
