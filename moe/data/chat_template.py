@@ -9,7 +9,6 @@ Without {% generation %}, an assistant's message is what the template adds to th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import Any
 from parallel.errors import BadInput
 
 ASSISTANT = "assistant"
-BEGIN, END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the assistant's parts while a text is made
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -44,15 +42,14 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False) -> str:
         """Return the text of the messages. `prompt`: followed by the beginning of an assistant's message. Raises BadInput if the template
         refuses the messages or cannot be read."""
-        return self._rendered(messages, tools, prompt=prompt).translate({ord(BEGIN): None, ord(END): None})
+        return self._rendered(messages, tools, prompt=prompt)[0]
 
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
         """Return the text of the messages, and (start, end) of each part that an assistant wrote, in characters. Raises BadInput, also if
         the template does not show these parts."""
-        text = self._rendered(messages, tools)
+        text, spans = self._rendered(messages, tools)
         if _GENERATION.search(self.source):
-            return _without_marks(text)
-        spans = []
+            return text, spans
         for number, message in enumerate(messages):
             if message.get("role") == ASSISTANT:
                 before = self.render(messages[:number], tools=tools, prompt=True)
@@ -70,13 +67,12 @@ class ChatTemplate:
         fix = "give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja"
         return BadInput("chat template", got=got, needed="one that marks what is trained on", fix=fix)
 
-    def _rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> tuple[str, list[Span]]:
         from moe.data.sandbox import rendered
 
-        held = json.loads(json.dumps([dict(message) for message in messages]).replace(r"\ufdd0", r"\ufffd").replace(r"\ufdd1", r"\ufffd"))
-        template = self._template
+        template, held = self._template, [dict(message) for message in messages]
         try:
-            return rendered(template, messages=held, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.tokens))
+            return rendered(template, held, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.tokens))
         except Exception as error:  # a template is a program of its own
             fix = "give messages that the template takes, or another data.chat_template"
             raise BadInput("chat template", got=_line(error), needed="a text", fix=fix) from None
@@ -100,17 +96,3 @@ class ChatTemplate:
 def _line(error: Exception) -> str:
     """Return the error as one line."""
     return " ".join(f"{type(error).__name__}: {getattr(error, 'message', None) or error}".split())
-
-
-def _without_marks(text: str) -> tuple[str, list[Span]]:
-    """Return the text without marks, and the parts between them."""
-    parts, spans, length, start = list[str](), list[Span](), 0, 0
-    for part in re.split(f"([{BEGIN}{END}])", text):
-        if part == BEGIN:
-            start = length
-        elif part == END:
-            spans.append((start, length))
-        else:
-            parts.append(part)
-            length += len(part)
-    return "".join(parts), spans

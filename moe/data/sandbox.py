@@ -6,6 +6,7 @@ A template is part of a downloaded model, so it may do no more than make a text 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sized
 from datetime import datetime
 from typing import Any, NoReturn
@@ -15,10 +16,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moe.data.chat_template import BEGIN, END
-
 MOST_CHARACTERS = 1 << 26
 MOST_STEPS = 1 << 20
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the assistant's parts while a text is made
 
 
 def compiled(source: str, date: datetime | None) -> Template:
@@ -32,15 +32,31 @@ def compiled(source: str, date: datetime | None) -> Template:
     return sandbox.from_string(tree)
 
 
-def rendered(template: Template, **variables: Any) -> str:
-    """Return the template's text. Raises TemplateError if it would be too long, and other kinds of Exception that a template can raise."""
+def rendered(template: Template, messages: list[dict[str, Any]], **variables: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Return the template's text, and (start, end) of each {% generation %} block in it, in characters. Raises TemplateError if the text
+    would be too long, and other kinds of Exception that a template can raise."""
+    held = json.loads(json.dumps(messages).replace(r"\ufdd0", r"\ufffd").replace(r"\ufdd1", r"\ufffd"))
     parts, length = list[str](), 0
-    for part in template.generate(**variables, _steps=iter(range(MOST_STEPS))):
+    for part in template.generate(messages=held, **variables, _steps=iter(range(MOST_STEPS))):
         parts.append(part)
         length += len(part)
         if length > MOST_CHARACTERS:
             _refuse(f"a text of more than {MOST_CHARACTERS} characters")
-    return "".join(parts)
+    return _without_marks("".join(parts))
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text without marks, and the parts between them."""
+    parts, spans, length, start = list[str](), list[tuple[int, int]](), 0, 0
+    for part in re.split(f"([{_BEGIN}{_END}])", text):
+        if part == _BEGIN:
+            start = length
+        elif part == _END:
+            spans.append((start, length))
+        else:
+            parts.append(part)
+            length += len(part)
+    return "".join(parts), spans
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -74,7 +90,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller: Any) -> str:
-        return f"{BEGIN}{caller()}{END}"
+        return f"{_BEGIN}{caller()}{_END}"
 
 
 @pass_context
