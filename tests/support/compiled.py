@@ -132,15 +132,20 @@ def report(compiled: Any, said: str) -> dict[str, Any]:
 
 
 def route(preset: str, *, tokens: int, num_experts: int) -> None:
-    """Run a router forward and backward, and the kernels that sort its choices."""
+    """Run a router forward and backward."""
     spec, scores = Router(preset=preset, z_weight=0.1), torch.rand(tokens, num_experts, requires_grad=True)
-    k = spec.num_choices
-    kernels.top_k(scores, k)
-    expert = scores.topk(k).indices
+    expert = scores.topk(spec.num_choices).indices
     bias, valid = (torch.rand(num_experts), torch.rand(tokens) > 0.5) if spec.bias_rate else (None, None)
     for given in (None, expert)[: 2 if valid is not None else 1]:
         fused = kernels.route(scores, Given(2, 9, bias, valid, given, given), spec)
         (fused.gate_TK.sum() + fused.loss).backward()
+
+
+def sort(*, tokens: int, num_experts: int, k: int) -> None:
+    """Run the kernels that choose experts and sort the choices."""
+    scores = torch.rand(tokens, num_experts)
+    kernels.top_k(scores, k)
+    expert = scores.topk(k).indices
     kept = torch.ones_like(expert, dtype=torch.bool)
     kernels.kept(expert, kept, num_groups=2, num_experts=num_experts, slots_each=7)
     kernels.plan(expert, kept, num_experts=num_experts)
@@ -185,7 +190,8 @@ def main(capability: int, names: list[str]) -> None:
     if not names:
         route("glam", tokens=120, num_experts=60)
         route("deepseek_v3", tokens=2000, num_experts=256)
-        for width, centred in ((128, False), (7168, False), (4096, True), (8192, True)):
+        sort(tokens=2000, num_experts=256, k=8)
+        for width, centred in ((128, False), (7168, False), (8192, True)):
             x, gain = torch.empty(300, width, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.empty(width, device="meta")
             norm.norm(x, gain.requires_grad_(), centred=centred, eps=1e-6).sum().backward()
     for case in [PUBLISHED[name] for name in names] or SMALL.values():

@@ -47,14 +47,20 @@ dispatch.GROWTH = {"tokens x2": (Shape(32, 8, 8, 4, 1), Shape(64, 8, 8, 4, 1))}
 """
 
 
-def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the code in a new process, because peers start process groups and threads, which ranks forked by other tests would inherit."""
-    return subprocess.run([sys.executable, "-c", SETUP + code, *words], capture_output=True, text=True, timeout=180)
+TWICE = """
+right = dispatch.main(peers="all", rounds=1, json=sys.argv[1])
+print("a wrong peer")
+dispatch.PEERS = {"relu": {"grouped_mm": lambda c: layers.ours(LayerCase(c.shape, c.dtype, "skewed"), "relu")}, "swiglu": {}}
+sys.exit(10 * right + dispatch.main(peers="grouped_mm", only="E8 k1 fp32 balanced", rounds=1))
+"""
 
 
-def test_every_layer_gives_the_same_output(tmp_path: Path) -> None:
-    got = run("sys.exit(dispatch.main(peers='all', rounds=1, json=sys.argv[1]))", str(tmp_path / "rows.json"))
-    assert got.returncode == 0, got.stderr
+def test_every_layer_gives_the_same_output_and_a_peer_that_computes_something_else_fails(tmp_path: Path) -> None:
+    """In a new process, because peers start process groups and threads, which ranks forked by other tests would inherit."""
+    words = [sys.executable, "-c", SETUP + TWICE, str(tmp_path / "rows.json")]
+    got = subprocess.run(words, capture_output=True, text=True, timeout=180)
+    right, _, wrong = got.stdout.partition("a wrong peer")
+    assert got.returncode == 1 and "ANOTHER RESULT" not in right and "ANOTHER RESULT" in wrong, got.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     judged = [row for row in rows if "passed" in row]
     assert len(judged) > 20 and all(row["passed"] for row in judged)
@@ -62,12 +68,6 @@ def test_every_layer_gives_the_same_output(tmp_path: Path) -> None:
         assert row["seconds"] > 0 and row["over_limit"] > 0 and row["peak_bytes"] > 0
         assert set(row["over_peers"]) == set(row["over_peers_bytes"]) > set()
     assert [row["what"] for row in rows if row["kind"] == "growth"] == ["tokens x2"]
-
-
-def test_a_peer_that_computes_something_else_fails() -> None:
-    code = "dispatch.PEERS = {'relu': {'grouped_mm': lambda c: layers.ours(LayerCase(c.shape, c.dtype, 'skewed'), 'relu')}, 'swiglu': {}}\n"
-    got = run(code + "sys.exit(dispatch.main(peers='grouped_mm', only='E8 k1 fp32 balanced', rounds=1))")
-    assert got.returncode == 1 and "ANOTHER RESULT" in got.stdout, got.stderr
 
 
 def test_unknown_names_are_refused() -> None:

@@ -25,7 +25,7 @@ HIDDEN = ("pydantic", "pydantic_core", "tyro", "deepspeed", "transformers", "yam
 HIDE = f"import sys, runpy; sys.modules.update(dict.fromkeys({HIDDEN}));"
 
 
-def run(words: list[str], before: str = "import runpy, sys;") -> subprocess.CompletedProcess[str]:
+def run(words: list[str], before: str = "import runpy, sys, tests.support.interpreted;") -> subprocess.CompletedProcess[str]:
     code = f"{before} sys.argv = ['gpu', *{words}]; runpy.run_module('moe.bench.gpu', run_name='__main__')"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment)
