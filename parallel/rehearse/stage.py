@@ -147,6 +147,9 @@ def _within(context: Callable[[], AbstractContextManager[Any]], function: Callab
     return run
 
 
+_IS_CUDA, _IS_CPU = Tensor.is_cuda.__get__, Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+
+
 class _Gpu(TorchFunctionMode):
     """Mode in which torch functions behave as on a GPU. torch's C++ code sees all tensors on the CPU (`_device_in_cpp`). Without this mode
     it would not copy between CPU and GPU, and would choose CPU kernels that save more memory for the backward pass than a GPU's."""
@@ -158,9 +161,9 @@ class _Gpu(TorchFunctionMode):
             tensor._pinned = True
             return tensor
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
-            if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            if func == _IS_CUDA:
                 return True
-            if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
+            if func == _IS_CPU:
                 return False
             if func is Tensor.cpu:
                 return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))

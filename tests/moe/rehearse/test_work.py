@@ -217,7 +217,7 @@ class Shapes:
 
 @pytest.mark.parametrize(("ep", "etp", "kernels"), [(1, 1, "auto"), (1, 1, "grouped_mm"), (2, 1, "grouped_mm"), (2, 2, "auto")])
 def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, etp: int, kernels: str) -> None:
-    """Ten passes with other choices, of which other numbers are dropped, call the same operators with the same shapes. So a CUDA graph
+    """Five passes with other choices, of which other numbers are dropped, call the same operators with the same shapes. So a CUDA graph
     could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
     world, sizes = World(ep * etp - 1, ep * etp, place="cuda"), {"d_model": 32, "d_ff": 48}
     router, passes, kept = sections.Router(preset="gshard", capacity_factor=1.25), [], set()
@@ -229,7 +229,7 @@ def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, et
         layer.to_empty(device=world.device)
         layer.dispatcher = open_exchange(sections.Dispatch(kind="padded"), mesh, Sizes(32, 8, 2, layer.experts.kernels)).layer("here")
         shapes = Shapes(pretended, patch)
-        for number in range(10):
+        for number in range(5):
             shapes.found = []
             layer.zero_grad()
             patch.setattr("moe.router.router.balanced_logits", partial(any_logits, number))
@@ -240,7 +240,7 @@ def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, et
             passes.append(shapes.found)
             assert not sum((work.waits for work in pretended.work.by_module.values()), Counter())
             kept.add(int(pretended.known(report.kept)))
-    assert len(kept) > 5 and len(passes[0]) > 100
+    assert len(kept) > 2 and len(passes[0]) > 100
     for found in passes[1:]:
         assert found == passes[0]
 
