@@ -95,6 +95,13 @@ def imports(path: Path) -> tuple[Import, ...]:
     return tuple(_imports(tree(path), early=True))
 
 
+@cache
+def paths_of_imports() -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return (parts of the importing file's path, parts of the imported file's path) for each import within the packages."""
+    parts = {name: path.relative_to(ROOT).with_suffix("").parts for name, path in sources().items()}
+    return {(parts[name], parts[i.target]) for name, path in sources().items() for i in imports(path) if i.target in parts}
+
+
 def _imports(node: ast.AST, *, early: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
@@ -183,12 +190,10 @@ def test_no_circles_between_the_parts_of_a_folder(folder: str) -> None:
     """Imports between the files and subfolders of a folder form no circle. A subfolder counts as one node, with all files below it."""
     prefix = () if folder == "." else tuple(folder.split("/"))
     graph: dict[str, set[str]] = {}
-    for path in sources().values():
-        for target in (i.target for i in imports(path) if i.target in sources()):
-            ours, theirs = (p.relative_to(ROOT).with_suffix("").parts for p in (path, sources()[target]))
-            if ours[: len(prefix)] == theirs[: len(prefix)] == prefix and ours[len(prefix)] != theirs[len(prefix)]:
-                graph.setdefault(ours[len(prefix)], set()).add(theirs[len(prefix)])
-                graph.setdefault(theirs[len(prefix)], set())
+    for ours, theirs in paths_of_imports():
+        if ours[: len(prefix)] == theirs[: len(prefix)] == prefix and ours[len(prefix)] != theirs[len(prefix)]:
+            graph.setdefault(ours[len(prefix)], set()).add(theirs[len(prefix)])
+            graph.setdefault(theirs[len(prefix)], set())
     check(
         [" <-> ".join(c) for c in circles({part: list(ahead) for part, ahead in graph.items()})],
         f"parts of {folder} that import each other",

@@ -10,7 +10,7 @@ settings made by a call. A listed entry that no code needs fails too.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -122,7 +122,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 def changed(module: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, variable) for each change that a function makes to a variable of its module or to an imported one."""
-    of_module = _bound(module.body, classes=True) | _imported(module)
+    of_module = _bound(_own(module.body)) | _imported(module)
     for node in module.body:
         yield from _in(node, of_module)
 
@@ -133,10 +133,11 @@ def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
         if not isinstance(child, FUNCTIONS):
             continue
         body = child.body if isinstance(child.body, list) else [child.body]
-        told = {name for n in _own(body) if isinstance(n, ast.Global) for name in n.names}
+        own = _own(body)
+        told = {name for n in own if isinstance(n, ast.Global) for name in n.names}
         arguments = [a.arg for a in ast.walk(child.args) if isinstance(a, ast.arg)]
-        seen = ((outer | _imported(*body)) - set(arguments) - (_bound(body, classes=True) - told)) | told
-        for n in _own(body):
+        seen = ((outer | _imported(*body)) - set(arguments) - (_bound(own) - told)) | told
+        for n in own:
             if isinstance(n, FUNCTIONS):
                 yield from _in(n, seen)
             elif isinstance(n, ast.Global):
@@ -149,17 +150,19 @@ def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
             return
 
 
-def _own(body: list[ast.stmt] | list[ast.expr] | list[ast.AST]) -> Iterator[Any]:
-    """Yield every node of a function's body. An inner function is one node; its body is left out."""
-    for node in body:
-        yield node
+def _own(body: Iterable[ast.AST]) -> list[Any]:
+    """Return every node of a function's body. An inner function is one node; its body is left out."""
+    found = list(body)
+    for node in found:  # which grows
         if not isinstance(node, FUNCTIONS):
-            yield from _own(list(ast.iter_child_nodes(node)))
+            found.extend(ast.iter_child_nodes(node))
+    return found
 
 
-def _bound(body: list[ast.stmt] | list[ast.expr], *, classes: bool) -> set[str]:
-    found = {n.id for n in _own(list(body)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return found | {n.name for n in _own(list(body)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+def _bound(own: list[Any]) -> set[str]:
+    """Return the names that the nodes `own` of a body bind."""
+    found = {n.id for n in own if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found | {n.name for n in own if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
 
 
 def _imported(*nodes: ast.AST) -> set[str]:

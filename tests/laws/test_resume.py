@@ -50,7 +50,6 @@ LAYOUTS: dict[str, Layout] = {
 
 # layouts of one run that is interrupted and resumed after every two steps (a signal needs a second step to take effect)
 THROUGH_GRIDS: tuple[Layout, ...] = (
-    (8, {"degrees": {"tp": 8, "ep": 2}, "tensor": {"kind": "2.5d"}}),
     (3, {"degrees": {"ep": 1}}),
     (4, {"degrees": {"sp": 4, "ep": 4}, "sequence": {"kind": "ring", "order": "striped"}}),
     (4, {"degrees": {"tp": 2, "ep": 2}, "sharding": {"kind": "zero", "stage": 3}}),
@@ -128,16 +127,13 @@ def copied(folder: Path, to: Path) -> Path:
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-# Each layout is the source and the target of a resume at least once; all layouts' checkpoints hold the same tensors, so not all pairs run.
+# Each layout is the source or the target of a resume at least once (dp 2 ep 1: test_three_resumes_on_three_layouts). All
+# layouts' checkpoints hold the same tensors, so not all pairs run.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("dp 2 ep 2", "dp 1"),
-        ("dp 2 ep 2", "dp 2 ep 1"),
         ("dp 2 ep 2", "dp 2 ep 2, 2 micro-batches"),
-        ("dp 2 ep 2", "dp 2 ep 2 zero"),
         ("dp 2 ep 2", "dp 4 ep 2"),
-        ("dp 2 ep 2 zero", "dp 2 ep 2"),
         ("dp 2 ep 2 zero", "dp 4 ep 2 zero"),
         ("dp 1", "dp 2 ep 2"),
         ("dp 4 ep 2 zero 3", "dp 2 ep 2 fsdp"),
@@ -171,7 +167,7 @@ def test_another_layout_goes_on_with_the_same_state_and_losses(
     assert [line["step"] for line in trained.lines(out)] == list(range(1, STEPS + 1))
 
 
-def test_a_run_goes_from_grids_to_rings_and_back(home: Path, tmp_path: Path) -> None:
+def test_a_run_goes_from_rings_to_grids_and_back(home: Path, tmp_path: Path) -> None:
     """A run resumed on one layout after another (THROUGH_GRIDS) loads bitwise equal weights and moments each time. Its losses equal
     those of one uninterrupted process. Every layout can divide the batch of 24."""
     whole, out, steps = tmp_path / "whole", tmp_path / "run", 2 * len(THROUGH_GRIDS)
