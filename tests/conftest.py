@@ -10,7 +10,7 @@ import gc
 import importlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 for _name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "MOE_LAUNCH"))]:
@@ -95,6 +95,16 @@ def few_objects_to_visit() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests, and import their modules, without garbage collections, which would visit all modules' objects again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

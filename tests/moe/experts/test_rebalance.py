@@ -127,9 +127,8 @@ def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
 # sharded by each engine in its own way, over the ranks that hold the same experts (edp 2) or shards of them (etp 2).
 MOVED: list[tuple[str, str, list[str]]] = [
     ("ddp", "gshard", [*LAYOUTS]),
-    ("ddp", "switch", ["ep2", "ep4 hierarchical"]),
     ("zero1", "switch", ["ep2 edp2", "ep2 etp2"]),
-    ("zero3", "gshard", ["ep2 edp2", "ep2 chunked"]),
+    ("zero3", "gshard", ["ep2 edp2"]),
     ("fsdp", "switch", ["ep2 edp2", "ep2 etp2"]),
 ]
 
@@ -249,7 +248,7 @@ def test_a_resumed_run_that_moves_experts_and_clips_is_bitwise_equal(kind: str, 
         trained.warm_zero()
     home, moves = trained.home(tmp_path, monkeypatch), {"num_experts": 8, "rebalance_every": 4}
     sections = {"degrees": {"ep": 2}, "experts": moves, "optimizer": {"clip_norm": 0.1}, "sharding": {"kind": kind}}
-    run, whole, out = trained.recipe(home, **sections, train={"steps": 12, "save_every": 3}), tmp_path / "whole", tmp_path / "out"
+    run, whole, out = trained.recipe(home, **sections, train={"steps": 9, "save_every": 3}), tmp_path / "whole", tmp_path / "out"
     trained.train(run, whole, ranks=2)
     assert trained.train(run, out, ranks=2, before=trained.stop_at(5)) == [trained.STOPPED] * 2
     assert trained.checkpoints(out)[-1] == 6
@@ -260,7 +259,7 @@ def test_a_resumed_run_that_moves_experts_and_clips_is_bitwise_equal(kind: str, 
     assert told[0] == told[1] and trained.losses(out) == trained.losses(whole)
     norms = [[line["grad_norm"] for line in trained.lines(o)] for o in (out, whole)]
     assert norms[0] == norms[1]
-    assert trained.tensors(out / "checkpoints/step-12") == trained.tensors(whole / "checkpoints/step-12")
+    assert trained.tensors(out / "checkpoints/step-9") == trained.tensors(whole / "checkpoints/step-9")
 
 
 PLACED = {"ranks": 2, "placements": {"1": [2, 0, 1, 3]}, "load": {"1": [5, 0, 3, 1]}}

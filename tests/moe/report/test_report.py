@@ -152,7 +152,7 @@ def test_very_short_runs(tmp_path: Path, steps: int) -> None:
 
 
 def test_a_run_in_progress_with_a_half_written_line_and_a_summary_of_an_earlier_life(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "going", lines=run_lines(300, upto=30))
+    folder = run_folder(tmp_path / "going", lines=run_lines(300, upto=30, layers=()))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 31, "lo')
     page = page_of(folder)

@@ -34,6 +34,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "hash": {"preset": "switch", "select": "hash", "num_choices": 2, "balance_weight": 0.0, "capacity_factor": 0.8},
     "sinkhorn": {"preset": "switch", "select": "sinkhorn", "score": "sigmoid", "balance_weight": 0.0, "capacity_factor": 0.8},
 }
+LAYOUTS = [(Layout(2, 3, "selective"), "all_to_all"), (Layout(2, 1, "full"), "padded"), (Layout(2, 3), "all_gather")]
 LENGTHS = [10, 4, 11, 7, 11, 9, 2, 11, 6, 11, 10, 11]
 
 
@@ -43,5 +44,6 @@ def test_a_router_is_the_same_on_every_layout(name: str) -> None:
     padded = lengthened(LENGTHS)
     want = computed(PLAIN, tokens=padded, router=ROUTERS[name])
     assert sum(want[1][0].choices) == want[1][0].kept + want[1][0].dropped > 0
-    for layout, kind in ((Layout(2, 3, "selective"), "all_to_all"), (Layout(2, 1, "full"), "padded"), (Layout(2, 3), "all_gather")):
+    left_out = [*ROUTERS].index(name) % 3  # each router on two layouts, each layout with six routers
+    for layout, kind in LAYOUTS[:left_out] + LAYOUTS[left_out + 1 :]:
         assert_same(computed(layout, tokens=padded, router=ROUTERS[name], dispatch={"kind": kind}), want)

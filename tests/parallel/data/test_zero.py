@@ -166,8 +166,7 @@ def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
     assert run_on_ranks(work, 2, timeout_s=60) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])  # stages 1 and 2 are one class
 def test_offload_to_the_host_changes_no_bit(stage: int, precision: str) -> None:
     """Losses, weights and moments of two steps are bitwise equal. Clipping is off, because norms are added in another order."""
 

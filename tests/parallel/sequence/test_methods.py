@@ -107,6 +107,11 @@ def work(rank: int, size: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@cache
+def on_ranks(size: int) -> list[list[dict[str, Tensor]]]:
+    return run_on_ranks(work, size, size)
+
+
 def order_of(name: str, size: int) -> Order:
     kind = name.partition(" ")[2] if name.startswith("ring") else "contiguous"
     return Order(kind, size, size * EACH)
@@ -114,7 +119,7 @@ def order_of(name: str, size: int) -> Order:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_method_is_plain_attention(size: int) -> None:
-    ranks = run_on_ranks(work, size, size)
+    ranks = on_ranks(size)
     for number, (name, biased, documents, sinks, window) in enumerate(CASES):
         expected, got = plain(size, biased, documents, sinks, window), [rank[number] for rank in ranks]
         for rank, found in enumerate(got):
@@ -134,7 +139,7 @@ def close(got: Any, expected: Tensor, what: str) -> None:
 @pytest.mark.parametrize("size", [3, 4])
 def test_bytes_are_those_of_the_formulas(size: int) -> None:
     """Bytes that all ranks send forward and backward equal `SequenceKind.cost`, also if Ulysses repeats 3 key-value heads for 4 ranks."""
-    ranks = run_on_ranks(work, size, size)
+    ranks = on_ranks(size)
     of = Attention(B, size * EACH, H, K, C, itemsize=8)
     for number, (name, *_) in enumerate(CASES):
         kind = {"balanced": "lightseq", "colossal": "colossal_ring"}.get(name.split()[0], name.split()[0])

@@ -194,7 +194,6 @@ def reopen(tiny: Tiny, folder: Path) -> tuple[Counters, LossScale]:
 TOPOLOGIES = [
     ("ddp", 1, 1),
     ("ddp", 2, 2),
-    ("ddp", 2, 1),
     ("zero1", 2, 2),
     ("zero2", 2, 1),
     ("zero3", 2, 1),
@@ -206,6 +205,7 @@ TOPOLOGIES = [
     ("fsdp", 4, 1),
     ("ddp", 4, 2),
 ]
+BACK = [("ddp", 1, 1), ("zero3", 2, 1), ("fsdp", 4, 1)]  # one whole, two in shards of their own
 
 
 def test_no_expert_is_lost_or_swapped_between_layouts(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_no_expert_is_lost_or_swapped_between_layouts(tmp_path: Path) -> None:
         return found
 
     def back(rank: int) -> None:
-        for kind, dp, ep in TOPOLOGIES:
+        for kind, dp, ep in BACK:
             tiny = start(Case("switch", "ddp", 4, 4, 1, "fp32"), rank, train={"seed": 98})
             commit(tiny, tmp_path / f"{kind} {dp} {ep} back", *reopen(tiny, tmp_path / f"{kind} {dp} {ep}"))
 
@@ -242,9 +242,8 @@ def test_no_expert_is_lost_or_swapped_between_layouts(tmp_path: Path) -> None:
     original = contents(tmp_path / "first" / "step-3")
     experts = {f"layers.1.experts.{i}.{w}/{kind}" for i in range(4) for w in ("w1", "w2", "w3") for kind in KINDS}
     assert experts <= original.keys() and len({original[e] for e in experts}) == len(experts)
-    for kind, dp, ep in TOPOLOGIES:
-        for name in (f"{kind} {dp} {ep}", f"{kind} {dp} {ep} back"):
-            assert contents(tmp_path / name / "step-3") == original, name
+    for name in [*(f"{kind} {dp} {ep}" for kind, dp, ep in TOPOLOGIES), *(f"{kind} {dp} {ep} back" for kind, dp, ep in BACK)]:
+        assert contents(tmp_path / name / "step-3") == original, name
 
 
 def test_a_rank_begins_another_file_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,8 @@ def test_plans_of_layouts_and_annotations_train_as_one_process() -> None:
         ("deepseek", 4, 1, "1d", 4, 1, "ddp"),
         ("deepseek", 2, 2, "sliced", 2, 1, "ddp"),
     }
-    cases = sorted({case(model, plan) for model, plan in chosen}, key=str)
+    # data parallelism and ep alone are rows of `moe verify`
+    cases = sorted({case(model, plan) for model, plan in chosen if plan.tp > 1}, key=str)
     for made, ran in run_world(cases, 4):
         row = judged(made, ran, Expected.of(twin_of(made)))
         assert row["passed"], row

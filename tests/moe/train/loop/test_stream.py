@@ -129,8 +129,9 @@ def assert_same(got: tuple[list[float], dict[str, Tensor]], want: tuple[list[flo
         torch.testing.assert_close(got[1][name], weight, rtol=1e-4, atol=1e-5 * weight.abs().max().item())
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("pp", "model", "vertical_sync"), [(2, "dense", False), (3, "gshard", False), (3, "gshard", True)])
+@pytest.mark.parametrize(
+    ("pp", "model", "vertical_sync", "recompute"), [(2, "dense", False, "full"), (3, "gshard", False, "none"), (3, "gshard", True, "full")]
+)
 def test_pipedream_has_the_losses_of_its_delayed_twin(pp: int, model: str, vertical_sync: bool, recompute: str) -> None:
     case = case_of("pipedream", model=model, pp=pp, world=pp, microbatches=1, recompute=recompute)
     settings = {"pipeline": {"vertical_sync": vertical_sync}}

@@ -38,7 +38,7 @@ class Layout:
 
 
 PLAIN = Layout()
-LAYOUTS = [Layout(1, 3), Layout(2, 1), Layout(2, 3), Layout(1, 1, "full"), Layout(2, 3, "selective"), Layout(2, 1, "full", "zero1")]
+LAYOUTS = [Layout(1, 3), Layout(2, 3), Layout(2, 3, "selective"), Layout(2, 1, "full", "zero1")]
 ONE_OF_ALL = {"importance_weight": 0.05, "balance_weight": 0.3, "z_weight": 0.01}
 Found = tuple[float, list[LayerNumbers], dict[str, Tensor]]
 

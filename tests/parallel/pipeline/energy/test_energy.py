@@ -221,7 +221,7 @@ def test_a_plans_energy_is_within_three_percent_of_the_optimum(first: float, las
     assert plan.energy + waits <= 1.03 * least_energy(plan.schedule, profile, limit)
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", ["equal", "heavy head", "uneven"])
 def test_within_three_percent_of_lowtimes_frontier(name: str) -> None:
     """lowtime (Perseus, SOSP 2024) finds the smallest energy for each makespan, if any clock between the given ones is allowed."""
     pytest.importorskip("lowtime", reason="lowtime is not installed: pip install lowtime")
