@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -286,6 +287,7 @@ class Boundaries:
 
     def save(self, folder: Path, keep: int) -> int:
         """Save step 3. Return 0, or 3 if the save raised BadInput."""
+        listen()
         save_file = checkpoint.save_file
 
         def in_halves(tensors: dict[str, Tensor], path: Path) -> None:
@@ -322,7 +324,10 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
         each.hear(event, args)
 
 
-sys.addaudithook(_hear)
+@cache
+def listen() -> None:
+    """Add the hook once, by the first test that needs it: from then on each `id()` of this process calls Python code."""
+    sys.addaudithook(_hear)
 
 
 def killed(origin: Path, copies: Path, keep: int) -> Iterator[tuple[int, Path, int]]:
