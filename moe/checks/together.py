@@ -6,6 +6,7 @@ import math
 import os
 
 from moe.checks.clash import check_others, clash
+from moe.checks.freeze import check_freeze
 from moe.checks.lora import check_lora
 from moe.checks.model import check_encoder_decoder, check_model
 from moe.checks.optimizer import check_optimizer
@@ -67,6 +68,7 @@ def check_together(run: Run) -> None:
     check_optimizer(run)
     _check_audit(run)
     check_lora(run)
+    check_freeze(run)
 
 
 def _check_experts(run: Run) -> None:

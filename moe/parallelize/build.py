@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moe.model.initialise import FirstValues, initialise, zero_buffers
+from moe.model.names import global_name
 from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
@@ -16,6 +17,7 @@ from moe.parallelize.engines import setup_of
 from moe.parallelize.plan import lay_out, plan_for
 from moe.parallelize.sequence import slice_sequences
 from moe.recipe import hash_table, sections
+from moe.recipe.frozen import is_frozen
 from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.router.own import check_own
@@ -70,6 +72,9 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
         cut(model, setup_of(run, model, layouts, mesh), device, first.fill)
         zero_buffers(model, device=device)
     freeze(model)
+    for name, parameter in model.named_parameters():
+        if is_frozen(global_name(name), run.train.freeze):
+            parameter.requires_grad_(False)
     if run.train.compile:
         compile_between_products(model)
     _give_tables(run, model, table, device=device)

@@ -102,9 +102,14 @@ _MOMENTS = {"kfac": "adamw"}  # optimizer -> another optimizer that keeps the sa
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
     """Raise BadInput if the optimizer of `after` cannot read the optimizer states in the checkpoint. where: the checkpoint's name."""
+    anew = "begin anew with its weights alone: --init_from RUN --out ANOTHER"
+    if set(before.train.freeze) != set(after.train.freeze):
+        got, held = written(list(after.train.freeze)), written(list(before.train.freeze))
+        fix = typed({"train.freeze": list(before.train.freeze)}) | anew
+        raise BadInput("train.freeze", got=got, needed=f"{held}: {where} has optimizer states of all other weights", fix=fix)
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
-        fix = typed({"optimizer.kind": old}) | "begin anew with its weights alone: --init_from RUN --out ANOTHER"
+        fix = typed({"optimizer.kind": old}) | anew
         raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose state {where} has", fix=fix)
 
 

@@ -158,6 +158,8 @@ OTHER_UNITS: dict[str, str] = {
     "pipeline.chunks, stages a rank": "num_layers_per_virtual_pipeline_stage pipeline_parallel_layers_per_stage",
     "data.validation_share, as a share": "validation_split_percentage split val_size",
     "lora.targets, of attention, experts, dense": "lora_target_modules target_modules",
+    "train.freeze, a list of embedding, head, attention, dense, experts, router, norms, layers.N-M": "freeze_router freeze_moe_router "
+    "freeze_layers freeze_modules frozen_layers freeze_embeddings moe_router_freeze",
 }
 # flag of a `moe` verb -> its names in other tools
 FLAGS: dict[str, str] = {

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from moe.checks.together import check_run
 from moe.model.names import global_name
 from moe.model.transformer import extra_state
-from moe.nn.lora import parts
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import check_given, optimizer_of
 from moe.parallelize.sequence import shard_of
@@ -209,8 +208,9 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
     elsewhere. Of equal copies on several ranks only one rank reports, so the sum over ranks is the whole tensor.
     """
     found: dict[str, Tensor] = {}
-    layouts = engine.layouts if what == "weight" else parts(engine.layouts)[0]  # frozen parameters have neither gradients nor moments
-    for name, layout in layouts.items():
+    for name, layout in engine.layouts.items():
+        if what != "weight" and not engine.module.get_parameter(name).requires_grad:
+            continue  # frozen parameters have neither gradients nor moments
         tensor = engine.gradient(name) if what == "gradient" else engine.state(name)[what]
         if layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import lcm
 from typing import Any
 
+from moe.recipe.frozen import layers_of
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from moe.router.methods.catalog import method_of
@@ -56,7 +57,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine":
         optimizer |= LINEAR
     values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
-    values["train"] = {"compile": run.train.compile}
+    values["train"] = {"compile": run.train.compile, "freeze": [part for part in run.train.freeze if layers_of(part) is None]}
     if sparse:
         values["router"] = _router(run)
         at_least = 2 * method_of(run.router).experts_needed(run.router)
@@ -85,6 +86,8 @@ def not_compared(run: Run) -> list[str]:
         lines.append(f"not compared: router.group rank, {by_definition}")
     if run.lora.rank:
         lines.append(f"not compared: lora.rank {run.lora.rank}; all weights are trained instead, without adapters")
+    if layers := [part for part in run.train.freeze if layers_of(part) is not None]:
+        lines.append(f"not compared: train.freeze {', '.join(layers)}; these layers are trained")
     if run.router.hash_table is not None:
         lines.append("not compared: router.hash_table, which belongs to the recipe's vocabulary; a hash of the token id is used instead")
     named = [key for key in run.plugins() if key in ("data.source", "optimizer.schedule")]

@@ -10,6 +10,7 @@ and 2BW it computes gradients at older weights, as the pipeline stages do, and u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
-    trained = set(_adapters(list(parameters)) if run.lora.rank else parameters)
+    trained = set(_adapters(list(parameters)) if run.lora.rank else [name for name in parameters if not _frozen(name, run.train.freeze)])
     history: list[Weights] = []
     losses: list[float] = []
     first: tuple[float, float, Weights, Weights] | None = None
@@ -112,6 +113,22 @@ def _gradients(
     whole.backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}
     return mean.item(), gradients, passed.layers
+
+
+def _frozen(name: str, parts: Sequence[str]) -> bool:
+    """Return whether train.freeze names this parameter."""
+    words = name.split(".")
+    of_part = {
+        "embedding": name == "embedding",
+        "head": words[0] == "head",
+        "attention": bool({"attention", "cross"} & {*words}),
+        "dense": bool({"ffn", "shared", "shared_gate", "residual", "coefficient"} & {*words}),
+        "experts": "experts" in words or words[-1] == "output_bias",
+        "router": "router" in words,
+        "norms": any(word == "norm" or word.endswith("_norm") for word in words),
+    }
+    runs = [part.removeprefix("layers.").split("-") for part in parts if part.startswith("layers.")]
+    return any(of_part.get(part) for part in parts) or any(words[0] == "layers" and int(a[0]) <= int(words[1]) <= int(a[-1]) for a in runs)
 
 
 def _adapters(names: list[str]) -> list[str]:

@@ -270,16 +270,15 @@ def group_parameters(
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
     for name, parameter in parameters.items():
-        if not parameter.requires_grad:
-            continue
         layout = layouts[name]
         dtype = parameter.dtype if working is None else working(name)
         decays = optimizer.decays(name, torch.empty(layout.shape, device="meta"))
         axis = data_axis(layout, mesh)
         other = axis.name if axis.ranks != default.ranks else ""
-        keyed.setdefault((layout.family, dtype, decays, layout.shard_counts(mesh), other), []).append(parameter)
         if other and marked:
             parameter.allreduce, parameter.group_name = False, other  # type: ignore[attr-defined]
+        if parameter.requires_grad:
+            keyed.setdefault((layout.family, dtype, decays, layout.shard_counts(mesh), other), []).append(parameter)
     groups = []
     for (family, dtype, decays, owned, other), held in keyed.items():
         group: dict[str, Any] = {"params": held, "weight_decay": optimizer.weight_decay if decays else 0.0}

@@ -121,6 +121,9 @@ class Lora(Section, alters="shape"):
 class Train(Section, alters="cost"):
     steps: int = key(300, gt=0, alters="training")
     global_batch: int = key(32, "sequences in one step, over all ranks and micro-batches", gt=0, alters="training")
+    freeze: Annotated[tuple[str, ...], OneOrMore] = key(
+        (), "weights that are not trained: embedding, head, attention, dense, experts, router, norms, layers.0-3", alters="training"
+    )
     eval_every: int = key(100, "steps; 0: only at the end", ge=0)
     eval_sequences: int = key(64, gt=0)
     save_every: int = key(100, "steps; 0: only at the end", ge=0)

@@ -17,6 +17,7 @@ from moe.model.transformer import extra_state, moe_layers
 from moe.nn.lora import parts as adapters_of
 from moe.recipe import hash_table
 from moe.recipe.changes import change_lines
+from moe.recipe.frozen import is_frozen
 from moe.recipe.hash_table import Table
 from moe.recipe.load import build_run
 from parallel.data.engine import Engine
@@ -142,16 +143,17 @@ def resume(
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
+    now = build_run(recipe)
     mine, _ = adapters_of(engine.layouts)
     everywhere, _ = adapters_of(whole or engine.layouts)
-    kept = _kept(engine, everywhere)
+    kept = _kept(engine, {name: of for name, of in everywhere.items() if not is_frozen(global_name(name), now.train.freeze)})
     fresh = not begun and not all(found.names(kind) for kind in kept)  # True if the checkpoint has no optimizer states: they start at zero
     check_same_parameters(found, global_layouts(everywhere))
     for kind, layouts in kept.items() if not fresh else ():
         check_same_parameters(found, global_layouts(layouts), (kind,))
     if begun and found.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
-    for line in change_lines(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
+    for line in change_lines(build_run(found.state["recipe"]), now, begun=begun):
         log(line)
     engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=fresh), steps=found.state["counters"]["updates"])
     vars(counters).update(found.state["counters"])

@@ -1,0 +1,79 @@
+"""Checks of train.freeze: each part must exist in the model, something must be left to train, and the rest of the recipe must allow it."""
+
+from __future__ import annotations
+
+from moe.checks.clash import check_others
+from moe.recipe.frozen import PARTS, layers_of
+from moe.recipe.sections import Run
+from parallel.errors import BadInput, did_you_mean
+from parallel.fixes import Fix, Remove, Set
+
+_KEY = "train.freeze"
+
+
+def check_freeze(run: Run) -> None:
+    """Refuse parts that the model lacks, and combinations in which frozen weights cannot be trained around. Raises BadInput."""
+    parts = run.train.freeze
+    if not parts:
+        return
+    for part in parts:
+        _check_part(run, part)
+    _check_left(run)
+    works: dict[str, tuple[object, str]] = {
+        "lora.rank": (0, "adapters freeze all other weights"),
+        "experts.rebalance_every": (0, "experts that stay on their ranks"),
+    }
+    check_others(run, _KEY, works, Remove(_KEY))
+    if run.optimizer.kind == "kfac":
+        needed = "another kind: K-FAC keeps factors of every matrix"
+        raise BadInput("optimizer.kind", got="kfac with train.freeze", needed=needed, fix=Set("it", "adamw") | Remove(_KEY))
+
+
+def _check_part(run: Run, part: str) -> None:
+    layers, depth = layers_of(part), run.model.num_layers
+    if layers is None and part not in PARTS:
+        near = did_you_mean(part, PARTS)
+        needed = f"{', '.join(PARTS)}, layers.N or layers.N-M"
+        raise BadInput(_KEY, got=part, needed=needed, fix=_with(run, part, near) if near else Remove(_KEY))
+    if layers is not None and not 0 <= layers.start < layers.stop <= depth:
+        raise BadInput(_KEY, got=part, needed=f"layers from 0 to {depth - 1}, the first not after the last", fix=_without(run, part))
+    x, sparse = run.experts, run.model.layers_with_experts()
+    missing = {
+        "head": (run.model.tied_embeddings, "an output layer of its own: it is the embedding"),
+        "experts": (not sparse, "layers with experts"),
+        "router": (not sparse, "layers with experts"),
+        "dense": (len(sparse) == depth and not x.shared and not x.residual, "layers without experts, shared experts or a residual network"),
+    }
+    absent, needed = missing.get(part, (False, ""))
+    if absent:
+        raise BadInput(_KEY, got=part, needed=needed, fix=_with(run, part, "embedding") if part == "head" else _without(run, part))
+
+
+def _check_left(run: Run) -> None:
+    """Refuse to freeze everything. With pipeline stages, each stage needs a weight that is trained, or it has no backward pass."""
+    parts, depth = run.train.freeze, run.model.num_layers
+    layers = {layer for part in parts for layer in layers_of(part) or ()}
+    inside = len(layers) == depth or {"attention", "dense", "experts", "router", "norms"} <= {*parts, *_lacking(run)}
+    ends = {"embedding", "norms"} | (set() if run.model.tied_embeddings else {"head"})
+    if inside and ends <= set(parts) and not run.model.ahead:
+        got, needed = f"all of the model: {', '.join(parts)}", "some weights that are trained"
+        raise BadInput(_KEY, got=got, needed=needed, fix=_without(run, parts[-1]))
+    if run.degrees.pp > 1 and (layers or {"attention", "norms"} <= set(parts)):
+        needed = "attention or norms trained in all layers: a stage without a trained weight has no backward pass"
+        got = f"{', '.join(parts)} with degrees.pp={run.degrees.pp}"
+        raise BadInput(_KEY, got=got, needed=needed, fix=Set("degrees.pp", 1) | Remove(_KEY))
+
+
+def _lacking(run: Run) -> set[str]:
+    """Return the parts that a layer of this model can have, but that no layer has."""
+    x, sparse = run.experts, run.model.layers_with_experts()
+    found = set() if sparse else {"experts", "router"}
+    return found | ({"dense"} if len(sparse) == run.model.num_layers and not x.shared and not x.residual else set())
+
+
+def _with(run: Run, part: str, other: str) -> Fix:
+    return Set("it", list(dict.fromkeys(other if each == part else each for each in run.train.freeze)))
+
+
+def _without(run: Run, part: str) -> Fix:
+    return Set("it", rest) if (rest := [each for each in run.train.freeze if each != part]) else Remove(_KEY)

@@ -1,0 +1,38 @@
+"""Weights that training leaves as they are: `train.freeze: [router, embedding, layers.0-3]`. Needs no torch.
+
+A frozen weight has no gradient, no optimizer states and no weight decay. Gradients still pass through it to earlier layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_BLOCK = r"(layers\.\d+|ahead\.\d+\.block)"
+PARTS = {  # name in train.freeze -> pattern of parameters' names in checkpoints
+    "embedding": r"embedding",
+    "head": r"head\.weight",
+    "attention": _BLOCK + r"\.(attention|cross)\..*",
+    "dense": _BLOCK + r"\.(ffn|shared|shared_gate|residual|coefficient)\..*",
+    "experts": r"layers\.\d+\.(experts\..*|output_bias)",
+    "router": r"layers\.\d+\.router\..*",
+    "norms": r"(.*[._])?norm\.(weight|bias)",
+}
+_LAYERS = re.compile(r"layers\.(\d{1,6})(?:-(\d{1,6}))?")  # one layer, or the first and the last of several
+
+
+def layers_of(part: str) -> range | None:
+    """Return the layers that `part` names (layers.0-3: 0 to 3), or None if it does not name layers."""
+    if (found := _LAYERS.fullmatch(part)) is None:
+        return None
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def is_frozen(name: str, parts: Sequence[str]) -> bool:
+    """Return whether `parts` freezes the parameter with this name in checkpoints."""
+    words = name.split(".")
+    for part in parts:
+        layers = layers_of(part)
+        if words[0] == "layers" and int(words[1]) in layers if layers is not None else re.fullmatch(PARTS[part], name):
+            return True
+    return False

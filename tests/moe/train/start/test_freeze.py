@@ -1,0 +1,115 @@
+"""train.freeze: on every engine the trained weights move as the plain twin's do and frozen ones stay, bit for bit; frozen weights are in
+checkpoints without optimizer states; a part that the model lacks, or a resume with other parts, is refused in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.checks.together import check_run
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute, run_world
+from moe.verify.twin import reference
+from parallel.errors import BadInput
+from parallel.store.stored import Reader
+from tests.support import trained
+
+
+@dataclass(frozen=True)
+class Frozen(Case):
+    """A case of `moe verify` in which `freeze` is not trained."""
+
+    freeze: tuple[str, ...] = ("router", "embedding", "layers.0")
+
+    def run(self) -> Run:
+        values = super().run().model_dump(mode="json")
+        return build_run(values | {"train": values["train"] | {"freeze": self.freeze}})
+
+
+def farthest(ran: Any, twin: Case) -> float:
+    assert not isinstance(ran, str), ran
+    return max(compare(ran, reference(twin)).values())
+
+
+@pytest.mark.usefixtures("five_steps")
+@pytest.mark.parametrize("parts", [("router", "embedding", "layers.0"), ("experts", "norms"), ("attention", "dense", "head")], ids=str)
+def test_five_steps_are_the_plain_twins(parts: tuple[str, ...]) -> None:
+    model = "deepseek" if "head" in parts else "gshard"  # gshard's head is its embedding
+    case = Frozen(model, "ddp", 1, 1, 3, "fp32", "selective", freeze=parts)
+    assert farthest(compute(case), case) < 1e-5
+
+
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_on_ranks_are_the_plain_twins() -> None:
+    cases: list[Case] = [
+        Frozen("gshard", "ddp", 2, 2, 1, "fp32", "full"),
+        Frozen("gshard", "fsdp", 2, 1, 3, "fp32"),
+        Frozen("deepseek", "zero1", 2, 2, 1, "fp32", freeze=("experts", "embedding")),
+        Frozen("switch", "zero2", 2, 1, 3, "fp32", freeze=("attention", "norms")),
+        Frozen("gshard", "zero3", 2, 1, 1, "fp32"),
+        Frozen("switch", "ddp", 2, 1, 3, "fp32", pp=2, schedule="zb_h1", freeze=("router", "embedding")),
+        Frozen("switch", "ddp", 2, 1, 1, "fp32", tp=2, freeze=("dense", "layers.1")),
+    ]
+    for case, ran in run_world(cases, 2):
+        assert not isinstance(ran, str), (case.layout, ran)
+        assert isinstance(case, Frozen)
+        assert farthest(ran[0], Frozen(case.model, "ddp", 1, 1, 1, "fp32", freeze=case.freeze)) < 1e-5, case.layout
+
+
+@pytest.fixture(scope="module")
+def cut(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that froze the router and the embedding, and stopped after 3 of 6 steps."""
+    out = tmp_path_factory.mktemp("freeze") / "cut"
+    assert isinstance(trained.train(frozen(home, steps=3), out)[0], dict)
+    return out
+
+
+def frozen(home: Path, **train: Any) -> Run:
+    return trained.recipe(home, train={"freeze": ["router", "embedding"]} | train)
+
+
+def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, home: Path, tmp_path: Path) -> None:
+    assert isinstance(trained.train(frozen(home), tmp_path / "whole")[0], dict)
+    saved = Reader(tmp_path / "whole/checkpoints/step-6")
+    still = {"embedding", "layers.1.router.weight"}
+    assert {name for name, kind in saved.entries if kind == "weight"} - {name for name, kind in saved.entries if kind == "exp_avg"} == still
+    assert isinstance(trained.train(frozen(home), cut)[0], dict)
+    first, last = trained.tensors(cut / "checkpoints/step-3"), trained.tensors(cut / "checkpoints/step-6")
+    assert trained.tensors(tmp_path / "whole/checkpoints/step-6") == last
+    weights = {key for key in first if key.endswith("/weight")}
+    assert {key for key in weights if first[key] == last[key]} == {f"{name}/weight" for name in still}
+    refused = trained.train(trained.recipe(home, train={"steps": 8}), cut)[0]
+    assert str(refused).startswith("train.freeze: got [], needed [router, embedding]: step-6 has optimizer states of all other weights")
+
+
+@pytest.mark.parametrize(
+    ("parts", "others", "said"),
+    [
+        (["rooter"], {}, "train.freeze: got rooter, needed embedding, .*; fix: set it to \\[router\\]"),
+        (["layers.1-2"], {}, "got layers.1-2, needed layers from 0 to 1"),
+        (["layers.1-0"], {}, "got layers.1-0, needed layers from 0 to 1"),
+        (["head"], {"model": {"tied_embeddings": True}}, "got head, needed an output layer of its own.*set it to \\[embedding\\]"),
+        (["experts", "norms"], {"model": {"moe_every": 0}}, "got experts, needed layers with experts; fix: set it to \\[norms\\]"),
+        (["layers.0-1", "embedding", "norms"], {}, "got all of the model"),
+        (["layers.0"], {"degrees": {"pp": 2}}, "got layers.0 with degrees.pp=2"),
+        (["router"], {"optimizer": {"kind": "kfac"}}, "optimizer.kind: got kfac with train.freeze"),
+        (["router"], {"experts": {"rebalance_every": 5}}, "experts.rebalance_every: got 5 with train.freeze"),
+    ],
+)
+def test_bad_parts_are_one_line(parts: list[str], others: dict[str, Any], said: str, home: Path) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_run(trained.recipe(home, train={"freeze": parts}, **others), others.get("degrees", {}).get("pp", 1))
+
+
+def test_a_frozen_weight_has_no_gradient_and_no_state() -> None:
+    case = Frozen("gshard", "ddp", 1, 1, 1, "fp32", freeze=("attention",))
+    ran = compute(case)
+    assert not any(".attention." in name for name in ran.gradients) and any(".experts." in name for name in ran.gradients)
+    assert all(torch.isfinite(value).all() for value in ran.gradients.values())
