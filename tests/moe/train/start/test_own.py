@@ -5,6 +5,8 @@ References: a text's windows given as samples train as the text does; torch's Ad
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -320,6 +322,18 @@ def test_other_samples_on_one_rank_than_on_another_are_refused_on_all(form: str,
 
     lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=2, own=data)
     assert len(set(lines)) == 1 and "got different samples on different ranks" in lines[0]
+
+
+def test_files_of_chats_that_differ_are_refused_on_all_ranks(home: Path, tmp_path: Path) -> None:
+    """The files have the same number of chats and of tokens, and differ in one predicted token."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        rows = ({"prompt": "a", "completion": "bc" if number < 3 or not rank else "bd"} for number in range(4))
+        (tmp_path / str(rank) / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = sparse(home, data={"source": "chat", "path": "chats.jsonl"})
+    lines = trained.train(run, tmp_path / "run", ranks=2, before=lambda rank: os.chdir(tmp_path / str(rank)))
+    assert len(set(lines)) == 1 and "got different samples on different ranks" in lines[0]
+    assert lines[0].endswith("fix: give every rank all samples, or equal files")
 
 
 @pytest.mark.parametrize(("count", "share"), [(2, 0.9), (9, 0.99), (9, 0.01)])
