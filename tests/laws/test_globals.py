@@ -91,6 +91,7 @@ SETTINGS = {
         "moe/launch/launch.py": "a rank that is leaving must get to say how it ended",
         "moe/launch/processes.py": "a rank gets a terminal's Ctrl-C though a shell ignored it for its children",
         "moe/cli/energy.py": "clocks are given back; the handler is put back",
+        "moe/data/sandbox.py": "of a process that runs one chat template: Ctrl-C is for its parent",
     },
     "torch.set_num_threads": {
         "parallel/process/process.py": "a process has one pool of threads, and ranks share the machine's cores",
@@ -110,7 +111,10 @@ SETTINGS = {
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "torch.use_deterministic_algorithms": {"parallel/process/deterministic.py": "torch has one such setting; put back after training"},
-    "resource.setrlimit": {"moe/launch/environment.py": "ranks inherit the limit of open files of the process that starts them"},
+    "resource.setrlimit": {
+        "moe/launch/environment.py": "ranks inherit the limit of open files of the process that starts them",
+        "moe/data/sandbox.py": "of a process that runs one chat template",
+    },
     "torch.manual_seed": {"moe/bench/training/step.py": "a peer draws its weights from torch's generator"},
 }
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}

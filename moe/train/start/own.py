@@ -92,7 +92,5 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
     seen = float(zlib.crc32(what))
     if largest(seen, world) != -largest(-seen, world):
         needed = "the same on every rank, which reads its own part of them"
-        raise BadInput(
-            "data", got="different samples on different ranks", needed=needed, fix="give every rank all samples, or equal files"
-        )
+        raise BadInput("data", got="different samples on different ranks", needed=needed, fix="give every rank all samples, or equal files")
     return data

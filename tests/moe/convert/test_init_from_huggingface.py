@@ -28,6 +28,9 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     assert main([*words, "--model.d_model", "32"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"error: --init_from hf:{theirs}: got ") and "fix: moe convert hf:" in said and not (out / "base").exists()
+    for begins in (words, ["train", f"hf:{theirs}", "--out", str(out)]):  # refused before tensors are converted
+        assert main([*begins, "--data.path", str(home / "other.txt")]) == 2
+        assert capsys.readouterr().err.startswith("error: data.path: got ") and not (out / "base").exists()
     assert main([*words, "--optimizer.lr", "1e-30"]) == 0
     first, saved = Reader(tmp_path / "base/checkpoints/step-0"), Reader(out / "checkpoints/step-2")
     for name, shape in first.names().items():

@@ -383,6 +383,12 @@ def test_a_recipe_opens_chats_with_the_models_own_template(library: Any, tmp_pat
     assert other.key != opened.key
 
 
+def test_chats_that_are_read_as_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    with pytest.raises(BadInput, match="line 1: got an object with messages, needed the key text; fix: set data.source to chat"):
+        open_data(build_run({"data": {"path": str(tmp_path / "rows.jsonl")}}).data, max_length=9, vocab_size=256, seed=3, cache=tmp_path)
+
+
 def test_a_converted_model_brings_its_template(library: Any, tmp_path: Path) -> None:
     """From tokenizer_config.json, as a text or as several, from chat_template.json, or from chat_template.jinja, which counts most. Special
     tokens and all ids that end texts come without a template too, and a file that cannot be decoded is left out."""
