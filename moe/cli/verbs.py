@@ -124,7 +124,9 @@ class Bench:
     nproc: int | None = _flag("number of processes, for measurements that run on several")
     peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
     only: str | None = _flag("only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
-    kinds: str | None = _flag("comma-separated kinds of parallelism, such as ddp,zero1,zero2+cpu; bench memory: also sequence, tensor")
+    kinds: str | None = _flag(
+        "comma-separated kinds of data parallelism, such as ddp,zero2+cpu; for bench pipeline schedules, such as 1f1b,zb_v"
+    )
     full: bool = _flag("the full measurement, as docs/benchmarks report it; by default each case runs once", False)
     rounds: int | None = _flag("how often each case is timed or tried; timed cases take turns")
     json: Path | None = _flag("also write the table as JSON")
