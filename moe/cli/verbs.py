@@ -125,7 +125,7 @@ class Bench:
     peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
     only: str | None = _flag("only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
     kinds: str | None = _flag(
-        "comma-separated kinds of data parallelism, such as ddp,zero2+cpu; for bench pipeline schedules, such as 1f1b,zb_v"
+        "comma-separated kinds of data parallelism, such as ddp,zero2+cpu, or schedules of pipelines, such as 1f1b"
     )
     full: bool = _flag("the full measurement, as docs/benchmarks report it; by default each case runs once", False)
     rounds: int | None = _flag("how often each case is timed or tried; timed cases take turns")
