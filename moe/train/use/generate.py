@@ -176,7 +176,7 @@ def main(
     usual = "def <extra_id_0>(self):" if halves else "def "
     prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
     if chat:
-        prompts, tokenizer = _as_messages(prompts, tokenizer), InChats(tokenizer)
+        prompts, tokenizer = as_messages(prompts, tokenizer), InChats(tokenizer)
     if halves and (other := strange(prompts, model.config.spans.num_spans)) is not None:
         count = model.config.spans.num_spans
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
@@ -196,7 +196,7 @@ def main(
         write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)
 
 
-def _as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
+def as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
     """Return the text of each prompt as a user's message, up to where the assistant begins."""
     template = template_of(tokenizer)
     if template is None:

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from moe.cli.main import main
+from moe.records.metrics import read_summary
 from parallel.store.stored import Reader
 from tests.moe.convert.test_huggingface import made
 
@@ -54,6 +55,7 @@ def test_an_earlier_base_is_lost_only_if_nothing_needs_it(tmp_path: Path, home: 
     words = ["--out", str(out), "--data.path", str(home / "text.txt"), "--precision.compute", "fp32", "--train.steps", "1"]
     words += ["--train.report", "false", "--lora.rank", "2"]
     assert main(["train", f"hf:{model}", *words]) == 0
+    assert read_summary(out)["recipe"] == "run"  # type: ignore[index]
     base = out / "base/checkpoints/step-0/manifest.json"
     weights, manifest = model / "model.safetensors", base.read_bytes()
     content = weights.read_bytes()
