@@ -178,7 +178,12 @@ def _check_data(run: Run) -> None:
     if d.path is None and not d.sources:
         if d.source != "python_stdlib" or d.tokenizer == "ids":
             wants = f"data.source={d.source}" if d.source != "python_stdlib" else "data.tokenizer=ids"
-            raise BadInput("data.path", got="null", needed=f"a path for {wants}", fix="add --data.path FILE_OR_FOLDER")
+            raise BadInput(
+                "data.path",
+                got="null",
+                needed=f"a path for {wants}",
+                fix=f"add --data.path {'FILE.jsonl' if d.source == 'chat' else 'FILE_OR_FOLDER'}",
+            )
         return
     for number, source in enumerate(d.sources):
         _check_path(f"data.sources[{number}].path", source.path)

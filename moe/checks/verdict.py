@@ -1,5 +1,5 @@
 """Judges a recipe: "refused" if `check_run` raises BadInput; "not recommended" if it runs correctly, but another recipe does the same work
-with less time or memory; otherwise "runs". `moe combinations` judges all pairs of values (docs/parallel/combinations.md).
+with less time or memory; otherwise "runs". docs/parallel/combinations.md has all pairs of values.
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
     layers, choices = run.model.layers_with_experts(), run.router.num_choices
     if not layers:
         raise BadInput("RECIPE", got=f"{flags.recipe}, a dense model", needed="one with experts", fix=Set("model.moe_every", 2))
+    if run.data.is_own or run.data.source == "chat":
+        needed = "a text or token ids, which can be counted before a run"
+        raise BadInput("data.source", got=run.data.source, needed=needed, fix="write a table yourself: docs/moe/routing.md")
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     for line in remark_lines(data.index):
         print(line)
@@ -58,16 +61,14 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
 
 def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
     """Return the number of occurrences of each token id in the training text, int64 [vocabulary]. In a mixture, each source's counts are
-    scaled by its weight. Raises BadInput for samples that a user's program makes."""
+    scaled by its weight."""
     if isinstance(train, CorruptedTrain):
         return counts(train.inner, vocab_size)
     if isinstance(train, MixedTrain):
         parts = [(weight / sum(train.weights), counts(part, vocab_size)) for weight, part in zip(train.weights, train.parts, strict=True)]
         mixed: npt.NDArray[np.int64] = sum(share * _MIXTURE_TOKENS * part / part.sum() for share, part in parts).astype(np.int64)  # type: ignore[union-attr]
         return mixed
-    if not isinstance(train, TrainSet) or not isinstance(train.windows, Windows):
-        needed = "a text or token ids: token ids of a program's samples cannot be counted in advance"
-        raise BadInput("data.source", got="samples of a program", needed=needed, fix="write a table yourself: docs/moe/routing.md")
+    assert isinstance(train, TrainSet) and isinstance(train.windows, Windows)  # other samples were refused
     tokens, found = train.windows.tokens, np.zeros(vocab_size, np.int64)
     for first in range(0, len(tokens), _BATCH_TOKENS):
         found += np.bincount(tokens[first : first + _BATCH_TOKENS].astype(np.int64), minlength=vocab_size)

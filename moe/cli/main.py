@@ -42,11 +42,12 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "convert": convert,
     "hash-table": partial(call, "moe.cli.hash_table"),
     "show": show,
-    "combinations": partial(call, "moe.cli.combinations"),
     "rehearse": rehearse,
     "recipes": recipes,
     "doctor": partial(call, "moe.cli.doctor"),
 }
+
+REMOVED = {"combinations": "see docs/parallel/combinations.md"}  # verb of an earlier version -> what replaces it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +119,7 @@ def _check_printable(words: list[str]) -> None:
 
 def _refuse_verb(verb: str) -> None:
     near = did_you_mean(verb, FUNCTIONS)
-    fix = f"did you mean moe {near}?" if near else "see: moe --help"
+    fix = f"did you mean moe {near}?" if near else REMOVED.get(verb, "see: moe --help")
     if near is None and not verb.startswith("-"):
         from moe.recipe.load import recipe_names
 

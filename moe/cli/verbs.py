@@ -124,7 +124,7 @@ class Bench:
     nproc: int | None = _flag("number of processes, for measurements that run on several")
     peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
     only: str | None = _flag("only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
-    kinds: str | None = _flag("comma-separated kinds of parallelism, such as ddp,zero1,zero2+cpu; bench memory: also sequence, tensor")
+    kinds: str | None = _flag("comma-separated kinds of data parallelism, such as ddp,zero2+cpu, or schedules of pipelines, such as 1f1b")
     full: bool = _flag("the full measurement, as docs/benchmarks report it; by default each case runs once", False)
     rounds: int | None = _flag("how often each case is timed or tried; timed cases take turns")
     json: Path | None = _flag("also write the table as JSON")
@@ -250,14 +250,6 @@ class Show:
 
 
 @dataclasses.dataclass(frozen=True)
-class Combinations:
-    """Print which methods work together, which are not recommended and which are refused, each with its reason."""
-
-    out: Path | None = _flag("write the page (Markdown) to this file instead")
-    json: Path | None = _flag("also write one row for each pair as JSON")
-
-
-@dataclasses.dataclass(frozen=True)
 class Rehearse:
     """Rehearse one rank of a larger run here, without its GPUs: build, steps and a save. Print its devices, shapes, memory, collectives."""
 
@@ -281,5 +273,5 @@ class Doctor:
     json: Path | None = _flag("also write the table as JSON")
 
 
-_KINDS = (Train, Verify, Generate, Eval, Report, Bench, Plan, Simulate, Energy, Convert, HashTable, Show, Combinations, Rehearse, Recipes)
+_KINDS = (Train, Verify, Generate, Eval, Report, Bench, Plan, Simulate, Energy, Convert, HashTable, Show, Rehearse, Recipes)
 VERBS: dict[str, type] = {re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in (*_KINDS, Doctor)}

@@ -144,7 +144,8 @@ def _chats(
     chats = read_chats(data.path, tokenizer, max_length=max_length, log=log)
     share, ids = data.validation_share, tokenizer.vocab_size
     found = open_given(chats, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
-    return Dataset(found.train, found.validation, tokenizer, {"key": chats.key}, chats.key)
+    held = replace(found.validation, bytes_per_id=tokenizer.bytes_per_id)
+    return Dataset(found.train, held, tokenizer, {"key": chats.key}, chats.key)
 
 
 def _mixed(made: list[Dataset], weights: tuple[float, ...], seed: int) -> Dataset:

@@ -33,6 +33,7 @@ from parallel.store.files import read_text, user_path
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}  # of "from"
 NO_TEMPLATE = "a template, because this model came with none"
 _FORMS = "messages, or prompt and completion, or conversations"
+_WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
 
 class Text(NamedTuple):
@@ -113,6 +114,7 @@ def read_chats(path: str, tokenizer: Tokenizer, *, max_length: int, log: Callabl
     dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
     cuts = f", {counted(cut, 'chat')} cut to model.max_length" if cut else ""
     log(f"data: {path}: {counted(len(made), 'chat')}, {starts[-1]} tokens, {made.predicted_N.sum()} of them predicted{cuts}{dropped}")
+    log(f"data: the longest chat has {counted(max(lengths), 'token')}; each is padded to {max_length + 1} (model.max_length + 1)")
     return made
 
 
@@ -146,7 +148,7 @@ def _text(line: bytes, where: str, template: ChatTemplate | None) -> Text:
     row = {name: value for name, value in row.items() if value is not None}
     given = next((row[name] for name in ("messages", "conversations", "prompt") if name in row), None)
     if given is None or (given is row.get("prompt") and "completion" not in row):
-        raise BadInput(where, got=f"an object with {', '.join(row) or 'nothing'}", needed=_FORMS, fix="name the messages so")
+        raise BadInput(where, got=f"an object with {', '.join(row) or 'nothing'}", needed=_FORMS, fix=_WRITE)
     if isinstance(given, str) and isinstance(row.get("completion"), str):
         whole = given + row["completion"]
         return Text(whole, [(len(given), len(whole))], plain=True)

@@ -68,31 +68,24 @@ class ChatTemplate:
         return BadInput("chat template", got=got, needed="one that marks what is trained on", fix=fix)
 
     def _rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> tuple[str, list[Span]]:
-        from moe.data.sandbox import rendered
-
-        template, held = self._template, [dict(message) for message in messages]
-        try:
-            return rendered(template, held, tools=tools, documents=None, add_generation_prompt=prompt, **dict(self.tokens))
-        except Exception as error:  # a template is a program of its own
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": prompt} | dict(self.tokens)
+        found = self._sandbox.ask(messages=[dict(message) for message in messages], **variables)
+        if "error" in found:
             fix = "give messages that the template takes, or another data.chat_template"
-            raise BadInput("chat template", got=_line(error), needed="a text", fix=fix) from None
+            raise BadInput("chat template", got=found["error"], needed="a text", fix=fix)
+        return found["text"], [(start, end) for start, end in found["spans"]]
 
     @cached_property
-    def _template(self) -> Any:
-        from moe.data.sandbox import compiled
+    def _sandbox(self) -> Any:
+        from moe.data.sandbox import CPU_SECONDS, Sandbox
 
-        try:
-            return compiled(self.source, self.date)
-        except Exception as error:
-            at = f"line {line}: " if (line := getattr(error, "lineno", None)) else ""
+        made = Sandbox()
+        answer = made.ask(source=self.source, date=self.date and self.date.isoformat(), seconds=CPU_SECONDS)
+        if "error" in answer:
             fix = "mend it, or give another data.chat_template"
-            raise BadInput("chat template", got=at + _line(error), needed="a Jinja template", fix=fix) from None
+            raise BadInput("chat template", got=answer["error"], needed="a Jinja template", fix=fix)
+        return made
 
     @cached_property
     def _with_tools(self) -> ChatTemplate | None:
         return None if self.tool_use is None else ChatTemplate(self.tool_use, self.tokens, self.date)
-
-
-def _line(error: Exception) -> str:
-    """Return the error as one line."""
-    return " ".join(f"{type(error).__name__}: {getattr(error, 'message', None) or error}".split())

@@ -28,7 +28,7 @@ from moe.data import formats
 from moe.data.remarks import AS_TEXT, LINK, LINKED, NO_TEXT, SKIPPED, UNREADABLE, Kinds, Remark, check_kinds, decoded, raw
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted, did_you_mean
-from parallel.fixes import Set
+from parallel.fixes import Fix, Set
 from parallel.store.files import user_path
 
 Side = Literal["train", "validation"]
@@ -185,7 +185,10 @@ def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
     if key not in value:
         near = did_you_mean(key, value) or next((name for name, held in value.items() if isinstance(held, str)), None)
         keys = ", ".join(list(value)[:8]) or "no key"
-        raise BadInput(where, got=f"an object with {keys}", needed=f"the key {key}", fix=text_key.fix(near))
+        fix: Fix = text_key.fix(near)
+        if isinstance(value.get("messages", value.get("conversations")), list):
+            fix = Set("data.source", "chat")
+        raise BadInput(where, got=f"an object with {keys}", needed=f"the key {key}", fix=fix)
     text = value[key]
     if not isinstance(text, str):
         raise BadInput(f"{where}, key {key}", got=f"a JSON {type(text).__name__}", needed="a string", fix="mend that line")

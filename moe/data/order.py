@@ -187,11 +187,16 @@ class ValidationSet:
         """Return one rank's part of the shard's `num_sequences` windows. If the text has fewer windows, they repeat about equally often."""
         chosen = shard.spread(self.windows.num_windows)
         mine = self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns)
-        return Held(mine, self.counted_bytes(chosen) / (shard.num_sequences * self.windows.max_length))
+        text_bytes, tokens = self.predicted(chosen)
+        return Held(mine, text_bytes / tokens)
 
-    def counted_bytes(self, chosen: Ints) -> int:
-        """Return the bytes of text of the predicted tokens in these windows. Every rank counts all windows, so all have the same mean."""
+    def predicted(self, chosen: Ints) -> tuple[int, int]:
+        """Return (bytes of text, number) of the predicted tokens in these windows. Every rank counts all windows, so all have the same."""
         if self.bytes_per_id is None:
-            return len(chosen) * self.windows.max_length
-        parts = np.array_split(chosen, -(-len(chosen) // 256)) if len(chosen) else []
-        return sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in parts)
+            return (len(chosen) * self.windows.max_length,) * 2
+        text_bytes = tokens = 0
+        for part in np.array_split(chosen, -(-len(chosen) // 256)) if len(chosen) else []:
+            ids = self.windows.read(part)[:, 1:]
+            ids = ids[ids >= 0]  # below 0: padding, and ids that are read alone (moe/data/given.py)
+            text_bytes, tokens = text_bytes + int(self.bytes_per_id[ids].sum()), tokens + len(ids)
+        return text_bytes, tokens

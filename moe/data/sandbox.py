@@ -1,43 +1,108 @@
-"""Jinja for chat templates: the sandbox and the settings of transformers' apply_chat_template, with limits for a template's work.
+"""Jinja for chat templates, in a process of its own: the sandbox and the settings of transformers' apply_chat_template.
 
-A template is part of a downloaded model, so it may do no more than make a text of at most MOST_CHARACTERS with MOST_STEPS steps of loops.
+A template is a program that comes with a downloaded model. For each text, its process may use CPU_SECONDS of processor time and
+MEMORY_BYTES of memory, and the kernel enforces both. Requests and answers are lines of JSON:
+
+    {"source": the template, "date": ISO or null, "seconds": CPU_SECONDS}     {}                              or {"error": a line}
+    {"messages": [...], other variables of the template}                      {"text": ..., "spans": [...]}   or {"error": a line}
+
+This file is the program of that process, too, so it imports no other module of the project.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Sized
+import resource
+import signal
+import subprocess
+import sys
+import time
+import weakref
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, Undefined, nodes, pass_context
+from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+CPU_SECONDS = 10
+MEMORY_BYTES = 1 << 31
 MOST_CHARACTERS = 1 << 26
-MOST_STEPS = 1 << 20
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the assistant's parts while a text is made
 
 
-def compiled(source: str, date: datetime | None) -> Template:
+class Sandbox:
+    """The process of one template, from the first request to the end of this object."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="ascii")
+        weakref.finalize(self, _end, self._process)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Return the answer to a request; {"error": a line} also if the process ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended at an earlier request
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        if answer := self._process.stdout.readline():
+            found: dict[str, Any] = json.loads(answer)
+            return found
+        code = self._process.wait()
+        return {
+            "error": f"more than {CPU_SECONDS} s of work for one text" if code == -signal.SIGXCPU else f"a process that ended with {code}"
+        }
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()  # does nothing in a fork, whose child it is not
+    process.wait()
+
+
+def _serve() -> None:
+    """Answer requests until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    template, seconds = None, CPU_SECONDS
+    for line in sys.stdin:
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)
+        answer: dict[str, Any] = {}
+        try:
+            request = json.loads(line)
+            if template is None:
+                seconds, date = request["seconds"], request["date"]
+                template = _compiled(request["source"], datetime.fromisoformat(date) if date else None)
+            else:
+                answer["text"], answer["spans"] = _rendered(template, request)
+        except Exception as error:  # a template is a program of its own
+            answer = {"error": _line(error)}
+        print(json.dumps(answer), flush=True)
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _compiled(source: str, date: datetime | None) -> Template:
     """Compile a template. `date`: the result of strftime_now; None: now. Raises many kinds of Exception for a wrong template."""
-    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], undefined=_Missing)
-    sandbox.filters |= {"tojson": _to_json, "counted": _counted}
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], undefined=_Missing
+    )
+    sandbox.filters["tojson"] = _to_json
     sandbox.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: (date or datetime.now()).strftime(form)}
-    tree = sandbox.parse(source)
-    for loop in tree.find_all(nodes.For):
-        loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-    return sandbox.from_string(tree)
+    return sandbox.from_string(source)
 
 
-def rendered(template: Template, messages: list[dict[str, Any]], **variables: Any) -> tuple[str, list[tuple[int, int]]]:
+def _rendered(template: Template, variables: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
     """Return the template's text, and (start, end) of each {% generation %} block in it, in characters. Raises TemplateError if the text
     would be too long, and other kinds of Exception that a template can raise."""
-    held = json.loads(json.dumps(messages).replace(r"\ufdd0", r"\ufffd").replace(r"\ufdd1", r"\ufffd"))
+    held = json.loads(json.dumps(variables["messages"]).replace(r"\ufdd0", r"\ufffd").replace(r"\ufdd1", r"\ufffd"))
     parts, length = list[str](), 0
-    for part in template.generate(messages=held, **variables, _steps=iter(range(MOST_STEPS))):
+    for part in template.generate(variables | {"messages": held}):
         parts.append(part)
         length += len(part)
         if length > MOST_CHARACTERS:
@@ -57,17 +122,6 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
             parts.append(part)
             length += len(part)
     return "".join(parts), spans
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Multiply or raise numbers that stay short, and repeat texts that stay short."""
-        sizes = [len(one) if isinstance(one, Sized) else abs(one) for one in (left, right)]
-        if max(sizes) > MOST_CHARACTERS or (sizes[0] * sizes[1] > MOST_CHARACTERS if operator == "*" else sizes[1] > 32):
-            _refuse(f"{operator} with a result that is too large")
-        return super().call_binop(context, operator, left, right)
 
 
 class _Missing(Undefined):
@@ -93,15 +147,6 @@ class _Generation(Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-@pass_context
-def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items of a loop, and count a step for each."""
-    for item in items:
-        if next(context["_steps"], None) is None:
-            _refuse(f"loops of more than {MOST_STEPS} steps")
-        yield item
-
-
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     """Return JSON without the escapes that Jinja's own filter makes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -109,3 +154,15 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separat
 
 def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _line(error: Exception) -> str:
+    """Return the error as one line."""
+    if isinstance(error, MemoryError):
+        return f"more than {MEMORY_BYTES >> 30} GiB of memory for one text"
+    at = f"line {line}: " if isinstance(error, TemplateSyntaxError) and (line := error.lineno) else ""
+    return at + " ".join(f"{type(error).__name__}: {getattr(error, 'message', None) or error}".split())
+
+
+if __name__ == "__main__":
+    _serve()

@@ -84,6 +84,8 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
         run, origins = _for_present_world(run, origins, given.elastic)
     name = run_name(given.recipe)
     out = given.out or Path("runs") / name
+    if Path(given.recipe).parent == out / "base":  # `moe train hf:DIR`, which has converted the model into the run's folder
+        name = out.resolve().name
     rank_run.run = run
     rank_run.place += [out] if is_held(out) else []
     return _train(run, origins, name, out, given, rank_run.place)

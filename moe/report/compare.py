@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from moe.report.history import Array
-    from moe.report.style import Theme
 
 Lines = Sequence[Mapping[str, Any]]
 Row = tuple[str, str, str]  # label, value in the first run, value in the second
@@ -35,7 +34,7 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
         raise BadInput("baseline", got=baseline, needed=needed, fix="name one of them, or None")
     out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
-    return style.save(lambda theme: _figure(curves, theme, baseline, title), out_png)
+    return style.save(lambda: _figure(curves, baseline, title), out_png)
 
 
 def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
@@ -55,7 +54,7 @@ def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
     return np.array(steps), np.array([[values[step] for step in steps] for values in found])
 
 
-def _figure(curves: Mapping[str, tuple[Array, Array]], theme: Theme, baseline: str | None, title: str | None) -> Figure:
+def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, title: str | None) -> Figure:
     import numpy as np
 
     from moe.report import style
@@ -64,7 +63,7 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], theme: Theme, baseline: s
     fig = style.figure(width=8.0, height=6.4 if below else 4.2)
     axes = np.atleast_1d(fig.subplots(1 + below, sharex=True, height_ratios=(3, 2) if below else (1,)))
     marks = dict(zip(curves, "osD^vPX" * len(curves), strict=False))
-    tones = dict(zip(curves, style.colours(theme, len(curves)), strict=True))
+    tones = dict(zip(curves, style.colours(len(curves)), strict=True))
     for label, (steps, values) in curves.items():
         seeds = f"{len(values)} seed{'s' if len(values) > 1 else ''}"
         text = f"{label}: {values[:, -1].mean():.4f} at the end ({seeds})"
@@ -82,7 +81,7 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], theme: Theme, baseline: s
                 _band(axes[1], common, values[:pairs, here] - base[:pairs, there], tone=tones[label], mark=marks[label], label=label)
         axes[1].axhline(0, color=tones[baseline or ""], linewidth=1.4)
         axes[1].set_ylabel(f"minus {baseline}\n(same seed)")
-        axes[1].set_title("Below the line: better than the baseline", fontsize=10, fontweight="normal", color=theme.muted)
+        axes[1].set_title("Below the line: better than the baseline", fontsize=10, fontweight="normal", color=style.MUTED)
     for ax in axes:
         style.step_axis(ax, np.concatenate([steps for steps, _ in curves.values()]), label=ax is axes[-1])
     return fig

@@ -1,6 +1,6 @@
-"""The report: one self-contained HTML page about a run, with embedded pictures, no script, no external link, in light and dark mode.
+"""The report: one self-contained HTML page about a run, with embedded pictures, no script, no external link.
 
-    metrics.jsonl --> History --> PLOTS --> plots/*.png (light) --> report.html (both modes, base64)
+    metrics.jsonl --> History --> PLOTS --> plots/*.png --> report.html (base64)
 
 summary.json and recipe.yaml are included if they exist. All text from files is escaped.
 """
@@ -30,7 +30,7 @@ REPORT, PLOT_FOLDER = "report.html", "plots"
 MOST_EVENTS = 200
 
 
-Pictures = dict["Plot", list[bytes]]  # drawn plot -> its PNG files [light, dark]
+Pictures = dict["Plot", bytes]  # drawn plot -> its PNG file
 
 
 def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
@@ -96,20 +96,17 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[s
     """Draw every plot for which lines of metrics.jsonl have data, also into `folder`. Old PNGs of plots without data are removed."""
     from moe.report.history import History
     from moe.report.plots import PLOTS
-    from moe.report.style import DARK, LIGHT, drawn_in, png
+    from moe.report.style import png, styled
 
     folder.mkdir(parents=True, exist_ok=True)
     history, pictures = History.of(lines, weights), Pictures()
     for plot in PLOTS:
-        images = []
-        for theme in (LIGHT, DARK):
-            with drawn_in(theme):
-                if (fig := plot.draw(history, theme)) is not None:
-                    images.append(png(fig))
         path = folder / f"{plot.name}.png"
-        if images:
-            path.write_bytes(images[0])
-            pictures[plot] = images
+        with styled():
+            if (fig := plot.draw(history)) is not None:
+                pictures[plot] = png(fig)
+        if plot in pictures:
+            path.write_bytes(pictures[plot])
         else:
             path.unlink(missing_ok=True)
     return pictures
@@ -182,11 +179,10 @@ def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return found
 
 
-def _figure(plot: Plot, images: Sequence[bytes]) -> str:
-    light, dark = (f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images)
+def _figure(plot: Plot, image: bytes) -> str:
+    source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     return (
-        f'<figure{" class=wide" if plot.wide else ""}><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{escape(plot.title)}: {escape(plot.caption)}"></picture>'
+        f'<figure{" class=wide" if plot.wide else ""}><div><img src="{source}" alt="{escape(plot.title)}: {escape(plot.caption)}"></div>'
         f"<figcaption>{escape(plot.caption)}</figcaption></figure>"
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe.plan.memory.memory import Memory
-from moe.report.style import Theme, figure, save
+from moe.report.style import GRID, LINES, TEXT, figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,25 +36,24 @@ def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
     return "\n".join(texts)
 
 
-def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None, context: bool = True) -> Figure:
+def bars(ranks: Sequence[Memory], *, capacity: float | None = None, context: bool = True) -> Figure:
     """Draw the predicted peak memory of each pipeline rank, in GiB, as a bar stacked of its parts, the largest at the bottom. capacity:
-    bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context on top of the parts. The theme's colours
-    take effect only inside `drawn_in` or `save` of moe/report/style.py."""
+    bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context on top of the parts."""
     names = parts_of(ranks)
     fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
     ax = fig.subplots()
     bottoms = [0.0] * len(ranks)
     for number, name in enumerate((*names, *["allocator and context"] * context)):
         sizes = [(rank.parts[name] if name in names else rank.used - rank.allocated) / GIB for rank in ranks]
-        colour = theme.lines[number % len(theme.lines)] if name in names else theme.grid
-        alpha = 0.55 if len(theme.lines) <= number < len(names) else 1.0
+        colour = LINES[number % len(LINES)] if name in names else GRID
+        alpha = 0.55 if len(LINES) <= number < len(names) else 1.0
         ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=colour, alpha=alpha)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     title = "Memory at the peak"
     if capacity is not None and max(bottoms) < capacity / GIB / 20:  # a line at the capacity would shrink the bars: write it in the title
         title += f", of the device's {capacity / GIB:.4g} GiB"
     elif capacity is not None:
-        ax.axhline(capacity / GIB, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")
+        ax.axhline(capacity / GIB, color=TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")
     ax.set_title(title)
     ax.set_ylabel("GiB")
     ax.set_xlabel("pipeline rank")
@@ -63,6 +62,6 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
 
 
 def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None, context: bool = True) -> Path:
-    """Write the picture of `bars`, with the light theme, as a PNG. Return its path."""
+    """Write the picture of `bars` as a PNG. Return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return save(lambda theme: bars(ranks, theme, capacity=capacity, context=context), path)
+    return save(lambda: bars(ranks, capacity=capacity, context=context), path)

@@ -1,4 +1,4 @@
-"""The pictures of one run: each function draws one from a run's history, with a theme, or returns None if the run has no data for it.
+"""The pictures of one run: each function draws one from a run's history, or returns None if the run has no data for it.
 
 `PLOTS` is the table of the report's pictures: a new picture is a function and an entry in it. In pictures of expert load the colour is the
 logarithm of the load relative to uniform, so that half and double are equally far from a fair share, which has the background's colour.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe.report.history import Array, History, smoothed, windows
-from moe.report.style import WIDE, Theme, colours, figure, log_axis, marker, step_axis
+from moe.report.style import DEAD, GRID, HEAT, LINES, MUTED, TEXT, WIDE, colours, figure, log_axis, marker, step_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MOST_WINDOWS = 300  # columns of a panel of expert load: more would be narrower than one or two pixels
 REACH = 2  # the colour scale ends at this many doublings and halvings of a fair share, as in the terminal's row
-HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the theme's 7 heat colours on that scale; a fair share is at 0.5
+HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the 7 colours HEAT on that scale; a fair share is at 0.5
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Plot:
 
     name: str
     title: str
-    draw: Callable[[History, Theme], Figure | None]
+    draw: Callable[[History], Figure | None]
     caption: str
     wide: bool = False
 
@@ -43,7 +43,7 @@ def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, colour: str, l
         ax.plot(steps_S, values_S, color=colour, label=label, marker=marker(values_S))
 
 
-def _panels(history: History, theme: Theme, count: int = 1, *, steps_S: Array | None = None) -> tuple[Figure, Any]:
+def _panels(history: History, count: int = 1, *, steps_S: Array | None = None) -> tuple[Figure, Any]:
     """Return a figure and `count` axes over steps (the training steps, or `steps_S`), with a dotted line where the run was resumed."""
     fig = figure()
     axes = np.atleast_1d(fig.subplots(count, sharex=True))
@@ -51,56 +51,56 @@ def _panels(history: History, theme: Theme, count: int = 1, *, steps_S: Array | 
         step_axis(ax, history.steps_S if steps_S is None else steps_S, label=ax is axes[-1])
         for event in history.events:
             if event.get("event") == "resumed":
-                ax.axvline(event["step"], color=theme.muted, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+                ax.axvline(event["step"], color=MUTED, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
     return fig, axes
 
 
-def loss(history: History, theme: Theme) -> Figure | None:
+def loss(history: History) -> Figure | None:
     steps_S, loss_S = history.steps_S, history.series_S("loss")
     at, validation = history.evaluations()
     if not np.isfinite(loss_S).any() and not len(at):
         return None
-    fig, (ax,) = _panels(history, theme, steps_S=np.concatenate([steps_S, at]))
-    _raw_and_smooth(ax, steps_S, loss_S, colour=theme.lines[0], label="training")
+    fig, (ax,) = _panels(history, steps_S=np.concatenate([steps_S, at]))
+    _raw_and_smooth(ax, steps_S, loss_S, colour=LINES[0], label="training")
     if len(at):
-        ax.plot(at, validation, color=theme.lines[1], marker="o", markersize=4.5, label="validation")
+        ax.plot(at, validation, color=LINES[1], marker="o", markersize=4.5, label="validation")
         below = validation[-1] < np.nanmean(loss_S[-20:]) if np.isfinite(loss_S[-20:]).any() else False
         place: Any = {"xytext": (-4, -13 if below else 8), "textcoords": "offset points", "ha": "right"}
-        ax.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), color=theme.lines[1], fontweight="bold", **place)
+        ax.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), color=LINES[1], fontweight="bold", **place)
     ax.set_title("Loss")
     ax.set_ylabel("cross-entropy (nats per token)")
     ax.legend(loc="upper right")
     return fig
 
 
-def router_losses(history: History, theme: Theme) -> Figure | None:
+def router_losses(history: History) -> Figure | None:
     steps_S = history.steps_S
     both = (("balance_loss", "balance loss"), ("z_loss", "z loss"))
     shown = [(key, name) for key, name in both if np.nan_to_num(history.series_S(key)).any()]
     if not history.layers or not shown:
         return None
-    fig, axes = _panels(history, theme, len(shown))
-    for ax, (key, name), colour in zip(axes, shown, theme.lines, strict=False):
+    fig, axes = _panels(history, len(shown))
+    for ax, (key, name), colour in zip(axes, shown, LINES, strict=False):
         _raw_and_smooth(ax, steps_S, history.series_S(key), colour=colour, label=name)
         if key == "balance_loss":  # dashed line: the sum of the losses of an even load, which is 1 in each layer
-            ax.axhline(len(history.layers), color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
+            ax.axhline(len(history.layers), color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
             ax.legend(loc="upper right")
         ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")
     axes[0].set_title("Router losses, summed over layers")
     return fig
 
 
-def gradient_norm(history: History, theme: Theme) -> Figure | None:
+def gradient_norm(history: History) -> Figure | None:
     steps_S, total_S = history.steps_S, history.series_S("grad_norm")
     if not np.isfinite(total_S).any():
         return None
-    fig, (ax,) = _panels(history, theme)
-    for name, colour in zip(history.families, theme.lines, strict=False):
+    fig, (ax,) = _panels(history)
+    for name, colour in zip(history.families, LINES, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
         _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
     # the total is dashed and on top of the others: often one family is nearly the whole norm
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
-    ax.plot(steps_S, whole_S, color=theme.text, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
+    ax.plot(steps_S, whole_S, color=TEXT, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
     log_axis(ax)
     ax.set_title("Gradient norm by family, before clipping")
     ax.set_ylabel("L2 norm (log scale)")
@@ -108,52 +108,52 @@ def gradient_norm(history: History, theme: Theme) -> Figure | None:
     return fig
 
 
-def speed_and_memory(history: History, theme: Theme) -> Figure | None:
+def speed_and_memory(history: History) -> Figure | None:
     steps_S, speed_S, memory_S = history.steps_S, history.series_S("tokens_per_second"), history.series_S("memory_bytes")
     if not np.isfinite(speed_S).any():
         return None
     has_memory = bool(np.isfinite(memory_S).any())
-    fig, axes = _panels(history, theme, 1 + has_memory)
-    _raw_and_smooth(axes[0], steps_S, speed_S, colour=theme.lines[2], label="tokens per second")
+    fig, axes = _panels(history, 1 + has_memory)
+    _raw_and_smooth(axes[0], steps_S, speed_S, colour=LINES[2], label="tokens per second")
     axes[0].set_title("Speed and memory" if has_memory else "Speed")
     axes[0].set_ylabel("tokens / s")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes[0].set_ylim(bottom=0)
     if has_memory:
         unit, name = (2**30, "GiB") if np.nanmax(memory_S) >= 2**30 else (2**20, "MiB")
-        axes[1].plot(steps_S, memory_S / unit, color=theme.lines[3], marker=marker(memory_S))
+        axes[1].plot(steps_S, memory_S / unit, color=LINES[3], marker=marker(memory_S))
         axes[1].set_ylabel(f"peak memory ({name})")
         axes[1].set_ylim(bottom=0, top=1.15 * float(np.nanmax(memory_S)) / unit)
     return fig
 
 
-def learning_rate(history: History, theme: Theme) -> Figure | None:
+def learning_rate(history: History) -> Figure | None:
     """Draw the learning rate, a mark at each skipped step, and the loss scale if it ever differed from 1."""
     steps_S, rate_S, scale_S = history.steps_S, history.series_S("lr"), history.series_S("loss_scale")
     if not np.isfinite(rate_S).any():
         return None
     skipped = np.array([bool(line.get("skipped")) for line in history.train])
     scaled = bool((np.nan_to_num(scale_S, nan=1.0) != 1).any())
-    fig, axes = _panels(history, theme, 1 + scaled)
-    axes[0].plot(steps_S, rate_S, color=theme.lines[0], marker=marker(rate_S))
+    fig, axes = _panels(history, 1 + scaled)
+    axes[0].plot(steps_S, rate_S, color=LINES[0], marker=marker(rate_S))
     axes[0].set_title("Learning rate and loss scale" if scaled else "Learning rate")
     axes[0].set_ylabel("learning rate")
     axes[0].set_ylim(bottom=0)
     axes[0].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     last = axes[-1]
     if scaled:
-        last.step(steps_S, scale_S, color=theme.lines[3], where="post", marker=marker(scale_S))
+        last.step(steps_S, scale_S, color=LINES[3], where="post", marker=marker(scale_S))
         last.set_yscale("log", base=2)
         last.set_ylabel("loss scale")
     if skipped.any():
         on_S = scale_S if scaled else rate_S
-        marks = {"linestyle": "", "marker": "x", "markersize": 7, "color": theme.lines[1]}
+        marks = {"linestyle": "", "marker": "x", "markersize": 7, "color": LINES[1]}
         last.plot(steps_S[skipped], on_S[skipped], label=f"{skipped.sum()} skipped", **marks)
         last.legend(loc="best")
     return fig
 
 
-def expert_load(history: History, theme: Theme) -> Figure | None:
+def expert_load(history: History) -> Figure | None:
     """Draw a panel for each MoE layer: each expert's load (a row) over the steps, all panels on one colour scale."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -167,9 +167,7 @@ def expert_load(history: History, theme: Theme) -> Figure | None:
     panel_height = min(3.0, max(2.0, 1.2 + 0.11 * experts))
     fig = figure(width=WIDE, height=0.7 + rows * panel_height)
     axes = np.atleast_1d(fig.subplots(rows, columns, sharex=True, squeeze=False)).ravel()
-    colour_map = LinearSegmentedColormap.from_list("load", list(zip(HEAT_AT, theme.heat, strict=True))).with_extremes(
-        bad=theme.grid, under=theme.dead
-    )
+    colour_map = LinearSegmentedColormap.from_list("load", list(zip(HEAT_AT, HEAT, strict=True))).with_extremes(bad=GRID, under=DEAD)
     mesh: Any = None
     for index, (ax, (layer, load_SE)) in enumerate(zip(axes, loads.items(), strict=False)):
         means_WE, edges = windows(load_SE, history.steps_S, MOST_WINDOWS)
@@ -187,7 +185,7 @@ def expert_load(history: History, theme: Theme) -> Figure | None:
         ax.tick_params(labelbottom=index + columns >= len(loads))
     for ax in axes[len(loads) :]:
         ax.set_visible(False)
-    fig.suptitle("Expert load over time, before dropping", x=0.01, ha="left", fontsize=11, fontweight="bold", color=theme.text)
+    fig.suptitle("Expert load over time, before dropping", x=0.01, ha="left", fontsize=11, fontweight="bold", color=TEXT)
     bar = fig.colorbar(mesh, ax=list(axes), pad=0.01, fraction=0.03, aspect=22, extend="min")
     ticks = range(-REACH, REACH + 1)
     bar.set_ticks(list(ticks), labels=[f"{['¼', '½', '1', '2', '4'][tick + REACH]}×" for tick in ticks])
@@ -203,7 +201,7 @@ def _expert_ticks(experts: int) -> Any:
     return FixedLocator(list(range(0, experts, spacing)))
 
 
-def dropped(history: History, theme: Theme) -> Figure | None:
+def dropped(history: History) -> Figure | None:
     shares: dict[int, Array] = {layer: history.dropped_S(layer) for layer in history.layers}
     shares = {layer: share_S for layer, share_S in shares.items() if np.isfinite(share_S).any()}
     if not shares:
@@ -212,7 +210,7 @@ def dropped(history: History, theme: Theme) -> Figure | None:
     ax = fig.subplots()
     steps_S = history.steps_S
     few = len(shares) <= 7
-    for (layer, share_S), colour in zip(shares.items(), colours(theme, len(shares)), strict=True):
+    for (layer, share_S), colour in zip(shares.items(), colours(len(shares)), strict=True):
         if few and len(steps_S) > 10:
             ax.plot(steps_S, 100 * share_S, color=colour, alpha=0.28, linewidth=0.8)
         shown_S = smoothed(share_S) if len(steps_S) > 10 else share_S
@@ -227,7 +225,7 @@ def dropped(history: History, theme: Theme) -> Figure | None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import ListedColormap
 
-        scale = ScalarMappable(cmap=ListedColormap(colours(theme, len(shares))))
+        scale = ScalarMappable(cmap=ListedColormap(colours(len(shares))))
         scale.set_clim(-0.5, len(shares) - 0.5)
         ends = [0, len(shares) // 2, len(shares) - 1]
         fig.colorbar(scale, ax=ax, pad=0.02).set_ticks(ends, labels=[f"layer {list(shares)[i]}" for i in ends])

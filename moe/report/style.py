@@ -1,4 +1,4 @@
-"""The look of every picture: sizes, two themes, and colours that can be told apart with any colour vision (Okabe and Ito, 2008).
+"""The look of every picture: sizes, and colours that can be told apart with any colour vision (Okabe and Ito, 2008).
 
 Figures are made without pyplot: no global state, no window system, no change to the caller's matplotlib.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,56 +21,17 @@ NARROW, WIDE = 6.4, 12.8  # inches; a row of the page holds two narrow pictures 
 DPI = 150
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours of a picture. lines: of its curves, in order of use. heat: of an expert's load, from little to much. dead: of no load."""
-
-    name: str
-    background: str
-    text: str
-    muted: str
-    grid: str
-    lines: tuple[str, ...]
-    heat: tuple[str, ...]
-    dead: str
+TEXT, MUTED, GRID = "#1f2328", "#656d76", "#e4e7eb"  # as in pictures.mplstyle
+LINES = ("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b")  # of curves, in order of use
+HEAT = ("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200")  # of an expert's load, from little to much
+DEAD = "#000000"  # of no load
 
 
-LIGHT = Theme(
-    name="light",
-    background="#ffffff",
-    text="#1f2328",
-    muted="#656d76",
-    grid="#e4e7eb",
-    lines=("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b"),
-    heat=("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200"),
-    dead="#000000",
-)
-DARK = Theme(
-    name="dark",
-    background="#161b22",
-    text="#e6edf3",
-    muted="#9198a1",
-    grid="#2b323b",
-    lines=("#58b4f0", "#ff8c42", "#2fc79c", "#e08fc0", "#f0c24b", "#9cd3ff", "#a8a8a8"),
-    heat=("#9fd4ff", "#3f97de", "#1f4a72", "#22272e", "#6b4216", "#e07f22", "#ffcf9e"),
-    dead="#ffffff",
-)
-
-
-def settings(theme: Theme) -> Any:  # matplotlib types each of its 300 keys
-    return {
-        "grid.color": theme.grid,
-        **dict.fromkeys(("text.color", "axes.titlecolor", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), theme.text),
-        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), theme.muted),
-        **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), theme.background),
-    }
-
-
-def drawn_in(theme: Theme) -> AbstractContextManager[Any]:
-    """Return a context in which new figures have the theme's colours. At its exit matplotlib's settings are as before."""
+def styled() -> AbstractContextManager[Any]:
+    """Return a context in which new figures have the look of pictures.mplstyle. At its exit matplotlib's settings are as before."""
     import matplotlib
 
-    return matplotlib.rc_context(settings(theme), fname=Path(__file__).with_name("pictures.mplstyle"))
+    return matplotlib.rc_context(fname=Path(__file__).with_name("pictures.mplstyle"))
 
 
 def figure(*, width: float = NARROW, height: float = 3.6) -> Figure:
@@ -83,7 +43,7 @@ def figure(*, width: float = NARROW, height: float = 3.6) -> Figure:
 
 
 def png(fig: Figure) -> bytes:
-    """Return the picture as a PNG file. Call it in the same `drawn_in` context in which the figure was made."""
+    """Return the picture as a PNG file. Call it in the same `styled` context in which the figure was made."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -91,10 +51,10 @@ def png(fig: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def save(draw: Callable[[Theme], Figure], path: Path) -> Path:
-    """Write the figure that `draw` makes with the light theme, as a PNG. Return its path."""
-    with drawn_in(LIGHT):
-        path.write_bytes(png(draw(LIGHT)))
+def save(draw: Callable[[], Figure], path: Path) -> Path:
+    """Write the figure that `draw` makes, as a PNG. Return its path."""
+    with styled():
+        path.write_bytes(png(draw()))
     return path
 
 
@@ -119,10 +79,10 @@ def log_axis(ax: Axes) -> None:
     ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if near and f"{value:e}"[0] in "25" else "")
 
 
-def colours(theme: Theme, number: int) -> list[Any]:
-    """Return `number` line colours: the theme's own if they suffice, else a scale from dark to bright."""
-    if number <= len(theme.lines):
-        return list(theme.lines[:number])
+def colours(number: int) -> list[Any]:
+    """Return `number` line colours: LINES if they suffice, else a scale from dark to bright."""
+    if number <= len(LINES):
+        return list(LINES[:number])
     import matplotlib
 
     scale = matplotlib.colormaps["viridis"]

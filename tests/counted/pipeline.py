@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moe.bench.grids.stages import Stages, batch, connect, descend, layers, runtime_for, schedule_for
+from moe.bench.grids.stages import Stages, connect, descend, runtime_for, schedule_for
 from moe.launch import exit_codes
 from moe.recipe.sections import Model
 from moe.records.results import write_json
@@ -22,6 +22,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
 from parallel.process.fork import run_on_ranks
 from tests.counted.alive import Alive
+from tests.support.stages import batch, layers
 
 WITHIN = 0.05
 

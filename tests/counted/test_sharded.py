@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from moe.bench.training import kinds, memory
+from moe.bench.training import memory
 from moe.bench.training.memory import Shape
 from moe.bench.training.sharded import ShardedKind, kind_of, kinds_of, load_engines
 from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
@@ -23,6 +23,7 @@ from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
 from tests.counted import comm, resume, tiling
 from tests.counted.sent import NUMBERS, ROWS, STATES, Sent
+from tests.measured import kinds
 from tests.support.ranks import run_on_ranks
 
 COMM, TILES = (

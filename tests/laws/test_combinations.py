@@ -1,4 +1,4 @@
-"""docs/parallel/combinations.md is the output of `moe combinations`, and its refusals agree with known limits of other systems."""
+"""docs/parallel/combinations.md is up to date, and its refusals agree with known limits of other systems."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from moe.checks.verdict import verdict
-from moe.cli import combinations
-from moe.cli.combinations import RULES, Judged, judge_pairs, main, page
-from moe.cli.verbs import Combinations
 from moe.recipe.load import build_run
 from moe.verify.hybrid import FACTORS
 from moe.verify.pairwise import Pair, every_pair
 from parallel.errors import BadInput
+from tests.laws import combinations
+from tests.laws.combinations import RULES, Judged, judge_pairs, main, page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/parallel/combinations.md"
 SHARDING = ("fsdp", "zero2", "zero3")
@@ -28,7 +27,7 @@ def table() -> dict[Pair, Judged]:
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(table()), "moe combinations --out docs/parallel/combinations.md"
+    assert PAGE.read_text(encoding="utf-8") == page(table()), "python -m tests.laws.combinations --out docs/parallel/combinations.md"
 
 
 def test_every_pair_is_judged_once() -> None:
@@ -94,11 +93,11 @@ def test_rules_of_other_systems_name_pairs_there_are() -> None:
 
 def test_rows_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combinations, "judge_pairs", table)
-    assert main(Combinations(tmp_path / "page.md", tmp_path / "rows.json"), {}) == 0
+    assert main(out=tmp_path / "page.md", json=tmp_path / "rows.json") == 0
     assert (tmp_path / "page.md").read_text() == page(table()) and capsys.readouterr().out == ""
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     ours = [row for row in rows if row["system"] == "moe-parallel"]
     assert len(ours) == len(table()) and {row["status"] for row in ours} == {judged.status for judged in table().values()}
     assert len(rows) - len(ours) == sum(len(rule.one[1]) * len(rule.other[1]) for rule in RULES)
     with pytest.raises(BadInput, match=re.escape("--out: got")):
-        main(Combinations(tmp_path / "page.md" / "page.md"), {})
+        main(out=tmp_path / "page.md" / "page.md")

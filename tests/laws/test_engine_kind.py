@@ -14,7 +14,6 @@ from torch import nn
 
 from moe.checks.together import check_run
 from moe.checks.verdict import verdict
-from moe.cli import combinations
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import change_that_fits
@@ -36,6 +35,7 @@ from parallel.data.kinds.kind import EngineKind, Setup
 from parallel.data.stepped import Stepped
 from parallel.errors import BadInput
 from parallel.mesh.gradients import sum_gradients
+from tests.laws import combinations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,7 +128,6 @@ def test_two_ranks_train_as_one_process_does(five_steps: None) -> None:
 
 MAY_NAME = {
     "moe/checks/together.py": "experts.zero, another key",
-    "moe/cli/combinations.py": "what other systems accept",
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/plan/choose/candidates.py": "presets of what a planner tries",
     "moe/plan/search/runnable.py": "presets of what a planner tries",

@@ -25,7 +25,6 @@ CHANGED = {
     "moe/records/tracker.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
     "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without arguments of ours",
-    "moe/bench/gpu/__main__.py: os.environ": "Triton reads there whether its interpreter runs, as it loads",
     "parallel/process/deterministic.py: os.environ": "cuBLAS reads its workspace there",
     "parallel/process/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
@@ -91,6 +90,7 @@ SETTINGS = {
         "moe/launch/launch.py": "a rank that is leaving must get to say how it ended",
         "moe/launch/processes.py": "a rank gets a terminal's Ctrl-C though a shell ignored it for its children",
         "moe/cli/energy.py": "clocks are given back; the handler is put back",
+        "moe/data/sandbox.py": "of a process that runs one chat template: Ctrl-C is for its parent",
     },
     "torch.set_num_threads": {
         "parallel/process/process.py": "a process has one pool of threads, and ranks share the machine's cores",
@@ -110,7 +110,10 @@ SETTINGS = {
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "torch.use_deterministic_algorithms": {"parallel/process/deterministic.py": "torch has one such setting; put back after training"},
-    "resource.setrlimit": {"moe/launch/environment.py": "ranks inherit the limit of open files of the process that starts them"},
+    "resource.setrlimit": {
+        "moe/launch/environment.py": "ranks inherit the limit of open files of the process that starts them",
+        "moe/data/sandbox.py": "of a process that runs one chat template",
+    },
     "torch.manual_seed": {"moe/bench/training/step.py": "a peer draws its weights from torch's generator"},
 }
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}

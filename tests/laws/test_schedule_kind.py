@@ -201,7 +201,6 @@ MAY_NAME = {
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",
     "parallel/pipeline/energy/plan_file.py": "the example of a file",
     "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
-    "moe/cli/combinations.py": "what other systems accept",
     "moe/verify/cases.py": "the default",
     "moe/verify/rows/data.py": "rows",
     "moe/verify/rows/pipeline.py": "rows",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.checks.verdict import verdict
-from moe.cli.combinations import judge
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.recipe_of import recipe_of
@@ -34,6 +33,7 @@ from parallel.sequence.kinds import DEFAULT, SEQUENCES, Attention, Cost, Held, S
 from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 from tests.counted import sequence as attention
+from tests.laws.combinations import judge
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,19 +3,14 @@
     ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
     zigzag, lightseq                       compared with the contiguous ring, whose ranks have unequal shares of the work
     ulysses                                compared with gathering all keys and values, as Llama 3 does
-    hidden                                 with messages slowed to LINK_S: how many messages of zigzag do not overlap with computation
 
 All methods run in turn. Ratios are of times in the same round; the table has their median and quartiles (moe/bench/timing.py).
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,18 +19,16 @@ from einops import rearrange
 from torch import Tensor
 
 from moe.bench.timing import Race, conclude, importable, in_turn, race_row, slowest
-from parallel.mesh.collectives import Messages, all_gather, start_shift
+from parallel.mesh.collectives import all_gather
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
-from parallel.sequence import ring
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.order import Order
 from parallel.sequence.ring import Ring
 from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
-LINK_S = 0.02  # least seconds of a message if messages are slowed; attention to one block of keys takes longer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 RACES = (
@@ -53,12 +46,6 @@ def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | No
     with_peer = peers != "none" and importable("ring_attention_pytorch")
     times = slowest(run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600))
     rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
-    # messages of one rank: N - 1 with keys in the forward pass; N - 1 with keys and N with gradients in the backward pass. No computation
-    # is left to hide the last message with gradients
-    hops = 3 * nproc - 2
-    seen = statistics.median(slow - fast for slow, fast in zip(times["zigzag slowed"], times["zigzag"], strict=True)) / LINK_S
-    rows.append({"race": "hops not hidden", "ranks": nproc, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S})
-    print(f"{'hops not hidden':<36}{nproc} ranks {seen:8.2f} of {hops}, each {LINK_S} s; expected 1 (the last one)", flush=True)
     return conclude(json, "sequence", rows, shape=[BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE], rounds=rounds)
 
 
@@ -73,12 +60,7 @@ def _times(rank: int, ranks: int, rounds: int, with_peer: bool) -> dict[str, lis
         attend(q, k, v).sum().backward()
 
     work = {name: partial(both_ways, attend) for name, attend in _methods(axis, with_peer).items()}
-
-    def slowed() -> None:
-        with patch.object(ring, "start_shift", _slowed_shift):
-            both_ways(Ring(axis, Order("zigzag", ranks, LENGTH)))
-
-    return in_turn(work | {"zigzag slowed": slowed}, rounds=rounds, warmups=1)
+    return in_turn(work, rounds=rounds, warmups=1)
 
 
 def _methods(axis: Axis, with_peer: bool) -> dict[str, Attend]:
@@ -106,20 +88,3 @@ def _peers(axis: Axis, kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (rearrange(x, "b h l c -> b l h c") for x in (q, k, v))
     found: Tensor = ring_flash_attn(q, k, v, None, True, q.shape[1] if striped else 512, True, striped, None, axis.size)
     return found
-
-
-class _Slowed(Messages):
-    """Messages that arrive at least LINK_S seconds after they were sent."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.started = time.perf_counter()
-        super().__init__(*args, **kwargs)
-
-    def wait(self) -> list[Tensor]:
-        time.sleep(max(0.0, self.started + LINK_S - time.perf_counter()))
-        return super().wait()
-
-
-def _slowed_shift(tensors: list[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
-    with patch("parallel.mesh.collectives.Messages", _Slowed):
-        return start_shift(tensors, axis, steps=steps)

@@ -3,7 +3,6 @@
     1d        compared with the same blocks with tensor.kind dtensor, and with torch's parallelize_module on the same blocks, in which every
               matrix product is an nn.Linear
     sliced    the same comparisons with Megatron's sequence parallelism between layers (tensor.sequence_parallel; torch: SequenceParallel)
-    hidden    moe/bench/grids/tensor_hidden.py: the part of each collective's time that does not overlap with matrix products
 
 All use the same weights, so their outputs and input gradients must be equal; the largest difference is printed. In the narrower of the two
 widths, the overhead of single operations counts most. `moe bench tensor --nproc 2 --json FILE`.
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe.bench.grids import tensor_hidden
 from moe.bench.timing import Race, conclude, in_turn, race_row, slowest
 from moe.launch import exit_codes
 from moe.model.transformer import Block
@@ -57,7 +55,6 @@ def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
         times, apart = slowest([seconds for seconds, _ in found]), max(apart for _, apart in found)
         print(f"width {width}, {LAYERS} layers of {BATCH} x {LENGTH} tokens; results apart by {apart:.0e}", flush=True)
         rows += [{"width": width, "apart": apart} | race_row(race, times, ranks=nproc) for race in RACES]
-    rows += tensor_hidden.rows_of(slowest(run_on_ranks(tensor_hidden.seconds_of, nproc, nproc, rounds, timeout_s=600)), ranks=nproc)
     same = all(row.get("apart", 0.0) <= WITHIN for row in rows)
     return max(conclude(json, "tensor", rows, shape=[BATCH, LENGTH, LAYERS], rounds=rounds), exit_codes.of(same))
 

@@ -7,17 +7,19 @@ optimizer and clipping are the same. The three take their steps in turn; ratios 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe.bench.timing import chosen_peers, conclude, ratio
-from moe.bench.training.kinds import Step, deepspeed_step, timed_steps, torch_step
+from moe.bench.timing import chosen_peers, conclude, in_turn, ratio
 from moe.bench.training.sharded import kind_of, start
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
@@ -32,6 +34,7 @@ from parallel.process.libc import keep_freed_memory
 
 # B sequences of a rank, L length, D model
 
+Step = Callable[[int], float]  # takes the training step with this number and returns this rank's loss
 WORLD, BATCH, LENGTH, VOCABULARY, CAPACITY = 2, 8, 256, 256, 1.25
 
 
@@ -86,6 +89,43 @@ def _on_rank(rank: int, precision: str, names: list[str], rounds: int) -> tuple[
     started = start(kind_of(PLAIN), recipe(precision, ep=WORLD), rank, WORLD)
     steps: dict[str, Step] = {"ours": lambda number: started.step(tokens_of(number, rank), step=number).loss}
     return timed_steps(steps | {name: PEERS[name](rank, precision) for name in PEERS if name in names}, rounds)
+
+
+def timed_steps(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Take training steps with each function of `steps` in turn. Return (name -> seconds of each round, name -> loss of each step)."""
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+
+    def run(name: str) -> None:
+        losses[name].append(steps[name](len(losses[name])))
+        dist.barrier()
+
+    return in_turn({name: partial(run, name) for name in steps}, rounds=rounds, before=dist.barrier), losses
+
+
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, loss_of: Callable[[int], Tensor]) -> Step:
+    """Return a training step in plain torch, with clipping to clip_norm (None: no clipping). loss_of(number of the step): its loss."""
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        loss = loss_of(number)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
+    """Return a training step of DeepSpeed's engine. loss_of(number of the step): its loss."""
+
+    def step(number: int) -> float:
+        loss = loss_of(number)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
 
 
 class _Other(nn.Module):

@@ -15,7 +15,8 @@ BENCHES = Path(__file__).resolve().parents[2] / "bench"
 MOVED = {
     "tests.campaigns": "faults corruption damage disks elastic hangs hostile kills machines preemption recipes restarts",
     "tests.counted": "comm initial resume tiling",
-    "tests.measured": "delay deterministic environment fit kfac long-context losses muon saving small-costs",
+    "tests.measured": "compiled delay deterministic environment fit hidden kfac kinds long-context losses muon saving small-costs "
+    "torchs-pipelines",
     "tests.planner": "planner tables published speed orders best",
 }
 

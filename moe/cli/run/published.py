@@ -60,9 +60,11 @@ def _described(source: Path) -> Iterator[Path]:
 
 
 def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
-    """Return flags for a run that begins with the model in `source`. It is converted into RUN/base now, unless the run has a checkpoint;
-    then BadInput is raised if that run began with another model."""
+    """Return flags for a run that begins with the model in `source`. It is converted into RUN/base now, unless the run has a checkpoint.
+    Raises BadInput for a wrong recipe, before tensors are read, and if the run's checkpoint began with another model."""
+    from moe.checks.advice import check_for_user
     from moe.convert.huggingface.convert import into_base
+    from moe.launch.start import world_size
     from moe.recipe.load import load
 
     out = Path("runs") / source.resolve().name if flags.out is None else user_path(flags.out, what="--out")
@@ -70,7 +72,8 @@ def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
 
     def convert(base: Path) -> list[str]:
         with _described(source) as described:
-            load(str(described), overrides)  # only to raise BadInput for a wrong override before tensors are read
+            run, origins = load(str(described), overrides)
+        check_for_user(run, world_size(flags.nproc, launcher=flags.launcher or "deepspeed", hostfile=flags.hostfile), origins)
         return into_base(source, base)
 
     then = "moe train runs/BASE/recipe.yaml --init_from runs/BASE"

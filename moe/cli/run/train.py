@@ -39,7 +39,6 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         from moe.plan.machine.cluster import load_cluster
 
         load_cluster(flags.cluster)  # only to raise BadInput for an unknown cluster before ranks start; they load it again
-    source = _begins_with(flags, overrides)
     out = None if flags.out is None else user_path(flags.out, what="--out")
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
@@ -49,9 +48,12 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    if not (alone and is_rank()):  # a rank of another launcher checks later, with that launcher's number of ranks
+    checks = not (alone and is_rank())  # a rank of another launcher checks later, with that launcher's number of ranks
+    if checks:
         check_for_user(run, world, origins)
         check_installed(run)
+    source = _begins_with(flags, overrides)  # after the checks, because it may convert a large model
+    if checks:
         check_begins(run, _out(flags), fresh=flags.fresh, source=source)
         if flags.hostfile is None:
             check_trackers(run.train.trackers)

@@ -191,8 +191,9 @@ def config_in(source: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("no object")
     except (OSError, ValueError, RecursionError) as error:
+        why = f"{error.strerror or error}" if isinstance(error, OSError) else error
         needed = "a folder that transformers' save_pretrained wrote"
-        raise BadInput("hf:PATH", got=f"{source / 'config.json'}: {error}", needed=needed, fix="check the path") from None
+        raise BadInput("hf:PATH", got=f"{source / 'config.json'}: {why}", needed=needed, fix="check the path") from None
     return config
 
 

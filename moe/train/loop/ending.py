@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moe.data.chat import InChats, template_of
 from moe.plan.job.flops import size
 from moe.records.metrics import read, read_summary, write_summary
 from moe.records.redone import NOTHING, sums
@@ -15,7 +16,7 @@ from moe.train.loop.recorded import evaluate, was_evaluated
 from moe.train.parts.executor import logits_of
 from moe.train.start.job import Job
 from moe.train.start.place import peak_memory_bytes
-from moe.train.use.generate import sample
+from moe.train.use.generate import as_messages, sample
 from parallel.errors import counted
 from parallel.mesh.collectives import sum_over
 from parallel.numerics.precision import DTYPES
@@ -40,7 +41,10 @@ def finish(job: Job) -> dict[str, Any]:
     if run.train.sample_tokens and run.model.kind == "decoder":
         progress.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
         much, tokenizer = run.train.sample_tokens, job.data.tokenizer
-        text = sample(model, tokenizer, prompt=tokenizer.example, num_tokens=much, max_length=length, device=job.world.device)
+        prompt = tokenizer.example
+        if run.data.source == "chat" and template_of(tokenizer) is not None:
+            (prompt,), tokenizer = as_messages(["Hello!"], tokenizer), InChats(tokenizer)
+        text = sample(model, tokenizer, prompt=prompt, num_tokens=much, max_length=length, device=job.world.device)
     costs = size(run)
     speed = None
     if run.train.measure_speed:

@@ -80,7 +80,7 @@ class Own:
 
 
 def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
-    """Open the samples of a user's program. Collective. Raises BadInput on all ranks if this fails on one, or if samples differ."""
+    """Open the samples of a program or chats. Collective. Raises BadInput on all ranks if this fails on one, or if samples differ."""
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
@@ -92,5 +92,5 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
     seen = float(zlib.crc32(what))
     if largest(seen, world) != -largest(-seen, world):
         needed = "the same on every rank, which reads its own part of them"
-        raise BadInput("data", got="different samples on different ranks", needed=needed, fix="give every rank all samples")
+        raise BadInput("data", got="different samples on different ranks", needed=needed, fix="give every rank all samples, or equal files")
     return data

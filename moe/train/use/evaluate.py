@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, Stream, ValidationSet
-from moe.data.order import Windows
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run, load
@@ -125,12 +124,13 @@ def _texts(data: Dataset, *, whole: bool) -> list[Text]:
     """Return the held-out part of each source; with `whole` also the training part. Span corruption is kept if the data has it."""
     held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
-    assert not isinstance(train, Stream), "samples are given to train() alone"
     texts: list[ValidationSet] = []
     parts = list(held.parts) if isinstance(held, MixedValidation) else [held]
     for part, trained in zip(parts, train.parts if isinstance(train, MixedTrain) else (train,), strict=True):
         if whole:
-            assert isinstance(trained.windows, Windows)
+            if isinstance(trained, Stream):
+                got, needed = "samples without len() and []", "samples that can all be evaluated"
+                raise BadInput("--data.path", got=got, needed=needed, fix="leave --data.path out, to evaluate the validation part")
             texts.append(ValidationSet(trained.windows, part.bytes_per_id))
         texts.append(part)
     if isinstance(data.validation, CorruptedValidation):

@@ -166,6 +166,8 @@ def main(
     for what, value in (("--tokens", tokens), ("--samples", samples)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
+    if chat and prompt is None and prompt_file is None:
+        raise BadInput("--chat", got="no message", needed="what the user says", fix="--prompt TEXT or --prompt_file FILE")
     if prompt is not None and prompt_file is not None:
         raise BadInput("--prompt_file", got="--prompt as well", needed="one of the two", fix="remove --prompt")
     sampling = Sampling(temperature, top_k, top_p)
@@ -174,7 +176,7 @@ def main(
     usual = "def <extra_id_0>(self):" if halves else "def "
     prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
     if chat:
-        prompts, tokenizer = _as_messages(prompts, tokenizer), InChats(tokenizer)
+        prompts, tokenizer = as_messages(prompts, tokenizer), InChats(tokenizer)
     if halves and (other := strange(prompts, model.config.spans.num_spans)) is not None:
         count = model.config.spans.num_spans
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
@@ -194,7 +196,7 @@ def main(
         write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)
 
 
-def _as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
+def as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
     """Return the text of each prompt as a user's message, up to where the assistant begins."""
     template = template_of(tokenizer)
     if template is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe.bench.grids import pipeline
-from moe.bench.grids.pipeline import SAME, WITHIN, peers_row, times_rows
+from moe.bench.grids.pipeline import WITHIN, times_rows
 from moe.model.transformer import Transformer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -19,6 +19,7 @@ from tests.counted.alive import Alive
 from tests.counted.pipeline import memory_rows
 from tests.measured import delay
 from tests.measured.delay import VARIANTS, ages_of, losses_of, values_of
+from tests.measured.torchs_pipelines import SAME, peers_row
 
 
 @pytest.mark.alone
@@ -93,7 +94,7 @@ def test_a_delay_of_one_reads_the_first_weights_twice() -> None:
 @pytest.mark.alone
 def test_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "pipeline.json"
-    assert pipeline.main(nproc=2, only="times", kinds="1f1b", json=str(target)) == 0
+    assert pipeline.main(nproc=2, kinds="1f1b", json=str(target)) == 0
     found = json.loads(target.read_text())
     (row,) = found["rows"]
     assert {"schedule", "stages", "microbatches", "measured_seconds", "simulated_seconds", "error"} <= row.keys()
@@ -102,7 +103,7 @@ def test_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_bad_flags_are_refused() -> None:
-    for wrong in ({"only": "speed"}, {"kinds": "1f1c"}, {"nproc": 3}):
+    for wrong in ({"kinds": "1f1c"}, {"nproc": 3}):
         with pytest.raises(BadInput):
             pipeline.main(**wrong)  # type: ignore[arg-type]
     with pytest.raises(BadInput):

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from moe.cli.main import main
+from moe.records.metrics import read_summary
 from parallel.store.stored import Reader
 from tests.moe.convert.test_huggingface import made
 
@@ -28,6 +29,9 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     assert main([*words, "--model.d_model", "32"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"error: --init_from hf:{theirs}: got ") and "fix: moe convert hf:" in said and not (out / "base").exists()
+    for begins in (words, ["train", f"hf:{theirs}", "--out", str(out)]):  # refused before tensors are converted
+        assert main([*begins, "--data.path", str(home / "other.txt")]) == 2
+        assert capsys.readouterr().err.startswith("error: data.path: got ") and not (out / "base").exists()
     assert main([*words, "--optimizer.lr", "1e-30"]) == 0
     first, saved = Reader(tmp_path / "base/checkpoints/step-0"), Reader(out / "checkpoints/step-2")
     for name, shape in first.names().items():
@@ -51,6 +55,7 @@ def test_an_earlier_base_is_lost_only_if_nothing_needs_it(tmp_path: Path, home: 
     words = ["--out", str(out), "--data.path", str(home / "text.txt"), "--precision.compute", "fp32", "--train.steps", "1"]
     words += ["--train.report", "false", "--lora.rank", "2"]
     assert main(["train", f"hf:{model}", *words]) == 0
+    assert read_summary(out)["recipe"] == "run"  # type: ignore[index]
     base = out / "base/checkpoints/step-0/manifest.json"
     weights, manifest = model / "model.safetensors", base.read_bytes()
     content = weights.read_bytes()

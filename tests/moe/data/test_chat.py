@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe.convert.huggingface.tokenizer import read_tokenizer, write_tokenizer
-from moe.data import open_data
+from moe.data import open_data, sandbox
 from moe.data.chat import InChats, read_chats, template_of, with_template
 from moe.data.chat_template import ChatTemplate
 from moe.data.tokenizer import Bytes, Given, load
@@ -201,6 +201,9 @@ def test_another_form_is_one_line_that_names_its_line(line: str, template: str |
 MEND, OTHER = "mend it, or give another data.chat_template", "give messages that the template takes, or another data.chat_template"
 
 
+NESTED = "{%% set ns = namespace(a='ab') %%}{%% for i in range(60) %%}{%% set ns.a = (ns.a %s) %%}{%% endfor %%}"  # grows by doubling
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -217,12 +220,8 @@ MEND, OTHER = "mend it, or give another data.chat_template", "give messages that
         ("{{ [].pop() }}{{ '{0}'.format() }}", None),
         ("{{ 'é'.encode('other') }}", f"LookupError: unknown encoding: other, needed a text; fix: {OTHER}"),
         ("{{ bos_token }}", f"TemplateError: bos_token is written, but the tokenizer has none, needed a text; fix: {OTHER}"),
-        ("{{ 'a' * 1000000000000 }}", f"TemplateError: * with a result that is too large, needed a text; fix: {OTHER}"),
-        ("{{ 7 ** 700 }}", f"TemplateError: ** with a result that is too large, needed a text; fix: {OTHER}"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            f"TemplateError: loops of more than 1048576 steps, needed a text; fix: {OTHER}",
-        ),
+        ("{{ 'a' * 1000000000000 }}", f"more than 2 GiB of memory for one text, needed a text; fix: {OTHER}"),
+        (NESTED % "~ ns.a" + "{{ ns.a }}", f"more than 2 GiB of memory for one text, needed a text; fix: {OTHER}"),
         (
             "{% for a in range(9999) %}{{ 'abcdefgh' * 9999 }}{% endfor %}",
             f"TemplateError: a text of more than 67108864 characters, needed a text; fix: {OTHER}",
@@ -246,6 +245,23 @@ def test_a_template_that_cannot_be_used_is_one_line(source: str, said: str | Non
     text = str(bad.value)
     assert text.startswith("chat template: got ") and "\n" not in text
     assert text == f"chat template: got {said}" if said else "; fix: " in text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro twice(n) %}{{ twice(n - 1) ~ twice(n - 1) if n }}{% endmacro %}{{ twice(99) }}",
+        NESTED % ", ns.a" + "{% set b = ns.a %}" + NESTED % ", ns.a" + "{{ ns.a == b }}",
+    ],
+)
+def test_a_template_without_end_is_one_line(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls, and one operation that Python cannot interrupt."""
+    monkeypatch.setattr(sandbox, "CPU_SECONDS", 1)
+    template = ChatTemplate(source)
+    for _ in range(2):  # a later text is refused too
+        with pytest.raises(BadInput, match="chat template: got more than 1 s of work for one text, needed a text; fix: ") as bad:
+            template.render(MESSAGES)
+        assert "\n" not in str(bad.value)
 
 
 def test_templates_compute_as_without_limits() -> None:
@@ -365,6 +381,12 @@ def test_a_recipe_opens_chats_with_the_models_own_template(library: Any, tmp_pat
     assert tokenizer.decode(predicted) == "39!<|eot|>"
     other = open_data(data, max_length=98, vocab_size=400, seed=3, tokenizer=tokenizer.describe(), log=lambda line: None)
     assert other.key != opened.key
+
+
+def test_chats_that_are_read_as_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    with pytest.raises(BadInput, match="line 1: got an object with messages, needed the key text; fix: set data.source to chat"):
+        open_data(build_run({"data": {"path": str(tmp_path / "rows.jsonl")}}).data, max_length=9, vocab_size=256, seed=3, cache=tmp_path)
 
 
 def test_a_converted_model_brings_its_template(library: Any, tmp_path: Path) -> None:

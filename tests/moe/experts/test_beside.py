@@ -23,7 +23,6 @@ from moe.recipe.load import build_run
 from moe.records import metrics
 from moe.report.history import History
 from moe.report.plots import expert_load
-from moe.report.style import LIGHT
 from parallel.errors import BadInput
 from tests.support import trained
 
@@ -258,5 +257,5 @@ def test_a_pyramid_trains_alike_on_two_ranks_and_its_records_tell_every_layer(
     assert [[len(layer["load"]) for layer in line["moe"]] for line in two if line["kind"] == "train"] == [[2, 4]] * 6
     told = History.of(two)
     assert [told.load_SE(layer).shape for layer in (1, 3)] == [(6, 2), (6, 4)]
-    figure = expert_load(told, LIGHT)
+    figure = expert_load(told)
     assert figure is not None and [ax.get_ylim() for ax in figure.axes[:2]] == [(1.5, -0.5), (3.5, -0.5)]

@@ -21,7 +21,7 @@ from moe.report import compare, main, page, write_report
 from moe.report.compare import evaluations
 from moe.report.history import History, smoothed, windows
 from moe.report.plots import PLOTS
-from moe.report.style import DARK, LIGHT, WIDE, drawn_in
+from moe.report.style import WIDE, styled
 from parallel.errors import BadInput
 from tests.support.fabricate import RECIPE, eval_line, run_folder, run_lines, step_line, summary
 
@@ -81,10 +81,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
 # --- the HTML page ------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_has_every_plot_twice_in_one_page_that_needs_nothing_else(finished: tuple[Path, Page]) -> None:
+def test_a_finished_run_has_every_plot_in_one_page_that_needs_nothing_else(finished: tuple[Path, Page]) -> None:
     folder, page = finished
     assert pngs(folder) == set(PLOT)
-    assert len(page.links) == 2 * len(PLOT) and all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert len(page.links) == len(PLOT) and all(link.startswith("data:image/png;base64,") for link in page.links)
     assert "script" not in page.tags and "link" not in page.tags
     assert not re.search(r"https?:|url\(|@import", (folder / "report.html").read_text())
     assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
@@ -178,21 +178,20 @@ def test_nulls_and_missing_fields_leave_gaps(tmp_path: Path) -> None:
     assert pngs(tmp_path / "only") == set()
 
 
-def test_many_experts_and_layers_and_both_themes() -> None:
+def test_many_experts_and_layers() -> None:
     history = History.of(run_lines(20, experts=64, layers=tuple(range(1, 24, 2)), fp16=True))
-    for theme in (LIGHT, DARK):
-        with drawn_in(theme):
-            fig = PLOT["expert_load"].draw(history, theme)
-            assert fig is not None and sum(bool(ax.get_title(loc="left")) for ax in fig.axes) == 12
-            assert PLOT["dropped"].draw(history, theme) is not None
+    with styled():
+        fig = PLOT["expert_load"].draw(history)
+        assert fig is not None and sum(bool(ax.get_title(loc="left")) for ax in fig.axes) == 12
+        assert PLOT["dropped"].draw(history) is not None
 
 
 # --- pictures draw the values in metrics.jsonl --------------------------------------------------------------------------
 
 
 def axes_of(name: str, lines: list[dict[str, Any]]) -> Any:
-    with drawn_in(LIGHT):
-        fig = PLOT[name].draw(History.of(lines), LIGHT)
+    with styled():
+        fig = PLOT[name].draw(History.of(lines))
         assert fig is not None
         return fig.axes
 
@@ -211,8 +210,8 @@ def test_router_losses_are_drawn_with_the_ideal_and_with_weights_of_zero(tmp_pat
     balance, z = axes_of("router_losses", lines)
     assert [line.get_ydata()[0] for line in balance.lines if line.get_label() == "even load"] == [3]
     assert (balance.get_ylabel(), z.get_ylabel()) == ("balance loss", "z loss")
-    with drawn_in(LIGHT):
-        fig = PLOT["router_losses"].draw(History.of(lines, {"balance_loss": 0.01, "z_loss": 0.0}), LIGHT)
+    with styled():
+        fig = PLOT["router_losses"].draw(History.of(lines, {"balance_loss": 0.01, "z_loss": 0.0}))
     assert [ax.get_ylabel() for ax in fig.axes] == ["balance loss", "z loss\n(weight 0: only measured)"]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {moe_every: 2}\nrouter: {preset: mixtral}\n")
@@ -334,8 +333,8 @@ def test_comparison_draws_mean_range_and_difference_of_equal_seeds(tmp_path: Pat
     runs = {"dense": seeds(0.0, 0.2, 0.4), "switch": seeds(-0.1, 0.1, 0.3)}
     out = compare(runs, str(tmp_path / "new" / "curves.png"), baseline="dense", title="Equal FLOPs")
     assert out.read_bytes().startswith(b"\x89PNG")
-    with drawn_in(LIGHT):
-        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, LIGHT, "dense", None)
+    with styled():
+        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, "dense", None)
     top, below = fig.axes
     np.testing.assert_allclose(np.asarray(top.lines[0].get_ydata()), evaluations("x", seeds(0.2))[1][0])  # the mean over seeds
     band = np.asarray(top.collections[0].get_paths()[0].vertices)

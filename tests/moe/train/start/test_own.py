@@ -5,6 +5,8 @@ References: a text's windows given as samples train as the text does; torch's Ad
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +21,7 @@ from moe.data.given import open_given
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of
 from moe.recipe.sections import Run
-from moe.train.loop import trainer
+from moe.train.loop import ending, trainer
 from moe.train.parts.callbacks import Now
 from moe.train.start.restore import load_model
 from parallel.errors import BadInput
@@ -320,6 +322,30 @@ def test_other_samples_on_one_rank_than_on_another_are_refused_on_all(form: str,
 
     lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=2, own=data)
     assert len(set(lines)) == 1 and "got different samples on different ranks" in lines[0]
+
+
+def test_files_of_chats_that_differ_are_refused_on_all_ranks(home: Path, tmp_path: Path) -> None:
+    """The files have the same number of chats and of tokens, and differ in one predicted token."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        rows = ({"prompt": "a", "completion": "bc" if number < 3 or not rank else "bd"} for number in range(4))
+        (tmp_path / str(rank) / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = sparse(home, data={"source": "chat", "path": "chats.jsonl"})
+    lines = trained.train(run, tmp_path / "run", ranks=2, before=lambda rank: os.chdir(tmp_path / str(rank)))
+    assert len(set(lines)) == 1 and "got different samples on different ranks" in lines[0]
+    assert lines[0].endswith("fix: give every rank all samples, or equal files")
+
+
+def test_the_sample_of_a_run_of_chats_is_an_answer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[str] = []
+    monkeypatch.setattr(ending, "sample", lambda *_, prompt, **__: prompts.append(prompt) or "text")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}")
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]}
+    (tmp_path / "chats.jsonl").write_text(4 * f"{json.dumps(row)}\n")
+    run = sparse(home, data={"source": "chat", "path": str(tmp_path / "chats.jsonl"), "chat_template": str(template)}, train={"steps": 1})
+    trained.train(run, tmp_path / "run")
+    assert prompts == ["u:Hello!;a:"]
 
 
 @pytest.mark.parametrize(("count", "share"), [(2, 0.9), (9, 0.99), (9, 0.01)])

@@ -7,11 +7,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe.data import open_data
+from moe.data.tokenizer import Bytes
 from moe.records.metrics import read_summary
 from moe.train.start.restore import load_model
 from moe.train.use import evaluate
@@ -92,6 +94,21 @@ def test_other_sources_are_read_whole_in_the_place_of_the_runs_path(home: Path, 
     assert "the validation part of" in capsys.readouterr().out
     with pytest.raises(BadInput, match="--data.path: got data.sources as well, needed one of the two"):
         figures(out, overrides={"data.sources": sources, "data.path": str(home / "one.txt")})
+
+
+def test_chats_are_evaluated_by_their_predicted_tokens(home: Path, tmp_path: Path) -> None:
+    """The validation part, or all chats of another file. With ids of two bytes, bits per byte are half of the bits a token."""
+    for name, count in (("train", 20), ("other", 7)):
+        rows = ({"prompt": "abc" * (n % 3), "completion": "defg"} for n in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = trained.recipe(home, data={"source": "chat", "path": str(tmp_path / "train.jsonl")}, train={"steps": 1})
+    trained.train(run, tmp_path / "run")
+    row = figures(tmp_path / "run")
+    assert (row["sequences"], row["tokens"]) == (4, 4 * 5)
+    assert figures(tmp_path / "run", overrides={"data.path": str(tmp_path / "other.jsonl")}, sequences=0)["tokens"] == 7 * 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bytes, "bytes_per_id", np.full(256, 2))
+        assert figures(tmp_path / "run")["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) / 2, rel=1e-6)
 
 
 def test_what_would_be_another_model_is_refused(out: Path) -> None:

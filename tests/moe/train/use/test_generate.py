@@ -119,6 +119,7 @@ def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) ->
         ({"temperature": -0.5}, "--temperature"),
         ({"step": 7}, "--step: got 7, needed one of 20; fix: --step 20"),
         ({"prompt_file": "/nowhere.txt"}, "--prompt_file"),
+        ({"chat": True}, "--prompt TEXT or"),
         ({"prompt_file": "/dev/null", "prompt": "a"}, "remove --prompt"),
     ],
 )

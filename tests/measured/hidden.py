@@ -1,4 +1,4 @@
-"""Measures which part of a collective's time does not overlap with matrix products in 1D tensor parallelism (of `moe bench tensor`).
+"""Measures which part of messages' time does not overlap with computation: collectives of 1D tensor parallelism, hops of a zigzag ring.
 
     collective, in n chunks                                                   pass       exposed: not overlapped
     all-reduce after a row-parallel product                                   forward    1/n: the last chunk
@@ -8,6 +8,7 @@
 
 `counted`: simulated in one process. Only matrix products advance the clock, and a collective takes LINK of a product's time, so the result
 is the same on any machine. `measured`: seconds on ranks, with collectives slowed to LINK_S minus without collectives, run in turn.
+A ring of N ranks has 3N - 2 hops, slowed to HOP_S; only the last, with gradients, has no computation left to hide it.
 """
 
 from __future__ import annotations
@@ -25,16 +26,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.bench.timing import in_turn
-from parallel.mesh.collectives import Started
+from moe.bench.timing import in_turn, slowest
+from moe.launch import exit_codes
+from moe.records.results import write_json
+from parallel.mesh.collectives import Messages, Started, start_shift
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
+from parallel.process.fork import run_on_ranks
+from parallel.sequence import ring
+from parallel.sequence.order import Order
+from parallel.sequence.ring import Ring
 from parallel.tensor import overlapped
 
 LINK = 0.75  # `counted`: simulated time of a whole collective, if one product takes 1
+HOP_S = 0.02  # least seconds of a slowed hop; attention to one block of keys takes longer
 LINK_S = 0.04  # `measured`: least seconds of a whole collective, shorter than any product below
 TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # sizes of the products; HIDDEN is summed over ranks
 CHUNKS = (1, 2, 4)
+HOPS_LENGTH = 2048  # tokens of a sequence
 Start = Callable[[Tensor, Axis], Started]
 
 
@@ -48,6 +57,52 @@ class Pass:
     collective: str
     run: Callable[[Axis, int], None]
     expected: Callable[[int], float]
+
+
+def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
+    """Prints the exposed parts, as shares of a collective and as a number of hops."""
+    torch.set_num_threads(1)
+    rows = rows_of(slowest(run_on_ranks(seconds_of, nproc, nproc, rounds, timeout_s=600)), ranks=nproc)
+    times = slowest(run_on_ranks(hops_seconds, nproc, nproc, rounds, timeout_s=600))
+    seen, hops = statistics.median(slow - fast for slow, fast in zip(times["slowed"], times["zigzag"], strict=True)) / HOP_S, 3 * nproc - 2
+    rows.append({"race": "hops not hidden", "ranks": nproc, "hops": hops, "expected": 1, "measured": seen, "link_seconds": HOP_S})
+    print(f"{'hops not hidden':<36}{nproc} ranks {seen:8.2f} of {hops}, each {HOP_S} s; expected 1 (the last one)", flush=True)
+    if json:
+        write_json(json, verb="measured hidden", rows=rows, rounds=rounds)
+    return exit_codes.DONE
+
+
+def hops_seconds(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
+    """Time zigzag attention, forward and backward. Return "zigzag" and "slowed" (each hop takes HOP_S) -> seconds of each round."""
+    axis = process.connect(Degrees(sp=ranks), process.World(rank, ranks)).axis("sp")
+    q, k, v = (torch.randn(1, heads, HOPS_LENGTH // ranks, 64).requires_grad_() for heads in (8, 4, 4))
+
+    def zigzag() -> None:
+        dist.barrier()
+        Ring(axis, Order("zigzag", ranks, HOPS_LENGTH))(q, k, v).sum().backward()
+
+    def slowed() -> None:
+        with patch.object(ring, "start_shift", _slowed_shift):
+            zigzag()
+
+    return in_turn({"zigzag": zigzag, "slowed": slowed}, rounds=rounds, warmups=1)
+
+
+class _Late(Messages):
+    """Messages that arrive at least HOP_S seconds after they were sent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.began = time.perf_counter()
+        super().__init__(*args, **kwargs)
+
+    def wait(self) -> list[Tensor]:
+        time.sleep(max(0.0, self.began + HOP_S - time.perf_counter()))
+        return super().wait()
+
+
+def _slowed_shift(tensors: list[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
+    with patch("parallel.mesh.collectives.Messages", _Late):
+        return start_shift(tensors, axis, steps=steps)
 
 
 def seconds_of(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:

@@ -5,37 +5,35 @@
     deepspeed    for kinds that use DeepSpeed: its engine alone with the same configuration, and its own clipping
 
 The three take their steps in turn, on the same tokens and from the same first weights, so their losses must agree. Ratios are of times in
-the same round; the table has their median. Each kind runs in new processes. `moe bench kinds --rounds 15 --json FILE`.
+the same round; the table has their median. Each kind runs in new processes. `python -m tests.measured kinds --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import statistics
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe.bench.timing import conclude, in_turn, ratio
+from moe.bench.timing import ratio
 from moe.bench.training.sharded import ShardedKind, adamw_of, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.step import Step, deepspeed_step, timed_steps, torch_step
 from moe.calibrate.own_step import CPU, Training
+from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build
 from moe.recipe.sections import Sharding
+from moe.records.results import write_json
 from parallel.process.fork import run_on_ranks
 
 BATCH, LENGTH = 8, 128
 ALLOWED = 1.03  # largest allowed ratio of our step time to the step time of DeepSpeed's engine alone
 AGREE = 1e-3  # largest allowed relative difference of the losses in the last round, up to which rounding errors grow
-Step = Callable[[int], float]  # takes the training step with this number and returns this rank's loss
 
 
 def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
@@ -62,43 +60,6 @@ def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) 
         steps["deepspeed"] = _deepspeed(started, rank)
     seconds, losses = timed_steps(steps, rounds)
     return {"seconds": seconds, "losses": losses}
-
-
-def timed_steps(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Take training steps with each function of `steps` in turn. Return (name -> seconds of each round, name -> loss of each step)."""
-    losses: dict[str, list[float]] = {name: [] for name in steps}
-
-    def run(name: str) -> None:
-        losses[name].append(steps[name](len(losses[name])))
-        dist.barrier()
-
-    return in_turn({name: partial(run, name) for name in steps}, rounds=rounds, before=dist.barrier), losses
-
-
-def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a training step in plain torch, with clipping to clip_norm (None: no clipping). loss_of(number of the step): its loss."""
-
-    def step(number: int) -> float:
-        optimizer.zero_grad()
-        loss = loss_of(number)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
-
-
-def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a training step of DeepSpeed's engine. loss_of(number of the step): its loss."""
-
-    def step(number: int) -> float:
-        loss = loss_of(number)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return step
 
 
 def _tokens(rank: int, number: int) -> Tensor:
@@ -142,7 +103,7 @@ def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(*, kinds: str | None = None, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench kinds`. Returns 1 if losses differ, or if our step with DeepSpeed takes over 3 % longer than DeepSpeed's engine alone."""
+    """Returns 1 if losses differ, or if our step with DeepSpeed takes over 3 % longer than DeepSpeed's engine alone."""
     chosen = kinds_of(kinds)
     torch.set_num_threads(1)
     load_engines(chosen)
@@ -155,4 +116,6 @@ def main(*, kinds: str | None = None, rounds: int = 15, json: str | None = None)
         plain = f"{row['over_deepspeed']:.3f}" if "over_deepspeed" in row else "-"
         cells = f"{1000 * row['seconds']:>10.1f}{row['over_torch']:>16.3f}{plain:>22}{row['losses_apart']:>14.1e}"
         print(f"{kind.name:<10}{cells}{'' if row['passed'] else '  FAIL'}", flush=True)
-    return conclude(json, "kinds", rows, rounds=rounds, allowed=ALLOWED)
+    if json:
+        write_json(json, verb="bench kinds", rows=rows, rounds=rounds, allowed=ALLOWED)
+    return exit_codes.of(all(row["passed"] for row in rows))

@@ -1,27 +1,29 @@
-"""`moe combinations`: prints which methods work together, as Markdown (docs/parallel/combinations.md) or as JSON. For every pair of values
-it runs the checks that every recipe passes (moe/checks/).
+"""Writes docs/parallel/combinations.md, which says which methods work together: `python -m tests.laws.combinations --out FILE`.
+For every pair of values it runs the checks that every recipe passes (moe/checks/).
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Literal
 
 from moe.checks.verdict import verdict
 from moe.cli.run import write_rows
-from moe.cli.verbs import Combinations
 from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
 from moe.verify.pairwise import Pair, every_pair, together
 from parallel.errors import BadInput
 from parallel.store.files import write_text
+from tests.support.command import carry_out
 
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
 PAGE = """# Combinations
 
-This page says which methods work together, pair by pair. `moe combinations` writes it from the checks that every recipe passes
-before it runs (`moe/checks/`). In each pair, all other values are the simplest, on as many processes as the pair needs.
+This page says which methods work together, pair by pair. `python -m tests.laws.combinations` writes it from the checks that every
+recipe passes before it runs (`moe/checks/`). In each pair, all other values are the simplest, on as many processes as the pair needs.
 `moe verify --kinds hybrid --nproc 8` runs all pairs that fit on eight processes and compares them with one process
 ([verify](../use/verify.md)).
 
@@ -83,15 +85,15 @@ RULES = (
 )
 
 
-def main(flags: Combinations, _: dict[str, str]) -> int:
-    """Print the page or write it to --out, and write one row for each pair to --json."""
+def main(*, out: Path | None = None, json: Path | None = None) -> int:
+    """Prints the page or writes it to --out, and writes one row for each pair to --json."""
     table = judge_pairs()
     text = page(table)
-    if flags.out is None:
+    if out is None:
         print(text, end="")
     else:
-        write_text(flags.out, text, what="--out")
-    write_rows(flags.json, "combinations", _rows(table))
+        write_text(out, text, what="--out")
+    write_rows(json, "combinations", _rows(table))
     return exit_codes.DONE
 
 
@@ -188,3 +190,7 @@ def _rows(table: dict[Pair, Judged]) -> list[dict[str, object]]:
             named = {"one": " ".join(one), "other": " ".join(other)}
             rows.append({"system": rule.system, **named, "status": rule.status, "reasons": [rule.reason], "source": rule.source})
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit(carry_out(main, "python -m tests.laws.combinations", sys.argv[1:]))

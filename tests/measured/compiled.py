@@ -5,7 +5,7 @@
     whole       transformers' Llama of the same sizes, compiled as a whole by torch.compile; left out with `--peers none`
 
 Ratios are of times in the same round; the table has their median and quartiles. FILE also has the seconds of the first step, in which
-compilation happens. `moe bench compiled --rounds 15 --json FILE`.
+compilation happens. `python -m tests.measured compiled --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Step = Callable[[], float]  # runs forward and backward and returns the loss
 
 
 def main(*, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench compiled`. Returns 1 if a compiled step's loss differs from the plain one, or if the compiled step is slower."""
+    """Returns 1 if a compiled step's loss differs from the plain one, or if the compiled step is slower."""
     torch.set_num_threads(1)
     rows = [row for width in WIDTHS for precision in ("fp32", "bf16") for row in _rows(width, precision, rounds, with_peer=peers != "none")]
     sizes = {"layers": LAYERS, "sequences": BATCH, "length": LENGTH, "vocabulary": VOCABULARY}
