@@ -131,9 +131,6 @@ def test_measurements_of_the_tests_that_a_page_names_exist(page: Path) -> None:
         if folder in mains and first != "steps":
             takes = {*inspect.signature(mains[folder]).parameters}
             known = {"campaigns": set(faults.KINDS), "planner": set(get_args(planner.Part)), "mutations": set()}[folder]
-        elif folder == "gpu":  # its flags are read without tyro, which a machine with a GPU may lack
-            program = (ROOT / "tests/gpu/__main__.py").read_text(encoding="utf-8")
-            takes, known = set(re.findall(r'add_argument\("--(\w+)"', program)), set()
         elif first.replace("-", "_") in {name.replace("-", "_") for name in measurements(ROOT / "tests" / folder)}:
             takes, known = set(arguments_of_main(ROOT / "tests" / folder / f"{first.replace('-', '_')}.py")), {first}
         else:

@@ -25,6 +25,7 @@ CHANGED = {
     "moe/records/tracker.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
     "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without arguments of ours",
+    "moe/bench/gpu/__main__.py: os.environ": "Triton reads there whether its interpreter runs, as it loads",
     "parallel/process/deterministic.py: os.environ": "cuBLAS reads its workspace there",
     "parallel/process/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",

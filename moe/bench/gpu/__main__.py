@@ -1,4 +1,4 @@
-"""`python -m tests.gpu --minutes 25 --json F [--resume]`: measures the parts below and prints one page.
+"""`python -m moe.bench.gpu --minutes 25 --json F [--resume]`: measures the parts below and prints one page.
 
 The JSON is written after each part, and `--resume` goes on from it, so that a machine that is lent for a few minutes at a time is enough.
 A part that fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "triton", "numpy", "einops")
 
 def main(words: list[str] | None = None) -> int:
     """Return 1 if a part failed or found something wrong, 2 for bad input, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="the first hour on a new GPU")
+    parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="the first hour on a new GPU")
     parser.add_argument("--minutes", type=float, default=25, help="parts that may end later than this are left out")
     parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each part")
     parser.add_argument("--resume", action="store_true", help="keep the parts that the file has")
@@ -42,9 +42,9 @@ def measure(minutes: float, file: Path) -> int:
     device = World().device
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is loaded
+    from moe.bench.gpu.part import Machine
     from moe.records.results import source_commit
     from parallel.store.files import replace_file
-    from tests.gpu.part import Machine
 
     machine = Machine(device)
     fresh: dict[str, Any] = {"commit": source_commit(), "device": machine.name, "parts": {}}
@@ -83,8 +83,8 @@ def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: fl
 
 def parts() -> list[Any]:
     """Return the parts in their order. They import triton, so this is called after its interpreter was chosen."""
-    from tests.gpu import ceilings, layer, right, step
-    from tests.gpu.part import Part
+    from moe.bench.gpu import ceilings, layer, right, step
+    from moe.bench.gpu.part import Part
 
     return [
         Part("machine", 1, ceilings.rows, ceilings.page),

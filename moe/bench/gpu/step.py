@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe.bench.gpu.ceilings import ceiling
+from moe.bench.gpu.part import Machine, Row, each, failures, table
 from moe.bench.timing import wait
-from tests.gpu.ceilings import ceiling
-from tests.gpu.part import Machine, Row, each, failures, table
 
 if TYPE_CHECKING:  # these need pydantic, which a machine with a GPU may lack: __main__.py then leaves these parts out
     from moe.model.transformer import Transformer

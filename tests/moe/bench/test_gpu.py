@@ -1,4 +1,4 @@
-"""`python -m tests.gpu`, whole, at its tiny sizes: Triton's interpreter runs the kernels."""
+"""`python -m moe.bench.gpu`, whole, at its tiny sizes: Triton's interpreter runs the kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe.bench.gpu import __main__ as gpu
+from moe.bench.gpu.part import Machine, Part, Row
 from moe.bench.layers.layers import Shape
 from moe.records.results import hardware
-from tests.gpu import __main__ as gpu
-from tests.gpu.part import Machine, Part, Row
 
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
 
@@ -25,8 +25,8 @@ HIDDEN = ("pydantic", "pydantic_core", "tyro", "deepspeed", "transformers", "yam
 HIDE = f"import sys, runpy; sys.modules.update(dict.fromkeys({HIDDEN}));"
 
 
-def run(words: list[str], before: str = "import runpy, sys;") -> subprocess.CompletedProcess[str]:
-    code = f"{before} sys.argv = ['gpu', *{words}]; runpy.run_module('tests.gpu', run_name='__main__')"
+def run(words: list[str], before: str = "import runpy, sys, tests.support.interpreted;") -> subprocess.CompletedProcess[str]:
+    code = f"{before} sys.argv = ['gpu', *{words}]; runpy.run_module('moe.bench.gpu', run_name='__main__')"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment)
 
@@ -70,7 +70,7 @@ def test_it_goes_on_from_its_file(whole: tuple[Path, str], tmp_path: Path) -> No
 
 def test_it_needs_torch_triton_numpy_and_einops_only(tmp_path: Path) -> None:
     """Without the packages that read recipes, the parts that train are left out with the reason, and no other part is."""
-    parts = "from tests.gpu import ceilings, layer, right; layer.race_rows = layer.kernel_rows = right.rows = lambda *_: [];"
+    parts = "from moe.bench.gpu import ceilings, layer, right; layer.race_rows = layer.kernel_rows = right.rows = lambda *_: [];"
     got = run(["--json", str(tmp_path / "hour.json")], f"{HIDE} {parts}")
     assert got.returncode == 0, got.stderr
     found = json.loads((tmp_path / "hour.json").read_text())["parts"]
@@ -120,7 +120,7 @@ def test_the_next_steps_follow_from_the_numbers() -> None:
 
 def test_flops_and_bytes_of_kernels_are_counted_by_hand() -> None:
     """2 tokens of width 3, each chosen by 1 of 5 experts of 7 hidden units, in 2 bytes: R = 2, R D F = 42, E D F = 105."""
-    from tests.gpu.layer import _bytes, _flops
+    from moe.bench.gpu.layer import _bytes, _flops
 
     shape = Shape(2, 3, 7, 5, 1)
     assert _flops(shape) == {"up": 4 * 42, "product": 6 * 42, "back": 2 * 42, "weights": 6 * 42}

@@ -3,7 +3,7 @@
     rows    what a part measured: dicts that go into the JSON, by which a later call goes on
     page    the rows as lines for a reader
 
-The parts are listed in tests/gpu/__main__.py. `packages`: what a part needs in addition to torch, triton, numpy and einops.
+The parts are listed in moe/bench/gpu/__main__.py. `packages`: what a part needs in addition to torch, triton, numpy and einops.
 """
 
 from __future__ import annotations

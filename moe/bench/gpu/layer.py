@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from moe.bench.gpu.ceilings import ceiling
+from moe.bench.gpu.part import Machine, Row, each, failures, table
 from moe.bench.layers import dispatch, layers
 from moe.bench.layers.layers import LayerCase, Shape
 from moe.bench.timing import wait
 from moe.kernels import choose
-from tests.gpu.ceilings import ceiling
-from tests.gpu.part import Machine, Row, each, failures, table
 
 SHAPES = {
     True: {

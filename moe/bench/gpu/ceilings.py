@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from moe.bench.gpu.part import Machine, Row, table
 from moe.calibrate.kernels import timed
 from moe.records.results import matmul_flops
-from tests.gpu.part import Machine, Row, table
 
 COPIED = {True: 2**31, False: 2**20}  # bytes, on a GPU or not
 PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "deepspeed", "sonic-moe", "scattermoe", "pydantic")

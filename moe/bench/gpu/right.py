@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.bench.gpu.part import Machine, Row, table
 from moe.kernels import choose, cpu, reference
 from moe.kernels.activation import Activation
 from moe.kernels.network import Network
 from moe.kernels.rows import Plan
 from moe.router.losses import balance_loss, z_loss
-from tests.gpu.part import Machine, Row, table
 
 # T tokens, K choices, E experts, D model, F hidden
 
@@ -29,7 +29,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((37, 5, 36, 44),)}  # (T, E, D, F), GPU or not
 NETWORKS = ("relu", "gelu", "geglu", "swiglu")
 LOADS = ("even", "drops", "one takes all", "empty experts")
-_SANITIZED = "from tests.gpu import right; right.once()"
+_SANITIZED = "from moe.bench.gpu import right; right.once()"
 
 
 def rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
