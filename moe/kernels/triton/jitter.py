@@ -44,14 +44,14 @@ class _Jitter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, position_T: Tensor, key: int, size: float) -> Tensor:
         ctx.save_for_backward(position_T)
-        ctx.numbers, ctx.dtype = (key, size), x_TD.dtype
+        ctx.key, ctx.size, ctx.dtype = key, size, x_TD.dtype
         return _jittered(x_TD, position_T, key, size, torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
         (position_T,) = ctx.saved_tensors
-        return _jittered(grad_TD, position_T, *ctx.numbers, ctx.dtype), None, None, None
+        return _jittered(grad_TD, position_T, ctx.key, ctx.size, ctx.dtype), None, None, None
 
 
 def _jittered(x_TD: Tensor, position_T: Tensor, key: int, size: float, dtype: torch.dtype) -> Tensor:
