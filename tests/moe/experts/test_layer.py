@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.experts.dispatch.dispatcher import Local
-from moe.experts.dispatch.steps import Steps, uneven
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
 from moe.experts.layer import MoELayer
 from moe.kernels import choose
@@ -266,10 +266,11 @@ def _follow_on_rank(rank: int, world: int) -> list[Tensor]:
     routing = hand_routing("drops", world, 13, 2)[rank]
     dispatcher = steps(rank, world)
     number_T = torch.arange(13 + rank) + 1000 * rank
-    sent = uneven(dispatcher, routing)
-    (step,), (arrived,) = sent.planned()
-    rows = step.there(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), sent.plan), dispatcher.kernels)
-    return [rows[:, 0].detach(), step.there(number_T[sent.plan.token_R]), arrived.counts_PE[0]]
+    plan, planned = dispatcher.planned(routing)
+    (step,) = planned()
+    sent = step.start(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), plan))
+    rows = step.finish(sent, dispatcher.kernels)
+    return [rows[:, 0].detach(), step.follow(number_T[plan.token_R]), step.arrived.counts_PE[0]]
 
 
 def test_integers_arrive_in_the_order_of_the_rows() -> None:
