@@ -328,7 +328,7 @@ class Router(nn.Module):
         sequences = tokens // sequence_tokens
         each = 1 if group == "sequence" else group
         if sequences % each == 0:
-            return sequences // each
+            return max(1, sequences // each)
         if self.training:
             fix = Set("router.group", "sequence")
             raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the {sequences} given", fix=fix)

@@ -262,6 +262,27 @@ def test_all_to_all_equals_local(world: int) -> None:
                 torch.testing.assert_close(torch.cat([r[f"{kind} {k}"][3 + i] for r in ranks]), total, rtol=1e-5, atol=1e-5)
 
 
+ROUTERS: list[dict[str, Any]] = [
+    *({"preset": preset} for preset in ("switch", "gshard", "nllb", "expert_choice", "mixtral")),
+    {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 2},
+    *({"preset": "switch", "select": select, "balance_weight": 0.0} for select in ("sinkhorn", "sparsemixer", "hash")),
+    {"preset": "glam", "noise": "noisy_top_k", "load_weight": 0.1, "importance_weight": 0.1, "drop": "lowest_gate"},
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda router: "-".join(map(str, router.values())))
+def test_a_batch_without_sequences_has_no_output_and_gradients_of_0(router: dict[str, Any]) -> None:
+    for training in (True, False):
+        layer = layer_of(**router).train(training)
+        tokens = torch.zeros(0, 6, dtype=torch.int64)
+        y, report = layer(torch.zeros(0, 6, D), Context.of(tokens))
+        y.sum().backward()
+        assert y.shape == (0, 6, D) and not any(value.any() for value in list(vars(report).values())[1:])
+        grads = [p.grad for p in layer.parameters()]
+        assert not training or all(grad is not None for grad in grads)
+        assert not any(grad is not None and grad.any() for grad in grads)
+
+
 def _follow_on_rank(rank: int, world: int) -> list[Tensor]:
     routing = hand_routing("drops", world, 13, 2)[rank]
     dispatcher = steps(rank, world)

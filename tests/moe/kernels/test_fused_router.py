@@ -131,13 +131,14 @@ def test_other_routers_are_computed_in_torch_operations(name: str) -> None:
     assert layer.router(logits(1), sequence_tokens=L, context=context()).fused is None
 
 
-def test_no_tokens_are_routed_as_in_torch_operations() -> None:
+@pytest.mark.parametrize("name", ["one group, a learned scale", "sigmoid, groups of experts, load without bias", "jitter"])
+def test_no_tokens_are_routed_as_in_torch_operations(name: str) -> None:
     made = []
     for kernels in ("triton", "cpu"):
-        layer = layer_of(kernels, **FUSED["one group, a learned scale"])
-        none_BL = torch.zeros(0, L, device=DEVICE)
-        made.append(routed(layer, logits(1)[:0], Context.of(none_BL, valid_BL=none_BL.bool())))
+        layer = layer_of(kernels, **FUSED[name])
+        made.append(routed(layer, logits(1)[:0], Context.of(torch.zeros(0, L, device=DEVICE))))
     same(*made)
+    assert all(not loss.any() for loss in made[0][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
