@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moe.experts.dispatch.dispatcher import Exchange
 from moe.experts.dispatch.network import Arrived, Dropout, compute
-from moe.experts.dispatch.placement import plan_rows
 from moe.experts.experts import Experts
 from moe.kernels.auto import by_bin
 from moe.kernels.rows import Plan
@@ -92,7 +91,7 @@ class Steps(Exchange):
         each, order = held // self.chunks, None
         if self.chunks > 1:
             order = tuple(p * held + j * each + e for j in range(self.chunks) for p in range(ranks) for e in range(each))
-        plan = plan_rows(self.kernels, routing, placement=self.placement, order=order)
+        plan = self.kernels.plan(self.places(routing, order), routing.kept_TK, num_experts=ranks * held)
         send_NPE = plan.counts_E.view(self.chunks, ranks, each)
         receive_PH = exchange_counts(send_NPE.transpose(0, 1).reshape(ranks, held), self.axis)
         arrived_PH = all_gather(receive_PH.sum(0, keepdim=True), self.etp)  # of each etp rank
