@@ -298,12 +298,13 @@ class _Route(torch.autograd.Function):
         gate_TK, probs_TE = logits_TE.new_empty(total, choices), torch.empty_like(logits_TE)
         parts, share_GE = logits_TE.new_empty(given.num_groups, blocks, 4, width), logits_TE.new_empty(given.num_groups, num_experts)
         loss, means, counts = logits_TE.new_empty(()), logits_TE.new_empty(6), expert_TK.new_empty(num_experts + 2)
+        valid_T = None if given.valid_T is None else given.valid_T.contiguous()
         open_groups, all_groups = given.open_groups
         same = {"SIGMOID": spec.score == "sigmoid", "NORMED": normed, "SCALE": spec.gate_scale, "BLOCK_E": block_e}
         weights = {"BALANCE": spec.balance_weight, "Z": spec.z_weight}
         with on(logits_TE):
             choose[(blocks, given.num_groups)](
-                *(logits_TE, given.bias_E, given.valid_T, given.expert_TK, load_TK, expert_TK, gate_TK, probs_TE, parts),
+                *(logits_TE, given.bias_E, valid_T, given.expert_TK, load_TK, expert_TK, gate_TK, probs_TE, parts),
                 *(tokens, each, num_experts, width, choices, 1 if spec.balance_counts == "first" else choices),
                 **same,
                 **{"CHOSEN": spec.softmax_over == "chosen", "BLOCK_T": block_t, "BLOCK_K": max(2, triton.next_power_of_2(choices))},
@@ -314,7 +315,7 @@ class _Route(torch.autograd.Function):
             sizes = given.num_groups, blocks, num_experts, width, slots
             block_b = max(1, 2048 // block_e)
             finish[(1,)](parts, share_GE, loss, means, counts, *sizes, **weights, BLOCK_B=block_b, BLOCK_E=block_e)
-        ctx.save_for_backward(logits_TE, expert_TK, given.valid_T, share_GE, means)
+        ctx.save_for_backward(logits_TE, expert_TK, valid_T, share_GE, means)
         ctx.sizes, ctx.constants = (total, tokens, num_experts, choices), same | weights | {"BLOCK_T": block_t}
         means = means[:5]
         ctx.mark_non_differentiable(*(x for x in (expert_TK, probs_TE, means, counts, load_TK) if x is not None))

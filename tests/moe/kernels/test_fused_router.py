@@ -141,6 +141,13 @@ def test_no_tokens_are_routed_as_in_torch_operations(name: str) -> None:
     assert all(not loss.any() for loss in made[0][1])
 
 
+def test_padding_may_be_a_strided_view() -> None:
+    valid_BL = (torch.arange(2 * B * L, device=DEVICE) % 7 > 2)[None, ::2]
+    one = Context.of(torch.zeros(1, B * L, device=DEVICE), valid_BL=valid_BL)
+    assert one.valid_T is not None and not one.valid_T.is_contiguous()
+    same(*(routed(layer_of(kernels, **FUSED["one sigmoid"]), logits(1), one) for kernels in ("triton", "cpu")))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_jitter_has_the_random_numbers_of_torch_operations(dtype: torch.dtype) -> None:
     from moe.kernels.triton import jittered
