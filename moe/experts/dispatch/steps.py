@@ -65,20 +65,22 @@ class Steps(Exchange):
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         rows_RD, plan, steps = self._permuted(x_TD, routing)
-        rows, positions = self._cut(rows_RD, steps), list[Tensor | None]([None] * self.chunks)
+        rows, positions = [*self._cut(rows_RD, steps)], list[Tensor | None]([None] * self.chunks)
+        del rows_RD  # here and below, so that rows are freed as soon as they are sent
         if dropout is not None:
             cut = self._cut(dropout.position_T[plan.token_R], steps)
             positions = [step.follow(position_R) for step, position_R in zip(steps, cut, strict=True)]
-        backs, following = [], steps[0].start(rows[0])
+        backs, following = [], steps[0].start(rows.pop(0))
         for j, (step, weights) in enumerate(zip(steps, experts.chunks(self.chunks, x_TD.dtype), strict=True)):
             current = following
             if j + 1 < self.chunks:
-                following = steps[j + 1].start(rows[j + 1])
+                following = steps[j + 1].start(rows.pop(0))
             rows_RD = step.finish(current, self.kernels)
-            out_RD = compute(
+            rows_RD = compute(
                 rows_RD, experts, etp=self.etp, counts_E=step.arrived, weights=weights, position_R=positions[j], dropout=dropout
             )
-            backs.append(step.back(out_RD, self.kernels))
+            backs.append(step.back(rows_RD, self.kernels))
+            del rows_RD
         results = [finish_all_to_all(back) for back in backs]
         y_TD: Tensor = self.kernels.combine(results[0] if self.chunks == 1 else torch.cat(results), routing.gate_TK, plan)
         return y_TD
