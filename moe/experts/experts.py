@@ -140,6 +140,8 @@ class Experts(nn.Module):
 
     def chunks(self, count: int, dtype: torch.dtype) -> list[ExpertChunk]:
         """Cut the held experts into `count` equal chunks, for rows of `dtype`. Chunks are views of the matrices, not copies."""
+        if count == 1:
+            return [None]
         each = len(self.held) // count
         if self.num_tiles > 1:  # ranges only, because an engine may gather a tile's weights only in the tile's forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]

@@ -168,10 +168,14 @@ class Context:
         self._kept.append((place_L, key, found))
         return found
 
+    def key(self, name: str) -> int:
+        """Return the 31-bit key of the random numbers for one use (`name`)."""
+        return key_of(self.seed, self.step, name)
+
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
         """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns `first` to
         `first` + width - 1 of each token's numbers. In a rehearsal all are 0.5, so that every rank's tokens choose alike."""
-        numbers = uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
+        numbers = uniform(self.key(name), self.position_T, width, first=first)
         same: Tensor = supposed_as(numbers, lambda made: torch.full_like(made, 0.5), numbers)
         return same
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
 from parallel.mesh.layout import Tile
 from parallel.mesh.regions import in_region
-from parallel.numerics.precision import gradient_dtype, sum_dtype
-from parallel.numerics.weight_gradient import gradient_or_later, linear
+from parallel.numerics.precision import sum_dtype
+from parallel.numerics.weight_gradient import linear
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
@@ -63,32 +63,9 @@ class Linear(nn.Module):
         return linear(x, weight) if self.recast else F.linear(x, weight.to(x.dtype))
 
 
-class _LinearFp32(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TI, weight_OI)
-        ctx.weight = weight_OI
-        wide = sum_dtype(x_TI.dtype)
-        return F.linear(x_TI.to(wide), weight_OI.to(wide))
-
-    @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TI, weight_OI = ctx.saved_tensors
-        grad_x = (grad_TO @ weight_OI.to(grad_TO.dtype)).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None
-        dtype = gradient_dtype(ctx.weight)
-        later = gradient_or_later(ctx.weight, lambda: (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).to(grad_TO.dtype)).to(dtype))
-        return grad_x, later
-
-
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy."""
-    if not torch.is_grad_enabled():
-        wide = sum_dtype(x_TI.dtype)
-        return F.linear(x_TI.to(wide), weight_OI.to(wide))
-    out: Tensor = _LinearFp32.apply(x_TI, weight_OI)
-    return out
+    return linear(x_TI, weight_OI, dtype=sum_dtype(x_TI.dtype))
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe.recipe.shapes import PADDING as PADDING
 from moe.recipe.shapes import marked
 from parallel.data.tiling import Tiled, take, with_branches
-from parallel.mesh.layout import Tile
+from parallel.mesh.layout import Tile, cut
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.recompute import recomputed
 from parallel.numerics.weight_gradient import linear
@@ -240,7 +240,7 @@ def _recomputed_scores(
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
 
-    return torch.cat([recomputed(scores, x_ND[chunk], targets_N[chunk]) for chunk in _chunks(len(x_ND), chunks)], 1)
+    return torch.cat([recomputed(scores, x_ND[chunk], targets_N[chunk]) for chunk in cut(len(x_ND), chunks)], 1)
 
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
@@ -267,7 +267,7 @@ class _Scores(torch.autograd.Function):
         row_N, here_N = _local(targets_N, first, weight_VD)
         weight = weight_VD.to(x_ND.dtype)
         scores = x_ND.new_empty(2, len(x_ND), dtype=wide)
-        for chunk in _chunks(len(x_ND), chunks):
+        for chunk in cut(len(x_ND), chunks):
             logits = capped(F.linear(x_ND[chunk], weight).to(wide), cap)
             scores[1, chunk] = logits.gather(1, row_N[chunk].unsqueeze(1)).squeeze(1) * here_N[chunk]
             largest = logits.amax(1, keepdim=True)
@@ -285,7 +285,7 @@ class _Scores(torch.autograd.Function):
         wide = sum_dtype(ctx.dtype) if ctx.chunks > 1 else ctx.dtype
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(len(x_ND), ctx.chunks):
+        for chunk in cut(len(x_ND), ctx.chunks):
             logits = capped(F.linear(x_ND[chunk], weight).to(scores.dtype), ctx.cap)
             slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # the derivative of c tanh(l / c)
             logits.sub_(scores[0, chunk].unsqueeze(1)).exp_().mul_(grad_2N[0, chunk].unsqueeze(1))
@@ -300,7 +300,3 @@ class _Scores(torch.autograd.Function):
                 grad_weight += grad_logits.t() @ x_ND[chunk]
             del grad_logits
         return grad_x, None if grad_weight is None else grad_weight.to(ctx.dtype), None, None, None, None
-
-
-def _chunks(count: int, chunks: int) -> list[slice]:
-    return [chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start]

@@ -130,9 +130,9 @@ def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Ten
 def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Mask = None) -> Tensor:
     """Return the means over the valid tokens of each group: fp32 [G, E]. A group without valid tokens has mean 0."""
     x_GSE = rearrange(_masked(x_TE.float(), valid_T), "(g s) e -> g s e", g=num_groups)
-    if valid_T is None:
+    if valid_T is None and len(x_TE):
         return x_GSE.mean(1)
-    return x_GSE.sum(1) / valid_T.view(num_groups, -1, 1).sum(1).clamp(min=1)
+    return x_GSE.sum(1) / (1 if valid_T is None else valid_T.view(num_groups, -1, 1).sum(1).clamp(min=1))
 
 
 def mean_over_tokens(x_T: Tensor, *, valid_T: Mask = None) -> Tensor:

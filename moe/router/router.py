@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +145,7 @@ class Router(nn.Module):
         """
         s, dropless = self.spec, (self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor) is None
         return (
-            _fused_kernel(self.kernels, logits_TE) is not None
+            _kernel(self.kernels, "route", logits_TE) is not None
             and self.method.fuses
             and s.score in ("softmax", "sigmoid")
             and s.gates != "after_drop"
@@ -157,19 +157,19 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
-        """Route by one kernel. It also chooses the experts, unless the choice needs a method, a record or gates, or was made before."""
+        """Route by one kernel. It also chooses the experts, unless a record gives them, gates decide drops, or they were chosen before."""
         from moe.kernels.triton.router import Given
 
-        spec, route, made_now = self.spec, _fused_kernel(self.kernels, logits_TE), list["Fused"]()
+        spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()
         assert route is not None
         num_groups, slots = self._groups(len(logits_TE), sequence_tokens)
         groups = num_groups if spec.balance_scope == "sequence" else 1
-        unbiased = spec.balance_counts == "unbiased" and self.bias_E is not None
-        chooses = self.method.is_top_k and not unbiased and context.replay_routing is None and (slots is None or spec.drop == "position")
+        chooses = context.replay_routing is None and (slots is None or spec.drop == "position")
 
         def run(expert_TK: Tensor | None = None, load_TK: Tensor | None = None) -> Fused:
-            given = Given(groups, slots, self.bias_E, context.valid_T, expert_TK, load_TK)
-            return route(logits_TE, given, spec)
+            given = Given(groups, slots, self.bias_E, context.valid_T, self.method.open_groups(spec), expert_TK, load_TK)
+            fused: Fused = route(logits_TE, given, spec)
+            return fused
 
         def decide() -> Decision:
             if not chooses:
@@ -178,7 +178,7 @@ class Router(nn.Module):
             made_now.append(run())
             expert_TK = supposed(made_now[0].expert_TK, lambda: self._balanced(logits_TE)().topk(spec.num_choices).indices)
             kept_TK = self._keep(expert_TK, self._active(logits_TE, expert_TK, context), context, num_groups=num_groups, slots=slots)
-            return Decision(Chosen(expert_TK), kept_TK, slots, num_groups)
+            return Decision(Chosen(expert_TK), kept_TK, slots, num_groups, made_now[0].load_TK)
 
         made = context.once(f"{self.name}.decision", decide)
         fused = made_now[0] if made_now else run(made.chosen.expert_TK, made.load_TK)
@@ -192,7 +192,7 @@ class Router(nn.Module):
         """
         spec = self.spec
         if self.training and spec.jitter:
-            x_TD = jittered(x_TD.to(sum_dtype(x_TD.dtype)), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
+            x_TD = self._jittered(x_TD, context)
         if self.input_norm is not None:
             x_TD = self.input_norm(x_TD.to(sum_dtype(x_TD.dtype)))
         logits_TE = linear_fp32(x_TD, self.weight)
@@ -208,6 +208,13 @@ class Router(nn.Module):
         size_TE = F.softplus(F.linear(wide_TD, self.noise_weight.to(wide_TD.dtype)))
         noisy_TE = supposed(logits_TE + noise_TE * size_TE, self._balanced(x_TD))
         return logits_TE, noisy_TE, chance_of_choice(logits_TE, noisy_TE, size_TE, spec.num_choices) if spec.load_weight else None
+
+    def _jittered(self, x_TD: Tensor, context: Context) -> Tensor:
+        name, kernel = f"{self.name}.jitter", _kernel(self.kernels, "jittered", x_TD)
+        if kernel is not None:
+            out_TD: Tensor = kernel(x_TD, context.position_T, key=context.key(name), size=self.spec.jitter)
+            return out_TD
+        return jittered(x_TD.to(sum_dtype(x_TD.dtype)), context.uniform(name, x_TD.shape[1]), self.spec.jitter)
 
     def _balanced(self, x_TD: Tensor) -> Callable[[], Tensor]:
         return lambda: balanced_logits(len(x_TD), num_experts=self.num_experts, num_choices=self.spec.num_choices)
@@ -321,17 +328,17 @@ class Router(nn.Module):
         sequences = tokens // sequence_tokens
         each = 1 if group == "sequence" else group
         if sequences % each == 0:
-            return sequences // each
+            return max(1, sequences // each)
         if self.training:
             fix = Set("router.group", "sequence")
             raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the {sequences} given", fix=fix)
         return 1  # in evaluation, one group: there may be fewer sequences than in a training group
 
 
-def _fused_kernel(kernels: ModuleType, logits_TE: Tensor) -> Callable[..., Fused] | None:
-    """Return the function that routes these logits by one kernel, None if `kernels` have none for their device and dtype."""
+def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | None:
+    """Return the function `name` of the kernels for x's device, None if these have none or x is float64."""
     of = getattr(kernels, "kernels_of", None)  # kernels that differ by device
-    return getattr(of(logits_TE) if of else kernels, "route", None) if logits_TE.dtype == torch.float32 else None
+    return None if x.dtype == torch.float64 else getattr(of(x) if of else kernels, name, None)
 
 
 def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:

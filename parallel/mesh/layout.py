@@ -50,6 +50,11 @@ class Tile:
         return whole.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
 
 
+def cut(size: int, count: int) -> list[slice]:
+    """Cut a dim of `size` elements into `count` chunks, as Tile does. Return those that are not empty."""
+    return [chunk for i in range(count) if (chunk := Tile(0, i, count).run(size)).stop > chunk.start]
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one parameter is laid out on the mesh.

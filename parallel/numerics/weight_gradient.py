@@ -108,38 +108,41 @@ class _Compute(torch.autograd.Function):
         return None, *compute()
 
 
-def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in x's dtype; W is [out, in]. W is cast to x's dtype in each pass, so that no cast copy is saved."""
-    y: Tensor = _Product.apply(x, weight_OI, True)
+def linear(x: Tensor, weight_OI: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return x W^T in `dtype` (None: x's); W is [out, in]. x and W are cast to it in each pass, so that no cast copy is saved."""
+    y: Tensor = _Product.apply(x, weight_OI, True, dtype or x.dtype)
     return y
 
 
 def product(x: Tensor, weight_IO: Tensor) -> Tensor:
     """Return x W in x's dtype; W is [in, out], and is cast to x's dtype in each pass."""
-    y: Tensor = _Product.apply(x, weight_IO, False)
+    y: Tensor = _Product.apply(x, weight_IO, False, x.dtype)
     return y
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.transposed = weight, transposed
-        matrix = weight.to(x.dtype)
+        x, matrix = x.to(dtype), weight.to(dtype)
         return F.linear(x, matrix) if transposed else x @ matrix
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        left, right = (grad, x) if ctx.transposed else (x, grad)
-        grad_x = later = None
-        if ctx.needs_input_grad[1]:  # False for a frozen weight
-            dtype = gradient_dtype(ctx.weight)
-            later = gradient_or_later(ctx.weight, lambda: (left.flatten(0, -2).t() @ right.flatten(0, -2)).to(dtype))
-        if ctx.needs_input_grad[0]:
-            matrix = weight.to(grad.dtype)
-            grad_x = grad @ matrix if ctx.transposed else F.linear(grad, matrix)
-        return grad_x, later, None
+        dtype, transposed = gradient_dtype(ctx.weight), ctx.transposed
+
+        def of_weight() -> Tensor:
+            rows, grads = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
+            found: Tensor = grads.t() @ rows if transposed else rows.t() @ grads
+            return found.to(dtype)
+
+        later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # False for a frozen weight
+        if not ctx.needs_input_grad[0]:
+            return None, later, None, None
+        matrix = weight.to(grad.dtype)
+        return (grad @ matrix if transposed else F.linear(grad, matrix)).to(x.dtype), later, None, None
 
 
 def splittable(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from einops import rearrange
 from torch import Tensor
 
 from parallel.mesh.collectives import Started, start_gather, start_scatter_sum, start_sum
-from parallel.mesh.layout import Tile
+from parallel.mesh.layout import cut
 from parallel.mesh.mesh import Axis
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
@@ -51,10 +51,6 @@ def column_products(
     return found
 
 
-def _chunks(count: int, chunks: int) -> Iterator[slice]:
-    return (chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start)
-
-
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_BLI: Tensor, weight_OI: Tensor, axis: Axis, chunks: int) -> Tensor:
@@ -62,7 +58,7 @@ class _Row(torch.autograd.Function):
         ctx.weight = weight_OI
         matrix, h_TI = weight_OI.to(h_BLI.dtype), h_BLI.flatten(0, -2)
         y_TO = h_TI.new_empty(len(h_TI), len(matrix))
-        sums = [start_sum(torch.mm(h_TI[chunk], matrix.t(), out=y_TO[chunk]), axis) for chunk in _chunks(len(h_TI), chunks)]
+        sums = [start_sum(torch.mm(h_TI[chunk], matrix.t(), out=y_TO[chunk]), axis) for chunk in cut(len(h_TI), chunks)]
         for started in sums:
             started.wait()
         return y_TO.view(*h_BLI.shape[:-1], -1)
@@ -79,7 +75,7 @@ class _SlicedRow(torch.autograd.Function):
         ctx.save_for_backward(h_BLI, weight_OI)
         ctx.weight, ctx.axis, ctx.chunks = weight_OI, axis, chunks
         matrix, h_RBlI = weight_OI.to(h_BLI.dtype), rearrange(h_BLI, "b (r l) i -> r b l i", r=axis.size)
-        cuts = list(_chunks(h_RBlI.shape[2], chunks))
+        cuts = cut(h_RBlI.shape[2], chunks)
         sums = [start_scatter_sum(F.linear(h_RBlI[:, :, chunk], matrix), axis) for chunk in cuts]
         return torch.cat([started.wait().squeeze(0) for started in sums], 1)
 
@@ -108,7 +104,7 @@ class _Columns(torch.autograd.Function):
         axis, matrices = ctx.axis.backward(), [weight.to(grads[0].dtype) for weight in saved]
         grads_TO, share_TI = [grad.flatten(0, -2) for grad in grads], torch.empty_like(x_BLI).flatten(0, -2)
         sums = []
-        for chunk in _chunks(len(share_TI), ctx.chunks):
+        for chunk in cut(len(share_TI), ctx.chunks):
             sums.append(start_sum(_share([grad_TO[chunk] for grad_TO in grads_TO], matrices, out=share_TI[chunk]), axis))
         later = _weight_gradients(ctx.weights, grads, x_BLI)
         for started in sums:
@@ -136,7 +132,7 @@ class _SlicedColumns(torch.autograd.Function):
         wide = sum_dtype(grads[0].dtype)
         grads_BRlO = [rearrange(grad, "b (r l) o -> b r l o", r=axis.size) for grad in grads]
         sums = []
-        for chunk in _chunks(grads_BRlO[0].shape[2], ctx.chunks):
+        for chunk in cut(grads_BRlO[0].shape[2], ctx.chunks):
             share_TI = _share([grad_BRlO[:, :, chunk].flatten(0, -2) for grad_BRlO in grads_BRlO], matrices)
             share_RBnI = rearrange(share_TI, "(b r n) i -> r b n i", b=len(grads[0]), r=axis.size)
             sums.append(start_scatter_sum(share_RBnI.to(wide), axis))
@@ -147,7 +143,7 @@ class _SlicedColumns(torch.autograd.Function):
 
 def _gathered(mine_BlI: Tensor, axis: Axis, chunks: int) -> Iterator[Tensor]:
     """Start to gather `mine` in chunks. Return an iterator over the gathered chunks [R, B, n, I]; [1, B, L, I] for a single chunk."""
-    gathers: list[Started] = [start_gather(mine_BlI[:, chunk].unsqueeze(0), axis) for chunk in _chunks(mine_BlI.shape[1], chunks)]
+    gathers: list[Started] = [start_gather(mine_BlI[:, chunk].unsqueeze(0), axis) for chunk in cut(mine_BlI.shape[1], chunks)]
     if len(gathers) == 1:
         return iter([rearrange(gathers[0].wait(), "r b l i -> 1 b (r l) i")])
     return (started.wait() for started in gathers)

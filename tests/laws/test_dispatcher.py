@@ -19,7 +19,6 @@ from moe.experts.dispatch import catalog
 from moe.experts.dispatch.catalog import DISPATCHERS, PLAIN, check_dispatch, dispatcher_of, examples, open_exchange, rows_for
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
 from moe.experts.dispatch.network import Dropout, compute
-from moe.experts.dispatch.placement import place_of
 from moe.experts.experts import Experts
 from moe.kernels import choose
 from moe.model.transformer import moe_layers
@@ -78,8 +77,8 @@ class Around(Exchange):
     opened: Any = None
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        num_experts, held, ranks = routing.probs_TE.shape[1], len(experts.held), self.axis.size
-        place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=self.placement).where(routing.kept_TK, num_experts)
+        held, ranks = len(experts.held), self.axis.size
+        place_TK = self.places(routing).where(routing.kept_TK, routing.probs_TE.shape[1])
         x, gate_TK, y_TD = x_TD, routing.gate_TK, torch.zeros_like(x_TD, dtype=torch.float32)
         position_T = None if dropout is None else dropout.position_T
         for number in range(ranks):

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 import moe.kernels.triton as kernels
 from moe.kernels.rows import Plan
-from moe.kernels.triton import device, network, norm, router, routing, rows
+from moe.kernels.triton import device, jitter, network, norm, router, routing, rows
 from moe.kernels.triton.router import Given
 from moe.recipe.sections import Router, Swiglu
 from tests.support.networks import network_of
@@ -136,8 +136,9 @@ def route(preset: str, *, tokens: int, num_experts: int) -> None:
     spec, scores = Router(preset=preset, z_weight=0.1), torch.rand(tokens, num_experts, requires_grad=True)
     expert = scores.topk(spec.num_choices).indices
     bias, valid = (torch.rand(num_experts), torch.rand(tokens) > 0.5) if spec.bias_rate else (None, None)
+    groups = (spec.top_groups, spec.expert_groups)
     for given in (None, expert)[: 2 if valid is not None else 1]:
-        fused = kernels.route(scores, Given(2, 9, bias, valid, given, given), spec)
+        fused = kernels.route(scores, Given(2, 9, bias, valid, groups, given, given), spec)
         (fused.gate_TK.sum() + fused.loss).backward()
 
 
@@ -179,11 +180,11 @@ def compute(c: Case) -> None:
 def main(capability: int, names: list[str]) -> None:
     """Compile these cases of PUBLISHED; without a name, the kernels of routing and the cases of SMALL."""
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (kernels.gemm, kernels.moves, norm, router):  # type: ignore[attr-defined]
+    for module in (kernels.gemm, kernels.moves, norm, router, jitter):  # type: ignore[attr-defined]
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.run = compile_instead(kernel, capability)
-    for module in (network, norm, rows, router, routing):
+    for module in (network, norm, rows, router, routing, jitter):
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
     device._l2_bytes = lambda _: 50 * 2**20  # type: ignore[assignment]
@@ -191,6 +192,8 @@ def main(capability: int, names: list[str]) -> None:
         route("glam", tokens=120, num_experts=60)
         route("deepseek_v3", tokens=2000, num_experts=256)
         sort(tokens=2000, num_experts=256, k=8)
+        x, place = torch.empty(300, 7168, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.arange(300, device="meta")
+        kernels.jittered(x, place, key=1, size=0.01).sum().backward()
         for width, centred in ((128, False), (7168, False), (8192, True)):
             x, gain = torch.empty(300, width, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.empty(width, device="meta")
             norm.norm(x, gain.requires_grad_(), centred=centred, eps=1e-6).sum().backward()

@@ -25,7 +25,7 @@ from moe.bench.timing import conclude, in_turn, ratio
 from moe.experts.dispatch.catalog import dispatcher_of, examples, open_exchange
 from moe.experts.dispatch.dispatcher import Exchange, Sizes
 from moe.experts.dispatch.placement import balanced_placement
-from moe.experts.dispatch.steps import uneven
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts, Routed
 from moe.kernels import choose
 from moe.kernels.cpu import combine, permute
@@ -165,9 +165,9 @@ def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
     work: dict[str, Callable[[], object]] = {}
     fullest: dict[str, int] = {}
     for when, placement in (("before", None), ("after", balanced_placement(load_E.tolist(), ranks))):
-        exchange = open_exchange(sections.Dispatch(), mesh, sizes).layer("", placement)
-        _, (arrived,) = uneven(exchange, routing).planned()
-        fullest[when] = int(max_over(arrived.counts_PE.sum(), ep))
+        exchange = Steps.over(("ep",), mesh, sizes).layer("", placement)
+        _, planned = exchange.planned(routing)
+        fullest[when] = int(max_over(planned()[0].arrived.counts_PE.sum(), ep))
         work[when] = _pass(exchange, experts, routing, x_TD)
     seconds = in_turn(work, rounds=rounds)
     shares = {f"largest_rank_{when}": rows / s.rows for when, rows in fullest.items()}

@@ -50,11 +50,12 @@ class Gathered(Exchange):
         from moe.experts.dispatch.network import Arrived, compute
         from parallel.mesh.collectives import all_gather, reduce_scatter
 
-        tokens, choices = routing.expert_TK.shape
-        longest, most, rows_N = self._agree(places_TK := self._places(routing), held := routing.probs_TE.shape[1] // self.axis.size)
+        (tokens, choices), held = routing.expert_TK.shape, routing.probs_TE.shape[1] // self.axis.size
+        place_TK = (self.places(routing) + 1).where(routing.kept_TK, 0)  # 0 for dropped choices, as for padding
+        longest, most, rows_N = self._agree(place_TK, held)
         x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
-        place_AK = self.gathered(places_TK, longest, wider=most - choices)
+        place_AK = self.gathered(place_TK, longest, wider=most - choices)
         plan = self._plan_held(place_AK, held=held).cut(rows_N[self.etp.index])  # this rank computes only few of the rows
         arrived = Arrived(all_gather(plan.counts_E.unsqueeze(0), self.etp), rows_N)
         position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
@@ -89,13 +90,6 @@ class Gathered(Exchange):
         lacks = longest - len(values_T)
         missing = (0, wider, 0, lacks) if values_T.ndim > 1 else (0, lacks)
         return all_gather(F.pad(values_T, missing) if any(missing) else values_T, self.axis)
-
-    def _places(self, routing: Routing) -> Tensor:
-        """Return [T, K]: 1 + the place of each choice's expert (placement.py), or 0 for a dropped choice, as for padding."""
-        from moe.experts.dispatch.placement import place_of
-
-        place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)
-        return (place_TK + 1).where(routing.kept_TK, 0)
 
     def _plan_held(self, place_AK: Tensor, *, held: int) -> Plan:
         here_AK = place_AK - 1 - self.axis.index * held

@@ -101,6 +101,12 @@ class Exchange(ABC):
     def axis(self) -> Axis:
         return self.axes[0]
 
+    def places(self, routing: Routing, order: tuple[int, ...] | None = None) -> Tensor:
+        """Return the place of each choice's expert, int64 [T, K]. `order`: renumbers places, so that place order[i] becomes i."""
+        from moe.experts.dispatch.placement import place_of
+
+        return place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement, order=order)
+
     @abstractmethod
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""

@@ -138,12 +138,9 @@ class Hop:
 
 class OncePerNode(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        from moe.experts.dispatch.placement import place_of
-
-        num_experts = routing.probs_TE.shape[1]
-        place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=self.placement).where(routing.kept_TK, -1)
+        place_TK = self.places(routing).where(routing.kept_TK, -1)
         tokens = Tokens(x_TD, routing.gate_TK, place_TK, None if dropout is None else dropout.position_T)
-        between, within, rows_P = self._agree(tokens, num_experts)
+        between, within, rows_P = self._agree(tokens, routing.probs_TE.shape[1])
         in_node, copies_to_nodes = between.there(tokens)
         here, copies_to_ranks = within.there(in_node)
         plan = self.kernels.plan(here.place_TK.clamp(min=0), here.place_TK >= 0, num_experts=within.places).cut(rows_P[self.etp.index])

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe.experts.experts import ExpertChunk, Experts
+from moe.kernels.rows import Plan
 from parallel.mesh.collectives import all_gather, reduce_scatter
-from parallel.mesh.exchange import by_bin, collect, spread
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-# T tokens, R rows here, A rows of all ranks, D model, F hidden units held here, E experts, P ranks of the etp axis
+# T tokens, R rows here, A rows of all ranks, D model, F hidden units held here, E experts held here, P ranks of the etp axis, S slots
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,28 @@ def compute(
         dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
         out_RD: Tensor = experts(rows_RD, counts=arrived.counts_PE[0], dropped_RF=dropped_RF, weights=weights)
         return out_RD
-    counts_PE, longest = arrived.counts_PE, max(arrived.rows_P)
+    longest, kernels = max(arrived.rows_P), experts.kernels
 
     def gathered(values: Tensor) -> Tensor:
         return all_gather(torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:]))), etp)
 
-    # positions of all ranks' real rows in the padded blocks, sorted by expert
-    order_A = by_bin(counts_PE, total=sum(arrived.rows_P), stride=longest)
-    rows_AD = collect(gathered(rows_RD), order_A)
+    plan = _plan(arrived, longest, kernels)
+    rows_AD = kernels.permute(gathered(rows_RD), plan)
     dropped_AF = None
     if dropout is not None and position_R is not None:
-        dropped_AF = dropout.scale(gathered(position_R)[order_A])[:, experts.hidden]
-    out_AD = experts(rows_AD, counts=counts_PE.sum(0), dropped_RF=dropped_AF, weights=weights)
-    partial = spread(out_AD.float(), order_A, slots=longest * etp.size)
+        dropped_AF = dropout.scale(gathered(position_R)[plan.choice_R])[:, experts.hidden]
+    out_AD = experts(rows_AD, counts=plan.counts_E, dropped_RF=dropped_AF, weights=weights)
+    partial = kernels.combine(out_AD.float(), None, plan)
     return reduce_scatter(partial, etp)[: len(rows_RD)].to(rows_RD.dtype)
+
+
+def _plan(arrived: Arrived, longest: int, kernels: Any) -> Plan:
+    """Return the plan of the rows in P blocks of `longest` slots, as "tokens" of one choice: the expert held here. Slots at a block's end
+    may be empty.
+    """
+    end_PE = arrived.counts_PE.cumsum(1)
+    slot_PS = torch.arange(longest, device=end_PE.device).expand(len(end_PE), -1).contiguous()
+    expert_S1 = torch.searchsorted(end_PE, slot_PS, right=True).view(-1, 1)
+    held = end_PE.shape[1]
+    plan: Plan = kernels.plan(expert_S1.clamp(max=held - 1), expert_S1 < held, num_experts=held)
+    return plan.cut(sum(arrived.rows_P))

@@ -73,13 +73,11 @@ class Slots(Exchange):
         """Return the plan of this rank's slots, [E * slots] rows, and the number of slots of a block."""
         import torch
 
-        from moe.experts.dispatch.placement import place_of
         from moe.kernels.rows import Plan
         from parallel.mesh.collectives import max_over
         from parallel.mesh.host import read_later
 
-        num_experts = routing.probs_TE.shape[1]
-        place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=self.placement)
+        num_experts, place_TK = routing.probs_TE.shape[1], self.places(routing)
         plan = self.kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
         counts_E, row_TK, device = plan.counts_E, plan.row_TK, place_TK.device
         if routing.capacity is None:

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from moe.kernels.rows import Plan
-from moe.router.router import Routing
 from parallel.errors import BadInput
 from parallel.mesh.host import on_device
 from parallel.mesh.mesh import divisors
@@ -46,14 +43,6 @@ def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
 def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) -> list[float]:
     places = len(placement) // ranks
     return [sum(load_E[e] for e in placement[r * places : (r + 1) * places]) for r in range(ranks)]
-
-
-def plan_rows(kernels: ModuleType, routing: Routing, *, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Plan:
-    """Return the plan of the kept choices, with rows and counts sorted by the places of their experts (`place_of`)."""
-    num_experts = routing.probs_TE.shape[1]
-    place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=placement, order=order)
-    plan: Plan = kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
-    return plan
 
 
 def place_of(expert_TK: Tensor, *, num_experts: int, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Tensor:

@@ -3,7 +3,8 @@
     router.py    route: scores to gates, losses
     routing.py   top_k, kept, plan             moves.py   the kernels that count, sort and move
     rows.py      permute, reorder, combine     gemm.py    the kernels that multiply
-    network.py   grouped_ffn, routed_ffn       device.py  tile sizes, and the device a kernel runs on
+    network.py   grouped_ffn, routed_ffn       jitter.py  jittered
+    device.py    tile sizes, and the device a kernel runs on
 
 Deterministic: no atomics, one writer per element, sums in fp32 in a fixed order. Importing this package imports triton.
 Sources: SonicMoE (arXiv 2512.14080), ScatterMoE (arXiv 2403.08245), MegaBlocks (arXiv 2211.15841).
@@ -11,9 +12,10 @@ Sources: SonicMoE (arXiv 2512.14080), ScatterMoE (arXiv 2403.08245), MegaBlocks 
 
 from __future__ import annotations
 
+from moe.kernels.triton.jitter import jittered
 from moe.kernels.triton.network import grouped_ffn, routed_ffn
 from moe.kernels.triton.router import route
 from moe.kernels.triton.routing import by_bin, kept, plan, top_k
 from moe.kernels.triton.rows import combine, permute, reorder
 
-__all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "route", "routed_ffn", "top_k"]
+__all__ = ["by_bin", "combine", "grouped_ffn", "jittered", "kept", "permute", "plan", "reorder", "route", "routed_ffn", "top_k"]

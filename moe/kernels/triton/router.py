@@ -35,7 +35,8 @@ TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 class Fused(NamedTuple):
     """Results for T tokens. `expert_TK` int64. With gradient: `gate_TK` fp32, and `loss` fp32, the weighted balance and z losses.
     Without: `probs_TE` fp32, rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts` int64 [E + 2]: choices of each
-    expert before dropping, then the choices kept and dropped.
+    expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss counts instead of the chosen
+    ones, None if it counts these.
     """
 
     expert_TK: Tensor
@@ -44,18 +45,20 @@ class Fused(NamedTuple):
     loss: Tensor
     means: Tensor
     counts: Tensor
+    load_TK: Tensor | None
 
 
 class Given(NamedTuple):
-    """Inputs of a layer in addition to its logits. `slots` of an expert in a group, None if dropless. `bias_E` fp32 is added to the scores
-    that are compared. `valid_T` bool: False for padding, which is not counted. `expert_TK` int64: choices already made. `load_TK` int64:
-    experts that the balance loss counts instead of the chosen ones.
+    """Inputs of a layer in addition to its logits. `slots` of an expert in a group of tokens, None if dropless. `bias_E` fp32 is added to
+    the scores that are compared. `valid_T` bool: False for padding, which is not counted. `open_groups`: the number of groups of experts
+    from which a token chooses, and of all groups. `expert_TK` int64: choices already made, with the `load_TK` of Fused.
     """
 
     num_groups: int
     slots: int | None
     bias_E: Tensor | None
     valid_T: Tensor | None
+    open_groups: tuple[int, int] = (1, 1)
     expert_TK: Tensor | None = None
     load_TK: Tensor | None = None
 
@@ -103,14 +106,34 @@ def _log_score(logit_TE, SIGMOID: tl.constexpr):
         return logit_TE
 
 
+@triton.jit
+def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Return which of the real experts are in the OPEN best of GROUPS groups. A group's score is the sum of its BEST (1 or 2) highest."""
+    group_E, group_G = expert_E // (E // GROUPS), tl.arange(0, BLOCK_G)
+    zero_TG = tl.zeros((prefer_TE.shape[0], BLOCK_G), tl.float32)
+    sum_TG, left_TG, open_TE = zero_TG, (group_G < GROUPS)[None, :] & (zero_TG == 0), real_TE & (group_E < 0)[None, :]
+    for group in range(GROUPS):
+        left_TE = real_TE & (group_E == group)[None, :]
+        for _ in range(BEST):
+            mine_TE = expert_E[None, :] == best(prefer_TE, left_TE, expert_E)[:, None]
+            sum_T = tl.sum(tl.where(mine_TE, prefer_TE, 0.0), axis=1)
+            sum_TG += tl.where(group_G[None, :] == group, sum_T[:, None], 0.0)
+            left_TE = left_TE & (mine_TE == 0)
+    for _ in range(OPEN):
+        best_T = best(sum_TG, left_TG, group_G)
+        left_TG = left_TG & (group_G[None, :] != best_T[:, None])
+        open_TE = open_TE | (real_TE & (group_E[None, :] == best_T[:, None]))
+    return open_TE
+
+
 @triton.jit(do_not_specialize=["tokens", "each"])
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
-           CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-           BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route `each` of a group's `tokens`. `bias` [E] is added to what is compared, `given` [T, K] replaces the choice, `load` [T, K]
-    the counted one.
-    CHOSEN: logits are compared. NORMED: gates sum to SCALE. Write sums to parts [G, B, 4, W]: probabilities, all choices, the first
-    `counted` choices of each token, and (z loss, entropy, tokens).
+           CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
+           BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Route `each` of a group's `tokens`. `bias` [E] is added to what is compared. `given` [T, K] replaces the choice. `load` [T, K], if
+    not None: the choice by scores alone, which is counted; read if the choice is given, or else written.
+    Experts are chosen from OPEN of GROUPS groups. CHOSEN: logits are compared. NORMED: gates sum to SCALE. Write sums to parts [G, B, 4,
+    W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -135,6 +158,9 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
             prefer_TE += tl.load(bias + expert_E, mask=real_E, other=0.0)[None, :]
         value_TE = _log_score(logit_TE, SIGMOID) if NORMED else score_TE
         open_TE = real_E[None, :] & (place_T >= 0)[:, None]
+        left_TE = open_TE
+        if GROUPS > 1 and given is None:
+            open_TE = _in_best_groups(prefer_TE, open_TE, expert_E, E, OPEN, GROUPS, BEST, BLOCK_G)
         value_TK = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
         for k in range(choices):
             if given is None:
@@ -149,7 +175,12 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
             chosen_E = tl.sum((mine_TE & counts_T[:, None]).to(tl.float32), axis=0)
             load_E += chosen_E
             if load is not None:
-                load_T = tl.load(load + token_T * choices + k, mask=here_T, other=0).to(tl.int32)
+                if given is None:
+                    load_T = best(score_TE, left_TE, expert_E)
+                    left_TE = left_TE & (expert_E[None, :] != load_T[:, None])
+                    tl.store(load + token_T * choices + k, load_T.to(tl.int64), mask=here_T)
+                else:
+                    load_T = tl.load(load + token_T * choices + k, mask=here_T, other=0).to(tl.int32)
                 mine_TE = expert_E[None, :] == load_T[:, None]
                 chosen_E = tl.sum((mine_TE & counts_T[:, None]).to(tl.float32), axis=0)
             counted_E += tl.where(k < counted, chosen_E, 0.0)
@@ -255,7 +286,7 @@ def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, given: Given, spec: RouterSpec) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits_TE: Tensor, given: Given, spec: RouterSpec) -> tuple[Tensor | None, ...]:
         (total, num_experts), choices = logits_TE.shape, spec.num_choices
         tokens, width, block_e = total // given.num_groups, max(4, num_experts), max(4, triton.next_power_of_2(num_experts))
         block_t = max(1, min(32, _ELEMENTS // block_e))
@@ -263,28 +294,33 @@ class _Route(torch.autograd.Function):
         each = block_t * triton.cdiv(max(1, tokens), block_t * programs)
         blocks, normed = triton.cdiv(max(1, tokens), each), spec.gates == "before_drop" or spec.softmax_over == "chosen"
         expert_TK = logits_TE.new_empty(total, choices, dtype=torch.int64) if given.expert_TK is None else given.expert_TK
+        load_TK = torch.empty_like(expert_TK) if given.expert_TK is None and spec.balance_counts == "unbiased" else given.load_TK
         gate_TK, probs_TE = logits_TE.new_empty(total, choices), torch.empty_like(logits_TE)
         parts, share_GE = logits_TE.new_empty(given.num_groups, blocks, 4, width), logits_TE.new_empty(given.num_groups, num_experts)
         loss, means, counts = logits_TE.new_empty(()), logits_TE.new_empty(6), expert_TK.new_empty(num_experts + 2)
+        valid_T = None if given.valid_T is None else given.valid_T.contiguous()
+        open_groups, all_groups = given.open_groups
         same = {"SIGMOID": spec.score == "sigmoid", "NORMED": normed, "SCALE": spec.gate_scale, "BLOCK_E": block_e}
         weights = {"BALANCE": spec.balance_weight, "Z": spec.z_weight}
         with on(logits_TE):
             choose[(blocks, given.num_groups)](
-                *(logits_TE, given.bias_E, given.valid_T, given.expert_TK, given.load_TK, expert_TK, gate_TK, probs_TE, parts),
+                *(logits_TE, given.bias_E, valid_T, given.expert_TK, load_TK, expert_TK, gate_TK, probs_TE, parts),
                 *(tokens, each, num_experts, width, choices, 1 if spec.balance_counts == "first" else choices),
                 **same,
                 **{"CHOSEN": spec.softmax_over == "chosen", "BLOCK_T": block_t, "BLOCK_K": max(2, triton.next_power_of_2(choices))},
+                **{"OPEN": open_groups, "GROUPS": all_groups, "BEST": 1 if spec.group_score == "best" else 2},
+                BLOCK_G=max(2, triton.next_power_of_2(all_groups)),
             )
             slots = tokens if given.slots is None else given.slots
             sizes = given.num_groups, blocks, num_experts, width, slots
             block_b = max(1, 2048 // block_e)
             finish[(1,)](parts, share_GE, loss, means, counts, *sizes, **weights, BLOCK_B=block_b, BLOCK_E=block_e)
-        ctx.save_for_backward(logits_TE, expert_TK, given.valid_T, share_GE, means)
+        ctx.save_for_backward(logits_TE, expert_TK, valid_T, share_GE, means)
         ctx.sizes, ctx.constants = (total, tokens, num_experts, choices), same | weights | {"BLOCK_T": block_t}
         means = means[:5]
-        ctx.mark_non_differentiable(expert_TK, probs_TE, means, counts)
+        ctx.mark_non_differentiable(*(x for x in (expert_TK, probs_TE, means, counts, load_TK) if x is not None))
         ctx.set_materialize_grads(False)
-        return expert_TK, gate_TK, probs_TE, loss, means, counts
+        return expert_TK, gate_TK, probs_TE, loss, means, counts, load_TK
 
     @staticmethod
     @once_differentiable

@@ -66,6 +66,6 @@ def expert_choice(scores_TE: Tensor, *, slots: int, num_groups: int, valid_T: Te
     chosen_TE = rearrange(torch.zeros_like(scores_GSE, dtype=torch.bool).scatter_(1, best_GCE, True), "g s e -> (g s) e")
     if valid_T is not None:
         chosen_TE = chosen_TE & valid_T.unsqueeze(1)
-    most = max(1, int(chosen_TE.sum(1).amax()))
+    most = max(1, int(chosen_TE.sum(1).amax())) if len(chosen_TE) else 1
     expert_TK = chosen_TE.byte().argsort(dim=1, descending=True, stable=True)[:, :most].contiguous()
     return Chosen(expert_TK, chosen_TE.gather(1, expert_TK))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.experts.dispatch.dispatcher import Local
-from moe.experts.dispatch.steps import Steps, uneven
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts
 from moe.experts.layer import MoELayer
 from moe.kernels import choose
@@ -262,14 +262,36 @@ def test_all_to_all_equals_local(world: int) -> None:
                 torch.testing.assert_close(torch.cat([r[f"{kind} {k}"][3 + i] for r in ranks]), total, rtol=1e-5, atol=1e-5)
 
 
+ROUTERS: list[dict[str, Any]] = [
+    *({"preset": preset} for preset in ("switch", "gshard", "nllb", "expert_choice", "mixtral")),
+    {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 2},
+    *({"preset": "switch", "select": select, "balance_weight": 0.0} for select in ("sinkhorn", "sparsemixer", "hash")),
+    {"preset": "glam", "noise": "noisy_top_k", "load_weight": 0.1, "importance_weight": 0.1, "drop": "lowest_gate"},
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda router: "-".join(map(str, router.values())))
+def test_a_batch_without_sequences_has_no_output_and_gradients_of_0(router: dict[str, Any]) -> None:
+    for training in (True, False):
+        layer = layer_of(**router).train(training)
+        tokens = torch.zeros(0, 6, dtype=torch.int64)
+        y, report = layer(torch.zeros(0, 6, D), Context.of(tokens))
+        y.sum().backward()
+        assert y.shape == (0, 6, D) and not any(value.any() for value in list(vars(report).values())[1:])
+        grads = [p.grad for p in layer.parameters()]
+        assert not training or all(grad is not None for grad in grads)
+        assert not any(grad is not None and grad.any() for grad in grads)
+
+
 def _follow_on_rank(rank: int, world: int) -> list[Tensor]:
     routing = hand_routing("drops", world, 13, 2)[rank]
     dispatcher = steps(rank, world)
     number_T = torch.arange(13 + rank) + 1000 * rank
-    sent = uneven(dispatcher, routing)
-    (step,), (arrived,) = sent.planned()
-    rows = step.there(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), sent.plan), dispatcher.kernels)
-    return [rows[:, 0].detach(), step.there(number_T[sent.plan.token_R]), arrived.counts_PE[0]]
+    plan, planned = dispatcher.planned(routing)
+    (step,) = planned()
+    sent = step.start(dispatcher.kernels.permute(number_T.unsqueeze(1).float().repeat(1, 3), plan))
+    rows = step.finish(sent, dispatcher.kernels)
+    return [rows[:, 0].detach(), step.follow(number_T[plan.token_R]), step.arrived.counts_PE[0]]
 
 
 def test_integers_arrive_in_the_order_of_the_rows() -> None:

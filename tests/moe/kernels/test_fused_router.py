@@ -13,6 +13,8 @@ from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.router import Routing
+from moe.router.scores import jittered as plain_jitter
+from parallel.numerics.random import key_of, uniform
 
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
 
@@ -31,6 +33,14 @@ FUSED: dict[str, dict[str, Any]] = {
     "z loss": {"preset": "olmoe", "num_choices": 5, "balance_weight": 0.5, "z_weight": 0.3},
     "sigmoid, selection bias": SIGMOID | {"select": "top_k", "balance_counts": "all"},
     "sigmoid, groups of experts, load without bias": SIGMOID,
+    "groups of experts by their best one": {
+        "preset": "deepseek_v2",
+        "num_choices": 5,
+        "balance_weight": 0.5,
+        "expert_groups": 3,
+        "top_groups": 2,
+    },
+    "jitter": {"preset": "switch", "jitter": 0.3, "balance_weight": 0.5},
     "one sigmoid": {"preset": "llama4", "balance_weight": 0.5},
     "one group, a learned scale": {"preset": "switch", "group": "rank", "balance_scope": "micro_batch", "expert_scale": "learned"},
     "the lowest gates are dropped": {"preset": "glam", "capacity_factor": 0.6, "drop": "lowest_gate"},
@@ -99,15 +109,16 @@ def same(got: tuple[Routing, list[Tensor], Tensor], want: tuple[Routing, list[Te
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("name", FUSED)
 def test_gates_losses_report_and_gradient_are_those_of_torch_operations(name: str, padded: bool) -> None:
-    x_TD = logits(len(name), torch.bfloat16 if name == "z loss" else torch.float32)
+    x_TD = logits(len(name), torch.bfloat16 if name in ("z loss", "jitter") else torch.float32)
     same(*(routed(layer_of(kernels, **FUSED[name]), x_TD, context(padded=padded)) for kernels in ("triton", "cpu")))
 
 
-def test_a_recomputed_pass_takes_the_first_ones_choices() -> None:
+@pytest.mark.parametrize("name", ["two gates sum to 1, first choices count", "sigmoid, groups of experts, load without bias"])
+def test_a_recomputed_pass_takes_the_first_ones_choices(name: str) -> None:
     """The second pass has other logits. Its gates and losses are those of its logits for the first pass's choices."""
     made = []
     for kernels in ("triton", "cpu"):
-        layer, twice = layer_of(kernels, **FUSED["two gates sum to 1, first choices count"]), context().remembering()
+        layer, twice = layer_of(kernels, **FUSED[name]), context().remembering()
         first = layer.router(logits(1), sequence_tokens=L, context=twice)
         made.append(routed(layer, logits(2), twice))
         assert torch.equal(made[-1][0].expert_TK, first.expert_TK) and torch.equal(made[-1][0].kept_TK, first.kept_TK)
@@ -120,10 +131,36 @@ def test_other_routers_are_computed_in_torch_operations(name: str) -> None:
     assert layer.router(logits(1), sequence_tokens=L, context=context()).fused is None
 
 
-def test_no_tokens_are_routed_as_in_torch_operations() -> None:
+@pytest.mark.parametrize("name", ["one group, a learned scale", "sigmoid, groups of experts, load without bias", "jitter"])
+def test_no_tokens_are_routed_as_in_torch_operations(name: str) -> None:
     made = []
     for kernels in ("triton", "cpu"):
-        layer = layer_of(kernels, **FUSED["one group, a learned scale"])
-        none_BL = torch.zeros(0, L, device=DEVICE)
-        made.append(routed(layer, logits(1)[:0], Context.of(none_BL, valid_BL=none_BL.bool())))
+        layer = layer_of(kernels, **FUSED[name])
+        made.append(routed(layer, logits(1)[:0], Context.of(torch.zeros(0, L, device=DEVICE))))
     same(*made)
+    assert all(not loss.any() for loss in made[0][1])
+
+
+def test_padding_may_be_a_strided_view() -> None:
+    valid_BL = (torch.arange(2 * B * L, device=DEVICE) % 7 > 2)[None, ::2]
+    one = Context.of(torch.zeros(1, B * L, device=DEVICE), valid_BL=valid_BL)
+    assert one.valid_T is not None and not one.valid_T.is_contiguous()
+    same(*(routed(layer_of(kernels, **FUSED["one sigmoid"]), logits(1), one) for kernels in ("triton", "cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_jitter_has_the_random_numbers_of_torch_operations(dtype: torch.dtype) -> None:
+    from moe.kernels.triton import jittered
+
+    x_TD, grad_TD, key = torch.randn(5, 1100, dtype=dtype, device=DEVICE), torch.randn(5, 1100, device=DEVICE), key_of("jitter")
+    position_T = torch.tensor([0, 7, 2**31 - 1, 2**31, 2**33 + 5], device=DEVICE)
+    made = []
+    for jitter in (
+        lambda x: jittered(x, position_T, key=key, size=0.25),
+        lambda x: plain_jitter(x.float(), uniform(key, position_T, 1100), 0.25),
+    ):
+        x = x_TD.clone().requires_grad_()
+        y = jitter(x)
+        y.backward(grad_TD)
+        made.append((y.detach(), x.grad))
+    torch.testing.assert_close(made[0], made[1], rtol=0 if DEVICE.type == "cpu" else 1e-6, atol=0)

@@ -73,3 +73,9 @@ def test_a_norm_rounds_only_its_result(device: str, kind: str, dtype: torch.dtyp
         assert found.dtype == dtype and ((found - right).abs() <= 1.01 * unit * right.abs() + 1e-6 * right.abs().max()).all()
     assert norm.weight.grad is not None and gain.grad is not None
     assert (norm.weight.grad - gain.grad).abs().max() <= 1e-6 * gain.grad.abs().max()
+
+
+def test_a_norm_of_no_tokens_gives_its_gain_a_gradient_of_0() -> None:
+    gain = torch.ones(D, requires_grad=True)
+    on_gpu(torch.zeros(0, D, dtype=torch.bfloat16), gain, centred=False, eps=1e-6).sum().backward()
+    assert gain.grad is not None and not gain.grad.any()

@@ -134,12 +134,16 @@ LAYERS = [
 ]
 
 
-def walked(
-    dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], microbatches: int = 1, *, preset: str = "gshard"
-) -> Walked:
+def walked(dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], microbatches: int = 1, **router: Any) -> Walked:
     model = {"num_layers": 1, "moe_every": 1, "d_model": 32, "d_ff": 48, "num_heads": 2, "vocab_size": 256, "max_length": 32}
-    router, experts = {"preset": preset, "capacity_factor": factor}, {"num_experts": 8, "ffn": "swiglu"}
-    parts = {"experts": experts, "router": router, "degrees": degrees, "dispatch": dispatch, "train": {"global_batch": 8}}
+    router = {"preset": "gshard", "capacity_factor": factor} | router
+    parts = {
+        "experts": {"num_experts": 8, "ffn": "swiglu"},
+        "router": router,
+        "degrees": degrees,
+        "dispatch": dispatch,
+        "train": {"global_batch": 8},
+    }
     parts |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": "bf16"}}
     world = math.prod(degrees.values()) if "tp" not in degrees else degrees["tp"] * degrees.get("dp", 1)
     return walk(check_run(build_run({"model": model, **parts}), world), World(world - 1, world, place="cuda"), steps=1)
@@ -171,21 +175,23 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(
     assert found.total() == waits * (1 + padded) + 2  # none in backward, none in attention
 
 
-# dispatch section, ep, preset, capacity factor, kernels forward, kernels backward
-LAUNCHES = [
-    ({}, 1, "switch", 1.25, 16, 16),
-    ({}, 1, "glam", 1.25, 16, 16),
-    ({}, 1, "mixtral", None, 14, 16),
-    ({"kind": "all_to_all"}, 4, "switch", 1.25, 24, 20),
-    ({"kind": "all_to_all"}, 4, "glam", 1.25, 24, 20),
+GROUPS = {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 2}
+# dispatch section, ep, router section, kernels forward, kernels backward
+LAUNCHES: list[tuple[dict[str, Any], int, dict[str, Any], int, int]] = [
+    ({}, 1, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
+    ({}, 1, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
+    ({}, 1, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
+    ({}, 1, {"preset": "mixtral"}, 14, 16),
+    ({}, 1, GROUPS, 16, 16),
+    ({"kind": "all_to_all"}, 4, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
+    ({"kind": "all_to_all"}, 4, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
+    ({"kind": "all_to_all"}, 4, GROUPS, 24, 20),
 ]
 
 
-@pytest.mark.parametrize(("dispatch", "ep", "preset", "factor", "forward", "backward"), LAUNCHES)
-def test_a_layer_launches_few_kernels(
-    dispatch: dict[str, Any], ep: int, preset: str, factor: float | None, forward: int, backward: int
-) -> None:
-    work = walked(dispatch, factor, {"ep": ep}, preset=preset).work
+@pytest.mark.parametrize(("dispatch", "ep", "router", "forward", "backward"), LAUNCHES)
+def test_a_layer_launches_few_kernels(dispatch: dict[str, Any], ep: int, router: dict[str, Any], forward: int, backward: int) -> None:
+    work = walked(dispatch, None, {"ep": ep}, **router).work
     assert work["layers.0.moe", "forward"].kernels <= forward
     assert work["layers.0.moe", "backward"].kernels <= backward
 

@@ -500,7 +500,7 @@ def experts_born_on_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
 def rows_brought_back_in_the_order_they_lie(patch: pytest.MonkeyPatch) -> None:
     real = Step.back
 
-    def wrong(self: Step, rows: Tensor, kernels: Any) -> Tensor:
+    def wrong(self: Step, rows: Tensor, kernels: Any) -> Any:
         return real(replace(self, order_R=torch.arange(len(self.order_R))), rows, kernels)
 
     patch.setattr(Step, "back", wrong)

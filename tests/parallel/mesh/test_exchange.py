@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel.mesh.collectives import all_to_all
-from parallel.mesh.exchange import by_bin, collect, consecutive_indices, exchange_counts, spread
+from parallel.mesh.exchange import by_bin, exchange_counts
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
@@ -75,36 +75,11 @@ def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
     assert all_to_all(rows, axis, send=[7], receive=[7]) is rows and axis.communicator.counts() == {}
 
 
-# --- rows in slots ----------------------------------------------------------------------------------------------------
-
-
-def test_runs_are_the_indices_bin_after_bin() -> None:
-    assert consecutive_indices(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1]), total=5).tolist() == [10, 11, 1, 2, 3]
-    assert consecutive_indices(torch.zeros(4, dtype=torch.int64), torch.arange(4), total=0).tolist() == []
-
-
-@pytest.mark.parametrize("stride", [None, 9])
-def test_arrived_rows_are_sorted_by_bin_then_source(stride: int | None) -> None:
+def test_arrived_rows_are_sorted_by_bin_then_source() -> None:
     """`by_bin` equals a plain sort of all arrived rows by (bin, source, number)."""
-    generator = torch.Generator().manual_seed(4)
-    counts_RB = torch.randint(0, 4, (3, 2), generator=generator)
+    counts_RB = torch.randint(0, 4, (3, 2), generator=torch.Generator().manual_seed(4))
     counts_RB[1] = 0
-    arrived: list[tuple[int, int, int]] = []
-    where: list[int] = []
-    for source, row in enumerate(counts_RB.tolist()):
-        at = len(arrived) if stride is None else source * stride
-        mine = [(bin_, source, number) for bin_, n in enumerate(row) for number in range(n)]
-        arrived += mine
-        where += range(at, at + len(mine))
-    want = [place for _, place in sorted(zip(arrived, where, strict=True))]
-    assert by_bin(counts_RB, total=len(arrived), stride=stride).tolist() == want
-
-
-def test_spread_and_collect_undo_each_other_in_both_passes() -> None:
-    slot_R = torch.tensor([4, 0, 3])
-    rows = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
-    table = spread(rows, slot_R, slots=6)
-    assert torch.equal(table[slot_R], rows) and torch.equal(table[[1, 2, 5]], torch.zeros(3, WIDTH))
-    assert torch.equal(collect(table, slot_R), rows)
-    assert torch.autograd.gradcheck(lambda r: spread(r, slot_R, slots=6), rows)
-    assert torch.autograd.gradcheck(lambda t: collect(t, slot_R), table.detach().requires_grad_())
+    arrived = [(bin_, source, number) for source, row in enumerate(counts_RB.tolist()) for bin_, n in enumerate(row) for number in range(n)]
+    want = sorted(range(len(arrived)), key=arrived.__getitem__)
+    assert by_bin(counts_RB, total=len(arrived)).tolist() == want
+    assert by_bin(torch.zeros(3, 2, dtype=torch.int64), total=0).tolist() == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.experts.dispatch.all_to_all import Chunked
+from moe.experts.dispatch.steps import Steps
 from moe.experts.experts import Experts, Routed
 from moe.experts.layer import MoELayer
 from moe.model.transformer import Transformer
@@ -258,7 +258,7 @@ def test_so_do_experts_whose_rows_travel_in_runs(tiles: int) -> None:
         layer.experts = layer.experts.in_tiles(tiles) if tiles > 1 else layer.experts
         for n, p in enumerate(layer.parameters()):
             p.data.copy_(random(*p.shape, seed=n))
-        layer.dispatcher = Chunked((Axis("ep"),), kernels=layer.experts.kernels)
+        layer.dispatcher = Steps((Axis("ep"),), kernels=layer.experts.kernels, chunks=2)
         tokens = torch.zeros(B, L, dtype=torch.int64)
         y, _ = layer(random(B, L, D, seed=2), Context.of(tokens))
         if not halves:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from moe.experts.dispatch.all_gather import Gathered
-from moe.experts.dispatch.all_to_all import Chunked
 from moe.experts.dispatch.catalog import open_exchange
 from moe.experts.dispatch.dispatcher import Exchange, Local, Sizes
 from moe.experts.dispatch.hierarchical import OncePerNode
@@ -304,9 +303,10 @@ def test_the_gradients_of_all_chunks_are_written_into_one_tensor() -> None:
 
 def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:
     one, four = Mesh.of(Degrees()), Mesh.of(Degrees(dp=4, ep=4, ep_inner=2))
-    kinds = {"all_to_all": Steps, "padded": Slots, "all_gather": Gathered, "hierarchical": OncePerNode, "chunked": Chunked}
+    kinds = {"all_to_all": Steps, "padded": Slots, "all_gather": Gathered, "hierarchical": OncePerNode, "chunked": Steps}
     for name, settings in SETTINGS.items():
         assert type(opened(one, **settings)) is Local
         found = opened(four, **settings)
         assert type(found) is kinds[name] and len(found.axes) == 1 + (name == "hierarchical")
+        assert getattr(found, "chunks", 1) == 1 + (name == "chunked")
     assert type(opened(Mesh.of(Degrees(dp=2, etp=2)), kind="padded")) is Steps
