@@ -21,10 +21,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe.experts.copies import Copies
 from moe.experts.dispatch.dispatcher import Exchange, Local
 from moe.experts.dispatch.network import Dropout
 from moe.experts.experts import Experts
+from moe.experts.spread import Groups, Spread
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
 from moe.router.losses import (
@@ -39,6 +39,7 @@ from moe.router.losses import (
     z_loss,
 )
 from moe.router.router import Router, Routing
+from moe.router.slices import Shards
 
 if TYPE_CHECKING:  # these packages read recipes; the layer runs without them
     from moe.recipe import sections
@@ -99,21 +100,19 @@ class MoELayer(nn.Module):
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Exchange = Local()
         self.reporting = True  # False in text generation: for one token, the report takes as long as a matrix product
-        self.copies: Copies | None = None  # not None if the ranks of an axis share the layer's tokens
+        self.spread: Spread | None = None  # not None if ranks share tokens or groups
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
-        if self.copies is None:
-            return self._routed(x_BLD, context)
-        if not self.copies.cuts(x_BLD):
-            y_BLD, report = self._routed(self.copies.exchange.whole(x_BLD), context)
-            return self.copies.exchange.mine(y_BLD), report
-        mine_BLD, context, share = self.copies.cut(x_BLD, context)
-        y_BLD, report = self._routed(mine_BLD, context)
-        return self.copies.exchange.join(y_BLD), self.copies.together(report, share=share)
+        x_TD, (batch, length) = x_BLD.flatten(0, 1), x_BLD.shape[:2]
+        if self.spread is None:
+            y_TD, report = self._routed(x_TD, context, Groups(length))
+            return y_TD.view_as(x_BLD), report
+        (mine, share), exchange = self.spread.mine(context, batch), self.spread.exchange
+        y_TD, report = self._routed(exchange.cut(x_TD), mine, self.spread.groups(batch, length))
+        return exchange.join(y_TD, total=len(x_TD)).view_as(x_BLD), self.spread.together(report, share=share)
 
-    def _routed(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
-        x_TD = x_BLD.flatten(0, 1)
-        routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
+    def _routed(self, x_TD: Tensor, context: Context, groups: Groups) -> tuple[Tensor, LayerReport]:
+        routing = self.router(x_TD, sequence_tokens=groups.sequence_tokens, shards=groups.shards, context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         sent = _without_free(routing, self.experts.num_experts) if self.free else routing
         if self.router.spec.gate_on == "input":
@@ -125,38 +124,33 @@ class MoELayer(nn.Module):
         if self.skip:
             y_TD = y_TD + self._skipped(x_TD, routing).to(y_TD.dtype)
         if not self.reporting:
-            return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
-        loss, report = self._measured(routing, context)
+            return self._add_unrouted(x_TD, y_TD), NO_REPORT
+        loss, report = self._measured(routing, context, groups.shards)
         if loss is not None:
             y_TD = join(y_TD, loss, scale=context.auxiliary_scale)
-        return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), report
+        return self._add_unrouted(x_TD, y_TD), report
 
-    def _measured(self, routing: Routing, context: Context) -> tuple[Tensor | None, LayerReport]:
+    def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
         """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
         if (fused := routing.fused) is not None:
             load_E, kept, dropped = fused.counts.split((self.router.num_experts, 1, 1))
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept[0], dropped[0], *fused.means.unbind())
-        losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
+        gathers = shards is not None and self.router.spec.balance_scope != "global_batch"  # a loss over groups needs all their tokens
+        of_groups = shards.mapped(routing, shards.whole) if gathers and shards is not None else routing
+        losses = _losses(self.layer, self.router.spec, of_groups, context)
         return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
 
-    def _of_groups(self, routing: Routing) -> Routing:
-        """Return the routing that the balance loss counts: of whole groups, gathered from all ranks that hold their tokens."""
-        slices = self.router.slices
-        if slices is None or self.router.spec.balance_scope == "global_batch":
-            return routing
-        return slices.mapped(routing, slices.whole)
-
-    def _add_unrouted(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+    def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Add the residual and shared networks to the routed output. Gates and coefficients are computed in fp32."""
         if self.residual is not None and self.coefficient is not None:
-            c_BL2 = linear_fp32(x_BLD, self.coefficient.weight).softmax(-1).to(x_BLD.dtype)
-            y_BLD = c_BL2[..., :1] * y_BLD + c_BL2[..., 1:] * self.residual(x_BLD)
+            c_T2 = linear_fp32(x_TD, self.coefficient.weight).softmax(-1).to(x_TD.dtype)
+            y_TD = c_T2[:, :1] * y_TD + c_T2[:, 1:] * self.residual(x_TD)
         if self.shared is None:
-            return y_BLD
-        shared_BLD: Tensor = self.shared(x_BLD)
+            return y_TD
+        shared_TD: Tensor = self.shared(x_TD)
         if self.shared_gate is not None:
-            shared_BLD = linear_fp32(x_BLD, self.shared_gate.weight).sigmoid().to(x_BLD.dtype) * shared_BLD
-        return y_BLD + shared_BLD
+            shared_TD = linear_fp32(x_TD, self.shared_gate.weight).sigmoid().to(x_TD.dtype) * shared_TD
+        return y_TD + shared_TD
 
     def _output_biases(self, routing: Routing) -> Tensor:
         """Sum the biases after w2 of each token's experts, times their gates, on the token's own rank: fp32 [T, D]."""

@@ -141,8 +141,8 @@ def _experts(network: Network, plan: Plan) -> Iterator[str]:
 
 def _batch(network: Network, plan: Plan) -> Iterator[str]:
     unit, words = plan.grid.sequences, f"the {plan.grid.sequences} rows of tp's grid"
-    if network.experts is not None and plan.tp > 1:
-        unit, words = plan.tp, f"degrees.tp={plan.tp}, whose ranks each route whole sequences"
+    if network.experts is not None and network.length // plan.sp < plan.tp:
+        yield f"degrees.tp={plan.tp} ranks route more than the {counted(network.length // plan.sp, 'token')} of a sequence on a rank"
     if plan.microbatch % unit:
         yield f"a micro-batch of {counted(plan.microbatch, 'sequence')} is not a multiple of {words}"
 

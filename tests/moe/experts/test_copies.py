@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.experts.copies import Copies
+from moe.experts.spread import Copies, Spread
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
