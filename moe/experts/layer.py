@@ -135,9 +135,7 @@ class MoELayer(nn.Module):
         if (fused := routing.fused) is not None:
             load_E, kept, dropped = fused.counts.split((self.router.num_experts, 1, 1))
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept[0], dropped[0], *fused.means.unbind())
-        gathers = shards is not None and self.router.spec.balance_scope != "global_batch"  # a loss over groups needs all their tokens
-        of_groups = shards.mapped(routing, shards.whole) if gathers and shards is not None else routing
-        losses = _losses(self.layer, self.router.spec, of_groups, context)
+        losses = _losses(self.layer, self.router.spec, routing, context, shards)
         return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
 
     def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
@@ -193,26 +191,40 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
     return y_ND if choices == 1 else rearrange(y_ND.float(), "(t k) d -> t k d", k=choices).sum(1).to(x_TD.dtype)
 
 
-def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class _Counted:
+    """What balance losses read of a routing. `gate_TE`: None without an importance loss."""
+
+    probs_TE: Tensor
+    expert_TK: Tensor
+    valid_T: Tensor | None
+    counted_TK: Tensor | None
+    gate_TE: Tensor | None
+    chance_TE: Tensor | None
+
+
+def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shards: Shards | None) -> dict[str, Tensor]:
     """Return loss name -> fp32 scalar over the spec's balance_scope, without weights; 0 for a loss that is not computed.
-    Without context.whole_step, the micro-batch is the global batch.
+    Without context.whole_step, the micro-batch is the global batch. Collective if groups have tokens on several ranks (`shards`).
     """
-    probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
+    num_experts, none = routing.probs_TE.shape[1], routing.probs_TE.new_zeros(())
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
     expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]
     counted_TK = None if routing.counted_TK is None else routing.counted_TK[:, :choices]
-    num_groups = routing.num_groups if s.balance_scope == "sequence" else 1
     gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None
-    chance_TE, step, whole = routing.chance_TE, None, context.whole_step
-    if s.balance_scope == "global_batch" and whole is not None:
-        masks = {"valid_T": valid_T, "counted_TK": counted_TK}
-        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
-    scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
+    of = _Counted(routing.probs_TE, expert_TK, routing.valid_T, counted_TK, gate_TE, routing.chance_TE)
+    step, whole = None, context.whole_step
+    if s.balance_scope != "global_batch" and s.asks_balance and shards is not None:
+        of = shards.mapped(of, shards.whole)
+    elif s.balance_scope == "global_batch" and whole is not None:
+        masks = {"valid_T": of.valid_T, "counted_TK": counted_TK}
+        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=of.chance_TE, whole=partial(whole, layer))
+    scope: dict[str, Any] = {"num_groups": routing.num_groups if s.balance_scope == "sequence" else 1, "valid_T": of.valid_T, "step": step}
     return {
-        "balance": balance_loss(probs_TE, expert_TK, counted_TK=counted_TK, **scope),
-        "importance": probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, **scope),
-        "load": probs_TE.new_zeros(()) if chance_TE is None else load_loss(chance_TE, **scope),
-        "z": z_loss(routing.logits_TE, valid_T=valid_T),
+        "balance": balance_loss(of.probs_TE, of.expert_TK, counted_TK=of.counted_TK, **scope),
+        "importance": none if of.gate_TE is None else importance_loss(of.gate_TE, **scope),
+        "load": none if of.chance_TE is None else load_loss(of.chance_TE, **scope),
+        "z": z_loss(routing.logits_TE, valid_T=routing.valid_T),
     }
 
 

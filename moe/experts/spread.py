@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe.nn.context import Context
-from moe.router.checks import needs_group
+from moe.router.checks import group_size
 from moe.router.slices import Shards, shards_of
 from parallel.mesh.collectives import sum_over
 from parallel.mesh.mesh import Axis
@@ -86,23 +86,17 @@ class Spread:
 
     def groups(self, batch: int, length: int) -> Groups:
         """Return the groups of `batch` sequences, of which `length` tokens each are held outside of the layer."""
-        apart = self._apart(batch)
-        if needs_group(self.spec) is None or (apart and self.sp.size == 1):
+        size = group_size(self.spec)
+        each = size if size is not None else self.spec.group if isinstance(self.spec.group, int) else 1
+        apart = not self.by_columns and batch % (self.axis.size * (each or batch)) == 0  # ranks of tp have different groups
+        if size is None or (apart and self.sp.size == 1):
             return Groups(length if apart else None)
         ways, key = 1 if apart else self.axis.size, (batch, length)
         positions = self.positions or (range(length * (ways if self.by_columns else 1)),)
         if key not in self._shards:
-            held = {"batch": batch * ways // self.axis.size, "ways": ways, "by_columns": self.by_columns}
-            self._shards[key] = shards_of(self.sp if apart else self.both, positions, **held)
+            axis, here = (self.sp, batch // self.axis.size) if apart else (self.both, batch)
+            self._shards[key] = shards_of(axis, positions, batch=here, ways=ways, by_columns=self.by_columns)
         return Groups(sum(map(len, positions)), self._shards[key])
-
-    def _apart(self, batch: int) -> bool:
-        """Return whether each rank of tp has whole groups, apart from the ranks of sp."""
-        each, rest = divmod(batch, self.axis.size)
-        all_together = self.spec.group == "rank" or (self.spec.balance_scope == "micro_batch" and self.spec.asks_balance)
-        if rest or all_together or self.by_columns:
-            return False
-        return self.spec.group == "sequence" or each % self.spec.group == 0
 
     def mine(self, context: Context, batch: int) -> tuple[Context, float | Tensor]:
         """Return the context of this rank's tokens, and their share of the valid tokens of all ranks of tp."""

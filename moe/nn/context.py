@@ -129,9 +129,7 @@ class Context:
 
         return half(slice(0, self.source)), half(slice(self.source, length))
 
-    def of_tokens(
-        self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]
-    ) -> Context:
+    def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes some of the tokens, which are `share` of this pass's valid tokens.
         `mine` selects them from a tensor [T].
         `together(layer, sums)` adds to a layer's sums over tokens those of the ranks that compute the other tokens.

@@ -10,7 +10,7 @@ training only, depends on a token's position in the step. Experts are selected b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.router.capacity import kept_choices, slots_of
-from moe.router.checks import check_spec
+from moe.router.checks import check_spec, decides_together
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.scores import chance_of_choice, chosen_gates, chosen_scores, gumbel, jittered, normal, probabilities, scores_of
@@ -215,10 +215,14 @@ class Router(nn.Module):
     def _decide(
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
-        """Decide over whole groups. Collective if groups have tokens on several ranks: it gathers their scores."""
+        """Decide over whole groups. Collective if they have tokens on several ranks and decide together: it gathers their logits."""
         if shards is None:
             return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
-        scores_GE, logits_GE = shards.whole(torch.stack((scores_TE, logits_TE), dim=1)).unbind(1)
+        if not decides_together(self.spec):
+            found = self.decide(scores_TE, logits_TE, sequence_tokens=None, context=context)
+            return replace(found, num_groups=self._num_groups(shards.total, sequence_tokens))
+        logits_GE = shards.whole(logits_TE)
+        scores_GE = scores_of(logits_GE, self.spec)
         found = self.decide(scores_GE, logits_GE, sequence_tokens=sequence_tokens, context=shards.context(context))
         return shards.mapped(found, shards.mine)
 

@@ -59,6 +59,11 @@ class Shards:
         return replace(made, **changed)
 
     @cached_property
+    def total(self) -> int:
+        """Number of all ranks' tokens (G)."""
+        return sum(map(len, self.held))
+
+    @cached_property
     def _longest(self) -> int:
         return max(map(len, self.held))
 
@@ -69,9 +74,7 @@ class Shards:
         return torch.cat(rows)[torch.cat(list(self.held)).argsort()]
 
 
-def shards_of(
-    axis: Axis, positions: Sequence[Sequence[int]], *, batch: int, ways: int = 1, by_columns: bool = False
-) -> Shards:
+def shards_of(axis: Axis, positions: Sequence[Sequence[int]], *, batch: int, ways: int = 1, by_columns: bool = False) -> Shards:
     """Return how the ranks of `axis` (sp * tp) share `batch` sequences. `positions`: for each rank of sp, the positions of its tokens in a
     sequence, ascending. `ways`: number of ranks of tp that share these, by columns or by runs of all.
     """
@@ -83,5 +86,5 @@ def shards_of(
 
 def whole_sequences(x_BL: Tensor, *, axis: Axis, positions: Sequence[Sequence[int]]) -> Tensor:
     """Gather the shards [B, L, ...] of all ranks of sp (`axis`) into whole sequences [B, S, ...]."""
-    batch = len(x_BL)
-    return shards_of(axis, positions, batch=batch).whole(x_BL.flatten(0, 1)).unflatten(0, (batch, -1))
+    x_GD = shards_of(axis, positions, batch=len(x_BL)).whole(x_BL.flatten(0, 1))
+    return x_GD.view(len(x_BL), -1, *x_BL.shape[2:])

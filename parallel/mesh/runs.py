@@ -1,11 +1,11 @@
 """Runs of rows over the ranks of an axis, for any number of rows: lengths of the runs differ by at most one.
 
-    7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as `torch.tensor_split` cuts them
-    message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receiver removes
+7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as `torch.tensor_split` cuts them
+message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receiver removes
 
-             forward                                          backward
-    cut      keep this rank's run of rows that all have       all_gather of the runs' gradients
-    join     all_gather of the runs                           keep this rank's run of the gradient, which all have
+         forward                                          backward
+cut      keep this rank's run of rows that all have       all_gather of the runs' gradients
+join     all_gather of the runs                           keep this rank's run of the gradient, which all have
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The exchange of all tokens' shards of channels, over `axis`, for all channels of this rank's run of tokens (parallel/mesh/runs.py)."""
+    """The exchange of all tokens' shards of channels, over `axis`, for all channels of this rank's run of tokens."""
 
     axis: Axis
 
