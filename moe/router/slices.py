@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe.nn.context import Context
 from parallel.mesh.collectives import all_gather
+from parallel.mesh.host import on_device
 from parallel.mesh.mesh import Axis
 from parallel.mesh.runs import lengthened
 
@@ -36,11 +37,11 @@ class Shards:
 
     def whole(self, x_T: Tensor) -> Tensor:
         """Gather all ranks' tokens [G, ...], in the order of sequences. Backward: sum this rank's gradients over the ranks."""
-        return all_gather(lengthened(x_T, self._longest), self.axis)[self._row_G.to(x_T.device)]
+        return all_gather(lengthened(x_T, self._longest), self.axis)[on_device(self._row_G, x_T.device)]
 
     def mine(self, x_G: Tensor) -> Tensor:
         """Return this rank's tokens [T, ...] among all ranks' [G, ...]: the inverse of `whole`, without a collective."""
-        return x_G[self.held[self.axis.index].to(x_G.device)]
+        return x_G[on_device(self.held[self.axis.index], x_G.device)]
 
     def context(self, context: Context) -> Context:
         """Return the context of all ranks' tokens: their positions, validity and token ids. Collective."""

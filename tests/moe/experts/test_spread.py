@@ -92,7 +92,7 @@ def computed(held: Held, router: str, axis: Axis | None) -> dict[str, Tensor]:
 
 def expected_bytes(held: Held, router: str, ranks: int) -> dict[tuple[str, str], float]:
     """Return the bytes that the planner states for all ranks' calls, by (axis, collective), but the sums of reports."""
-    values = {"model": {"d_model": D, "num_heads": 2, "moe_every": 1}, "experts": {"num_experts": E}, "router": {"z_weight": 0.1} | ROUTERS[router]}
+    values = {"model": {"d_model": D, "num_heads": 2, "moe_every": 1}, "experts": {"num_experts": E}, "router": ROUTERS[router]}
     network = replace(network_of(build_run(values)), length=held.length)
     tensor = {"copies": "1d", "columns": "sliced", "channels": "1d"}[held.way]
     plan = Plan(tp=ranks, tensor=tensor, microbatch=held.batch, compute_bytes=4)  # type: ignore[arg-type]
