@@ -214,7 +214,7 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shard
     gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None
     of = _Counted(routing.probs_TE, expert_TK, routing.valid_T, counted_TK, gate_TE, routing.chance_TE)
     step, whole = None, context.whole_step
-    if s.balance_scope != "global_batch" and s.asks_balance and shards is not None:
+    if s.balance_scope != "global_batch" and shards is not None:
         of = shards.mapped(of, shards.whole)
     elif s.balance_scope == "global_batch" and whole is not None:
         masks = {"valid_T": of.valid_T, "counted_TK": counted_TK}

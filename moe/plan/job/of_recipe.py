@@ -138,7 +138,7 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
     """Return the bytes of a token in the exchanges of moe/router/slices.py: of the decision, logits, position and id; of balance losses,
     probabilities, experts, gates and chances."""
     weights = (spec.balance_weight, spec.importance_weight, spec.load_weight)
-    if spec.balance_scope == "global_batch" or not any(weights):
+    if spec.balance_scope == "global_batch":
         balances = (0, 0)
     else:
         forward = 4 * num_experts * sum(map(bool, (1, *weights[1:]))) + 8 * (1 if spec.balance_counts == "first" else choices)
