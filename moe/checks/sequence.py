@@ -1,18 +1,17 @@
-"""Checks of degrees.sp: divisible positions and heads, whole routing groups, and keys that cannot be combined with it."""
+"""Checks of degrees.sp: divisible positions and heads, and keys that cannot be combined with it."""
 
 from __future__ import annotations
 
 from moe.checks.clash import clash
 from moe.recipe.sections import Run
-from moe.router.checks import check_groups
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.mesh.mesh import Degrees, divisors
+from parallel.mesh.mesh import divisors
 from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Refuse positions, heads and routing groups that cannot be divided equally among the ranks of sp. Raises BadInput."""
+    """Refuse positions and heads that cannot be divided equally among the ranks of sp. Raises BadInput."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp == 1:
         return
@@ -22,8 +21,6 @@ def check_sequence(run: Run) -> None:
         raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=Set("it", *divisors(sp)))
     _check_order(run)
     _check_heads(run, heads)
-    if run.model.layers_with_experts():
-        check_groups(run.router, Degrees(sp=sp))
 
 
 def without_effect(run: Run) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from moe.checks.clash import clash
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.grids import GRIDS, LINES, Grid, grid_of
 from parallel.mesh.mesh import divisors
@@ -107,15 +107,17 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """Refuse a training or evaluation batch whose sequences cannot be divided equally among the ranks of tp.
-    Each row of a grid reads other sequences. In a MoE model each rank of tp routes some of the sequences, in whole capacity groups. In a
-    dense model with 1D, every rank reads all sequences, so that any batch is accepted."""
-    tp, group, rows, dp = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp)
+    """Refuse a training or evaluation batch whose sequences cannot be divided equally among the rows of a grid, each of which reads other
+    sequences, in whole capacity groups. In a MoE model, also refuse sequences that do not give each rank of tp a token to route."""
+    tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
-    if run.model.layers_with_experts():
-        unit, words, each = tp, f"degrees.tp={tp}", "each rank of tp routes an equal part of them"
-        if isinstance(group, int):
-            unit, words = tp * group, f"degrees.tp * router.group = {tp} * {group}"
+    if m.layers_with_experts():
+        if rows > 1 and isinstance(group, int):
+            unit, words = rows * group, f"the rows of tp's grid * router.group = {rows} * {group}"
+        tokens = min(m.max_length, m.target_length or m.max_length) // run.degrees.sp
+        if tokens < tp:
+            needed = f"at most the {counted(tokens, 'token')} of a sequence on a rank of sp: each rank of tp routes at least one"
+            raise BadInput("degrees.tp", got=tp, needed=needed, fix=Set("degrees.tp", 1) | Set("model.max_length", tp * run.degrees.sp))
     held = run.train.global_batch // (dp * run.pipeline.microbatches)
     if held % unit:
         least, got = dp * run.pipeline.microbatches * unit, f"{tp} for {held} sequences of a micro-batch"

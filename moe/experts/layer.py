@@ -21,10 +21,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe.experts.copies import Copies
 from moe.experts.dispatch.dispatcher import Exchange, Local
 from moe.experts.dispatch.network import Dropout
 from moe.experts.experts import Experts
+from moe.experts.spread import Groups, Spread
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
 from moe.router.losses import (
@@ -39,6 +39,7 @@ from moe.router.losses import (
     z_loss,
 )
 from moe.router.router import Router, Routing
+from moe.router.slices import Shards
 
 if TYPE_CHECKING:  # these packages read recipes; the layer runs without them
     from moe.recipe import sections
@@ -99,21 +100,19 @@ class MoELayer(nn.Module):
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Exchange = Local()
         self.reporting = True  # False in text generation: for one token, the report takes as long as a matrix product
-        self.copies: Copies | None = None  # not None if the ranks of an axis share the layer's tokens
+        self.spread: Spread | None = None  # not None if ranks share tokens or groups
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
-        if self.copies is None:
-            return self._routed(x_BLD, context)
-        if not self.copies.cuts(x_BLD):
-            y_BLD, report = self._routed(self.copies.exchange.whole(x_BLD), context)
-            return self.copies.exchange.mine(y_BLD), report
-        mine_BLD, context, share = self.copies.cut(x_BLD, context)
-        y_BLD, report = self._routed(mine_BLD, context)
-        return self.copies.exchange.join(y_BLD), self.copies.together(report, share=share)
+        x_TD, (batch, length) = x_BLD.flatten(0, 1), x_BLD.shape[:2]
+        if self.spread is None:
+            y_TD, report = self._routed(x_TD, context, Groups(length))
+            return y_TD.view_as(x_BLD), report
+        (mine, share), exchange = self.spread.mine(context, batch), self.spread.exchange
+        y_TD, report = self._routed(exchange.cut(x_TD), mine, self.spread.groups(batch, length))
+        return exchange.join(y_TD, total=len(x_TD)).view_as(x_BLD), self.spread.together(report, share=share)
 
-    def _routed(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
-        x_TD = x_BLD.flatten(0, 1)
-        routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
+    def _routed(self, x_TD: Tensor, context: Context, groups: Groups) -> tuple[Tensor, LayerReport]:
+        routing = self.router(x_TD, sequence_tokens=groups.sequence_tokens, shards=groups.shards, context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         sent = _without_free(routing, self.experts.num_experts) if self.free else routing
         if self.router.spec.gate_on == "input":
@@ -125,38 +124,31 @@ class MoELayer(nn.Module):
         if self.skip:
             y_TD = y_TD + self._skipped(x_TD, routing).to(y_TD.dtype)
         if not self.reporting:
-            return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
-        loss, report = self._measured(routing, context)
+            return self._add_unrouted(x_TD, y_TD), NO_REPORT
+        loss, report = self._measured(routing, context, groups.shards)
         if loss is not None:
             y_TD = join(y_TD, loss, scale=context.auxiliary_scale)
-        return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), report
+        return self._add_unrouted(x_TD, y_TD), report
 
-    def _measured(self, routing: Routing, context: Context) -> tuple[Tensor | None, LayerReport]:
+    def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
         """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
         if (fused := routing.fused) is not None:
             load_E, kept, dropped = fused.counts.split((self.router.num_experts, 1, 1))
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept[0], dropped[0], *fused.means.unbind())
-        losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
+        losses = _losses(self.layer, self.router.spec, routing, context, shards)
         return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
 
-    def _of_groups(self, routing: Routing) -> Routing:
-        """Return the routing that the balance loss counts: of whole groups, gathered from all ranks that hold their tokens."""
-        slices = self.router.slices
-        if slices is None or self.router.spec.balance_scope == "global_batch":
-            return routing
-        return slices.mapped(routing, slices.whole)
-
-    def _add_unrouted(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+    def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
         """Add the residual and shared networks to the routed output. Gates and coefficients are computed in fp32."""
         if self.residual is not None and self.coefficient is not None:
-            c_BL2 = linear_fp32(x_BLD, self.coefficient.weight).softmax(-1).to(x_BLD.dtype)
-            y_BLD = c_BL2[..., :1] * y_BLD + c_BL2[..., 1:] * self.residual(x_BLD)
+            c_T2 = linear_fp32(x_TD, self.coefficient.weight).softmax(-1).to(x_TD.dtype)
+            y_TD = c_T2[:, :1] * y_TD + c_T2[:, 1:] * self.residual(x_TD)
         if self.shared is None:
-            return y_BLD
-        shared_BLD: Tensor = self.shared(x_BLD)
+            return y_TD
+        shared_TD: Tensor = self.shared(x_TD)
         if self.shared_gate is not None:
-            shared_BLD = linear_fp32(x_BLD, self.shared_gate.weight).sigmoid().to(x_BLD.dtype) * shared_BLD
-        return y_BLD + shared_BLD
+            shared_TD = linear_fp32(x_TD, self.shared_gate.weight).sigmoid().to(x_TD.dtype) * shared_TD
+        return y_TD + shared_TD
 
     def _output_biases(self, routing: Routing) -> Tensor:
         """Sum the biases after w2 of each token's experts, times their gates, on the token's own rank: fp32 [T, D]."""
@@ -199,26 +191,40 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
     return y_ND if choices == 1 else rearrange(y_ND.float(), "(t k) d -> t k d", k=choices).sum(1).to(x_TD.dtype)
 
 
-def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class _Counted:
+    """What balance losses read of a routing. `gate_TE`: None without an importance loss."""
+
+    probs_TE: Tensor
+    expert_TK: Tensor
+    valid_T: Tensor | None
+    counted_TK: Tensor | None
+    gate_TE: Tensor | None
+    chance_TE: Tensor | None
+
+
+def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shards: Shards | None) -> dict[str, Tensor]:
     """Return loss name -> fp32 scalar over the spec's balance_scope, without weights; 0 for a loss that is not computed.
-    Without context.whole_step, the micro-batch is the global batch.
+    Without context.whole_step, the micro-batch is the global batch. Collective if groups have tokens on several ranks (`shards`).
     """
-    probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
+    num_experts, none = routing.probs_TE.shape[1], routing.probs_TE.new_zeros(())
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
     expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]
     counted_TK = None if routing.counted_TK is None else routing.counted_TK[:, :choices]
-    num_groups = routing.num_groups if s.balance_scope == "sequence" else 1
     gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None
-    chance_TE, step, whole = routing.chance_TE, None, context.whole_step
-    if s.balance_scope == "global_batch" and whole is not None:
-        masks = {"valid_T": valid_T, "counted_TK": counted_TK}
-        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
-    scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
+    of = _Counted(routing.probs_TE, expert_TK, routing.valid_T, counted_TK, gate_TE, routing.chance_TE)
+    step, whole = None, context.whole_step
+    if s.balance_scope != "global_batch" and shards is not None:
+        of = shards.mapped(of, shards.whole)
+    elif s.balance_scope == "global_batch" and whole is not None:
+        masks = {"valid_T": of.valid_T, "counted_TK": counted_TK}
+        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=of.chance_TE, whole=partial(whole, layer))
+    scope: dict[str, Any] = {"num_groups": routing.num_groups if s.balance_scope == "sequence" else 1, "valid_T": of.valid_T, "step": step}
     return {
-        "balance": balance_loss(probs_TE, expert_TK, counted_TK=counted_TK, **scope),
-        "importance": probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, **scope),
-        "load": probs_TE.new_zeros(()) if chance_TE is None else load_loss(chance_TE, **scope),
-        "z": z_loss(routing.logits_TE, valid_T=valid_T),
+        "balance": balance_loss(of.probs_TE, of.expert_TK, counted_TK=of.counted_TK, **scope),
+        "importance": none if of.gate_TE is None else importance_loss(of.gate_TE, **scope),
+        "load": none if of.chance_TE is None else load_loss(of.chance_TE, **scope),
+        "z": z_loss(routing.logits_TE, valid_T=routing.valid_T),
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from moe.checks.together import check_run
 from moe.recipe.sections import Run
-from moe.router.checks import needs_group
+from moe.router.checks import group_size
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
@@ -121,7 +121,7 @@ def _same_size(run: Run) -> bool:
     if not run.model.layers_with_experts():
         return False
     balanced = spec.balance_scope == "micro_batch" and spec.asks_balance
-    return balanced or (spec.group == "rank" and needs_group(spec) is not None)
+    return balanced or (spec.group == "rank" and group_size(spec) is not None)
 
 
 def _held(run: Run) -> int:

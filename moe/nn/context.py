@@ -129,13 +129,14 @@ class Context:
 
         return half(slice(0, self.source)), half(slice(self.source, length))
 
-    def of_tokens(self, tokens: slice, *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
-        """Return the context of a rank or replica that computes only `tokens`, which are `share` of this pass's valid tokens.
+    def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
+        """Return the context of a rank or replica that computes some of the tokens, which are `share` of this pass's valid tokens.
+        `mine` selects them from a tensor [T].
         `together(layer, sums)` adds to a layer's sums over tokens those of the ranks that compute the other tokens.
         """
         whole, scale = self.whole_step, self.auxiliary_scale * share
-        whole_step = None if whole is None else lambda layer, mine: whole(layer, together(layer, mine))
-        return replace(self, **self._changed(lambda x_T: x_T[tokens]), auxiliary_scale=scale, whole_step=whole_step)
+        whole_step = None if whole is None else lambda layer, sums: whole(layer, together(layer, sums))
+        return replace(self, **self._changed(mine), auxiliary_scale=scale, whole_step=whole_step)
 
     def to(self, device: torch.device) -> Context:
         return replace(self, **self._changed(lambda x: x.to(device), *_OF_TOKENS, "sequence_B", "place_L", "document_BS"))

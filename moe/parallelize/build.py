@@ -14,7 +14,7 @@ from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
 from moe.parallelize.compiled import compile_between_products
 from moe.parallelize.engines import setup_of
-from moe.parallelize.plan import lay_out, plan_for
+from moe.parallelize.plan import axes_of_tokens, lay_out, plan_for
 from moe.parallelize.sequence import slice_sequences
 from moe.recipe import hash_table, sections
 from moe.recipe.frozen import is_frozen
@@ -47,6 +47,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     layouts = lay_out(model, plan)
     for layout in layouts.values():
         data_axis(layout, mesh)  # makes process groups, also for other stages' parameters
+    axes_of_tokens(run, mesh)
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     apply(model, plan, layouts, mesh)

@@ -102,7 +102,15 @@ def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Se
     for i, device in enumerate(devices):
         run = Tile(0, i, len(devices)).run(len(inputs_BL))
         tokens = slice(run.start * inputs_BL.shape[1], run.stop * inputs_BL.shape[1])
-        mine = replace(context, sequence_B=context.sequence_B[run]).of_tokens(tokens, share=shares[i], together=together[i]).to(device)
+        mine = (
+            replace(context, sequence_B=context.sequence_B[run])
+            .of_tokens(
+                lambda x_T, tokens=tokens: x_T[tokens],  # type: ignore[misc]
+                share=shares[i],
+                together=together[i],
+            )
+            .to(device)
+        )
         parts.append((inputs_BL[run].to(device), mine, targets_BL[run].to(device)))
     return parts
 

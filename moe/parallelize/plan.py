@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import cast
 
 from torch import nn
 
-from moe.experts.copies import Copies, Exchange
 from moe.experts.dispatch.catalog import open_exchange
 from moe.experts.dispatch.dispatcher import Sizes
 from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer
+from moe.experts.spread import Columns, Copies, Exchange, Spread
 from moe.model.names import stack_of, tiled_dim
 from moe.recipe import sections
 from parallel.mesh.grids import GRIDS
@@ -21,11 +20,11 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.tensor import style
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
-from parallel.tensor.grid import Channels, ChannelsNorm
+from parallel.tensor.grid import Channels, ChannelsNorm, Exchanged
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.tensor.sliced import Exchanged, SlicedNorm
+from parallel.tensor.sliced import SlicedNorm
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyBlock, VocabularyCube, VocabularyRows
 
@@ -38,19 +37,19 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how ranks of tp hold a MoE layer's tokens -> (axis that shares them, constructor of its exchange with whole sequences)
-SHARED: dict[str, tuple[str, Callable[[Axis], Exchange] | None]] = {
-    "copies": ("tp", None),
-    "slices": ("tp", partial(Exchanged, dim=1)),
-    "channels": ("tp_col", partial(Exchanged, dim=2)),
+# how ranks of tp hold tokens outside of a MoE layer -> (axes of sp, axis that shares the tokens, its exchange)
+SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
+    "copies": (("sp",), "tp", Copies),
+    "slices": (("sp",), "tp", Columns),
+    "channels": (("sp_ring", "sp_heads"), "tp_col", Exchanged),
 }
 EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 
 
 @dataclass(frozen=True)
-class Spread:
+class SpreadExperts:
     """The style of the experts: stacked tensors, sharded over ep and etp, and an exchange that sends rows to the ranks that hold them.
-    `held`: how ranks of tp hold tokens (a key of SHARED). Each of these ranks routes some of the sequences.
+    `held`: how ranks of tp hold tokens (a key of SHARED). Each of these ranks routes some of the tokens.
     """
 
     dispatch: sections.Dispatch
@@ -62,15 +61,16 @@ class Spread:
 
     def fill(self, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> None:
         self.experts.fill(model, layouts, mesh)
-        name, exchange = SHARED[self.held]
-        shared = mesh.axis(name)
+        of_sp, name, exchange = SHARED[self.held]
+        shared, sp, both = mesh.axis(name), mesh.axis("sp"), mesh.axis(*of_sp, name)  # made before, by `axes_of_tokens`
         layers = [cast(MoELayer, model.get_submodule(path.rpartition(".")[0])) for path in self.experts.modules(layouts)]
         first, experts = layers[0], max(layer.experts.num_experts for layer in layers)
         sizes = Sizes(first.experts.d_model, experts, first.router.spec.num_choices, first.experts.kernels)
         opened = open_exchange(self.dispatch, mesh, sizes)
         for layer in layers:
             axis = replace(shared, label=f"layers.{layer.layer}")
-            layer.copies = Copies(axis, exchange and exchange(axis)) if axis.size > 1 else None
+            gathers = {"sp": replace(sp, label=layer.router.name), "both": replace(both, label=layer.router.name)}
+            layer.spread = Spread(axis, exchange(axis), layer.router.spec, **gathers) if both.size > 1 else None
             layer.dispatcher = opened.layer(axis.label)
 
 
@@ -151,7 +151,7 @@ def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int 
     """
     return Plan(
         (
-            ("layers.*.moe.experts.*", Spread(dispatch, held=HELD.get(tensor, "copies"))),
+            ("layers.*.moe.experts.*", SpreadExperts(dispatch, held=HELD.get(tensor, "copies"))),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
             *((pattern, replace(kind, chunks=chunks) if isinstance(kind, Column | Row) else kind) for pattern, kind in TENSOR[tensor]),
@@ -159,10 +159,20 @@ def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int 
     )
 
 
-def plan_for(run: sections.Run) -> Plan:
+def _kind(run: sections.Run) -> str:
     kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
-    kind = kind if run.degrees.tp > 1 else "copied"
-    return plan_of(run.dispatch, tensor=kind, chunks=run.tensor.overlap_chunks)
+    return kind if run.degrees.tp > 1 else "copied"
+
+
+def plan_for(run: sections.Run) -> Plan:
+    return plan_of(run.dispatch, tensor=_kind(run), chunks=run.tensor.overlap_chunks)
+
+
+def axes_of_tokens(run: sections.Run, mesh: Mesh) -> None:
+    """Make the groups of ranks that share the tokens of MoE layers, also on stages without these layers."""
+    if run.model.layers_with_experts():
+        of_sp, name, _ = SHARED[HELD.get(_kind(run), "copies")]
+        mesh.axis(*of_sp, name)
 
 
 def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:

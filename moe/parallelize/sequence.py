@@ -6,6 +6,7 @@ The sp axis is sp_ring x sp_heads: a ring of groups, in each of which neighbours
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -13,8 +14,7 @@ from moe.data.token_shard import TokenShard, order_of
 from moe.model.transformer import Block, Transformer, moe_layers
 from moe.nn.context import Context
 from moe.recipe.sections import Run
-from moe.router.checks import needs_group
-from moe.router.slices import SequenceShards
+from moe.router.slices import whole_sequences
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.position_bias import Bias
 from parallel.sequence.method import Method
@@ -60,10 +60,10 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
         label = f"layers.{block.layer}.attention"
         block.attention.core = Exchanging(_method(run, mesh, order, block), label if run.sequence.keep_attention else None)
     sp, places = mesh.axis("sp"), tuple(order.positions(rank) for rank in range(mesh.axis("sp").size))
-    model.whole_sequences = SequenceShards(replace(sp, label="documents"), places).whole_sequences
+    model.whole_sequences = partial(whole_sequences, axis=replace(sp, label="documents"), positions=places)
     for moe in moe_layers(model):
-        if needs_group(run.router):
-            moe.router.slices = SequenceShards(replace(sp, label=moe.router.name), places)
+        assert moe.spread is not None
+        moe.spread.positions = places
 
 
 def _method(run: Run, mesh: Mesh, order: Order, block: Block) -> Method | Ulysses:

@@ -13,7 +13,6 @@ from moe.router.capacity import slots_of
 from moe.router.methods.catalog import METHODS, method_of
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, written
-from parallel.mesh.mesh import Degrees
 
 if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
@@ -167,22 +166,18 @@ def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
     raise BadInput("router.allow_noncausal", got=f"false with {found}", needed=needed, fix=other | Set("router.allow_noncausal", True))
 
 
-def needs_group(spec: RouterSpec) -> str | None:
-    """Return the setting because of which the router needs whole groups, such as "a capacity"; None if it looks at each token alone."""
-    if method_of(spec).needs_whole_groups:
-        return f"router.select={spec.select}"
-    if drops(spec):
-        return "a capacity"
-    if spec.balance_scope != "global_batch" and spec.asks_balance:
-        return f"router.balance_scope={spec.balance_scope}"
-    return None
+def decides_together(spec: RouterSpec) -> bool:
+    """Return whether the experts and slots of a token depend on the other tokens of its group."""
+    return method_of(spec).needs_whole_groups or drops(spec)
 
 
-def check_groups(spec: RouterSpec, degrees: Degrees) -> None:
-    """Refuse `router.group: rank` with sequence parallelism: ranks hold shards of sequences, so groups differ from all other layouts'."""
-    if degrees.sp > 1 and spec.group == "rank" and needs_group(spec):
-        got, needed = (
-            f"rank with degrees.sp={degrees.sp} and {needs_group(spec)}",
-            "sequence, or a number of sequences: a rank holds slices of them",
-        )
-        raise BadInput("router.group", got=got, needed=needed, fix=Set("router.group", "sequence") | Set("degrees.sp", 1))
+def group_size(spec: RouterSpec) -> int | None:
+    """Return the number of sequences whose tokens the router needs together, for a decision or a balance loss. 0: all sequences of a
+    micro-batch; None: it looks at each token alone.
+    """
+    balances = spec.balance_scope != "global_batch" and spec.asks_balance
+    if not balances and not decides_together(spec):
+        return None
+    if spec.group == "rank" or (balances and spec.balance_scope == "micro_batch"):
+        return 0
+    return 1 if spec.group == "sequence" else spec.group

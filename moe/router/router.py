@@ -10,7 +10,7 @@ training only, depends on a token's position in the step. Experts are selected b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,11 @@ from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.router.capacity import kept_choices, slots_of
-from moe.router.checks import check_spec
+from moe.router.checks import check_spec, decides_together
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.scores import chance_of_choice, chosen_gates, chosen_scores, gumbel, jittered, normal, probabilities, scores_of
-from moe.router.slices import SequenceShards
+from moe.router.slices import Shards
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.regions import in_region
@@ -107,23 +107,24 @@ class Router(nn.Module):
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
         self.table_VK: Tensor | None  # the experts of each token id, from the recipe's hash_table (moe/recipe/hash_table.py)
         self.register_buffer("table_VK", None, persistent=False)
-        self.slices: SequenceShards | None = None  # not None if groups have tokens on several ranks
 
     @property
     def method(self) -> Method:
         return method_of(self.spec)
 
     @in_region("route")
-    def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
-        """Route the tokens x_TD [T, D], sequence after sequence, each of `sequence_tokens` tokens. Raises BadInput if groups do not fit."""
+    def forward(self, x_TD: Tensor, *, sequence_tokens: int | None, context: Context, shards: Shards | None = None) -> Routing:
+        """Route the tokens x_TD [T, D], sequence after sequence, each of `sequence_tokens` tokens (None: all tokens are one group).
+        `shards`: the ranks that hold other tokens of these sequences, if any. Raises BadInput if groups do not fit.
+        """
         spec = self.spec
         logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
-        if self._fuses(logits_TE, context):
+        if shards is None and self._fuses(logits_TE, context):
             return self._fused(logits_TE, sequence_tokens=sequence_tokens, context=context)
         scores_TE = scores_of(noisy_TE, spec)
         made = context.once(
             f"{self.name}.decision",
-            lambda: self._decide(scores_TE.detach(), noisy_TE.detach(), sequence_tokens=sequence_tokens, context=context),
+            lambda: self._decide(scores_TE.detach(), noisy_TE.detach(), shards, sequence_tokens=sequence_tokens, context=context),
         )
         chosen = made.chosen
         gate_TK = self.method.gates(noisy_TE, chosen)
@@ -153,10 +154,9 @@ class Router(nn.Module):
             and not (self.training and (s.noise != "none" or s.random_second))
             and (s.balance_scope == "sequence" or dropless or s.group == "rank")
             and not (s.balance_scope == "global_batch" and context.whole_step)
-            and self.slices is None
         )
 
-    def _fused(self, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
+    def _fused(self, logits_TE: Tensor, *, sequence_tokens: int | None, context: Context) -> Routing:
         """Route by one kernel. It also chooses the experts, unless a record gives them, gates decide drops, or they were chosen before."""
         from moe.kernels.triton.router import Given
 
@@ -174,7 +174,7 @@ class Router(nn.Module):
         def decide() -> Decision:
             if not chooses:
                 detached_TE = logits_TE.detach()
-                return self._decide(scores_of(detached_TE, spec), detached_TE, sequence_tokens=sequence_tokens, context=context)
+                return self.decide(scores_of(detached_TE, spec), detached_TE, sequence_tokens=sequence_tokens, context=context)
             made_now.append(run())
             expert_TK = supposed(made_now[0].expert_TK, lambda: self._balanced(logits_TE)().topk(spec.num_choices).indices)
             kept_TK = self._keep(expert_TK, self._active(logits_TE, expert_TK, context), context, num_groups=num_groups, slots=slots)
@@ -219,17 +219,22 @@ class Router(nn.Module):
     def _balanced(self, x_TD: Tensor) -> Callable[[], Tensor]:
         return lambda: balanced_logits(len(x_TD), num_experts=self.num_experts, num_choices=self.spec.num_choices)
 
-    def _decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
-        """Decide over whole groups. Collective if groups have tokens on several ranks: it gathers their scores."""
-        slices = self.slices
-        if slices is None:
+    def _decide(
+        self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
+    ) -> Decision:
+        """Decide over whole groups. Collective if they have tokens on several ranks and decide together: it gathers their logits."""
+        if shards is None:
             return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
-        scores_GE, logits_GE = slices.whole(torch.stack((scores_TE, logits_TE), dim=1)).unbind(1)
-        length = sequence_tokens * slices.axis.size
-        return slices.mapped(self.decide(scores_GE, logits_GE, sequence_tokens=length, context=slices.context(context)), slices.mine)
+        if not decides_together(self.spec):
+            found = self.decide(scores_TE, logits_TE, sequence_tokens=None, context=context)
+            return replace(found, num_groups=self._num_groups(shards.total, sequence_tokens))
+        logits_GE = shards.whole(logits_TE)
+        scores_GE = scores_of(logits_GE, self.spec)
+        found = self.decide(scores_GE, logits_GE, sequence_tokens=sequence_tokens, context=shards.context(context))
+        return shards.mapped(found, shards.mine)
 
     @torch.no_grad()
-    def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
+    def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int | None, context: Context) -> Decision:
         """Select experts for tokens of whole groups, and keep the choices that get a slot, by scores and logits [T, E] fp32."""
         spec = self.spec
         num_groups, slots = self._groups(len(logits_TE), sequence_tokens)
@@ -316,14 +321,14 @@ class Router(nn.Module):
         # choices_first: a token's highest gate is the priority of all its choices (V-MoE); tokens_first: each choice's own gate
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
-    def _groups(self, tokens: int, sequence_tokens: int) -> tuple[int, int | None]:
+    def _groups(self, tokens: int, sequence_tokens: int | None) -> tuple[int, int | None]:
         """Return the number of groups, and an expert's slots in each."""
         num_groups = self._num_groups(tokens, sequence_tokens)
         return num_groups, slots_of(self.spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
 
-    def _num_groups(self, tokens: int, sequence_tokens: int) -> int:
+    def _num_groups(self, tokens: int, sequence_tokens: int | None) -> int:
         group = self.spec.group
-        if group == "rank":
+        if group == "rank" or sequence_tokens is None:
             return 1
         sequences = tokens // sequence_tokens
         each = 1 if group == "sequence" else group

@@ -1,9 +1,10 @@
-"""Groups with tokens on several ranks (sequence parallelism): each rank decides over the whole group, from all ranks' scores.
+"""Groups with tokens on several ranks of sp and tp: each rank decides over the whole groups, from all ranks' scores.
 
-    sp 0: tokens 0 .. 5     scores [6, E]   \\                       the same decision on both ranks,
-    sp 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  and each keeps the rows of its own tokens
+    rank 0: tokens 0 .. 5     scores [6, E]   \\                       the same decision on both ranks,
+    rank 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  and each keeps the rows of its own tokens
 
-Capacity, expert choice and a balance loss per sequence need all tokens of the group. Only fp32 scores are gathered, 4 E bytes a token.
+Capacity, expert choice and a balance loss per sequence need all tokens of the group. Each rank of sp has some positions of every
+sequence. Ranks of tp share these: by runs of tokens, or by columns (tensor.sequence_parallel: runs of each sequence's positions).
 """
 
 from __future__ import annotations
@@ -14,38 +15,33 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from moe.nn.context import Context
 from parallel.mesh.collectives import all_gather
+from parallel.mesh.host import on_device
 from parallel.mesh.mesh import Axis
+from parallel.mesh.runs import lengthened
 
-# T tokens held here, B sequences, L tokens of each held here, N ranks, G = N T tokens of all ranks
+# T tokens held here, B sequences, L tokens of each on a rank of sp, S tokens of a whole sequence, G = B S tokens of all ranks
 
 Made = TypeVar("Made", bound=Any)  # a dataclass whose tensors have one row for each token
 
 
 @dataclass(frozen=True)
-class SequenceShards:
-    """Shards of sequences over `axis`. `positions`: for each rank of the axis, the positions of its tokens in a sequence, ascending."""
+class Shards:
+    """All tokens of whole sequences over the ranks of `axis`. `held`: for each rank, the indices of its tokens among all G, int64."""
 
     axis: Axis
-    positions: Sequence[Sequence[int]]
+    held: Sequence[Tensor]
 
     def whole(self, x_T: Tensor) -> Tensor:
         """Gather all ranks' tokens [G, ...], in the order of sequences. Backward: sum this rank's gradients over the ranks."""
-        x_BL = rearrange(x_T, "(b l) ... -> b l ...", l=len(self.positions[self.axis.index]))
-        return rearrange(self.whole_sequences(x_BL), "b s ... -> (b s) ...")
-
-    def whole_sequences(self, x_BL: Tensor) -> Tensor:
-        """Gather all ranks' shards [B, L, ...] into whole sequences [B, N L, ...]."""
-        return all_gather(x_BL, self.axis, dim=1)[:, self._sorted.to(x_BL.device)]
+        return all_gather(lengthened(x_T, self._longest), self.axis)[on_device(self._row_G, x_T.device)]
 
     def mine(self, x_G: Tensor) -> Tensor:
-        """Cut all ranks' tokens [G, ...] to this rank's [T, ...]: the inverse of `whole`, without a collective."""
-        x_BS = rearrange(x_G, "(b s) ... -> b s ...", s=len(self._sorted))
-        return rearrange(x_BS[:, self._held.to(x_G.device)], "b l ... -> (b l) ...")
+        """Return this rank's tokens [T, ...] among all ranks' [G, ...]: the inverse of `whole`, without a collective."""
+        return x_G[on_device(self.held[self.axis.index], x_G.device)]
 
     def context(self, context: Context) -> Context:
         """Return the context of all ranks' tokens: their positions, validity and token ids. Collective."""
@@ -64,9 +60,32 @@ class SequenceShards:
         return replace(made, **changed)
 
     @cached_property
-    def _held(self) -> Tensor:
-        return torch.tensor(self.positions[self.axis.index])
+    def total(self) -> int:
+        """Number of all ranks' tokens (G)."""
+        return sum(map(len, self.held))
 
     @cached_property
-    def _sorted(self) -> Tensor:
-        return torch.tensor([position for held in self.positions for position in held]).argsort()
+    def _longest(self) -> int:
+        return max(map(len, self.held))
+
+    @cached_property
+    def _row_G(self) -> Tensor:
+        """Return each token's row in the gathered tensor, in which every rank's tokens are followed by padding."""
+        rows = [rank * self._longest + torch.arange(len(held)) for rank, held in enumerate(self.held)]
+        return torch.cat(rows)[torch.cat(list(self.held)).argsort()]
+
+
+def shards_of(axis: Axis, positions: Sequence[Sequence[int]], *, batch: int, ways: int = 1, by_columns: bool = False) -> Shards:
+    """Return how the ranks of `axis` (sp * tp) share `batch` sequences. `positions`: for each rank of sp, the positions of its tokens in a
+    sequence, ascending. `ways`: number of ranks of tp that share these, by columns or by runs of all.
+    """
+    first_B1 = torch.arange(batch).unsqueeze(1) * sum(map(len, positions))
+    tokens = [first_B1 + torch.tensor(held) for held in positions]
+    parts = [x_BL.chunk(ways, 1) if by_columns else x_BL.flatten().tensor_split(ways) for x_BL in tokens]
+    return Shards(axis, [part.flatten() for of_rank in parts for part in of_rank])
+
+
+def whole_sequences(x_BL: Tensor, *, axis: Axis, positions: Sequence[Sequence[int]]) -> Tensor:
+    """Gather the shards [B, L, ...] of all ranks of sp (`axis`) into whole sequences [B, S, ...]."""
+    x_GD = shards_of(axis, positions, batch=len(x_BL)).whole(x_BL.flatten(0, 1))
+    return x_GD.view(len(x_BL), -1, *x_BL.shape[2:])

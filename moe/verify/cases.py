@@ -123,7 +123,10 @@ AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more token
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
 }
-FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
+FEW: dict[str, dict[str, Any]] = {  # other numbers of heads
+    "one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}},
+    "eight_heads": {"model": {"num_heads": 8, "d_model": 32, "d_ff": 24}, "router": {"preset": "glam", "min_capacity": 1}},
+}
 
 
 def attentions() -> dict[str, dict[str, Any]]:

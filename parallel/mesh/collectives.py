@@ -5,8 +5,7 @@
     identity         all_reduce        (f: `reduce_backward`)
     all_gather       reduce_scatter
     reduce_scatter   all_gather
-    cut_copies       all_gather        of a tensor that all ranks have: each keeps its shard (Megatron-LM's scatter)
-    join_copies      cut_copies        all ranks have the whole tensor again (Megatron-LM's gather)
+    join_copies      own shard         all ranks have the whole tensor again (Megatron-LM's gather); runs.py has its inverse
     all_to_all       all_to_all with send and receive exchanged    (start and finish can be separate calls)
     shift            shift in the other direction
 
@@ -292,11 +291,6 @@ def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The axis must divide the dim."""
     return tensor if axis.size == 1 else paired(tensor, axis, scattered_sum, gathered, dim=dim)
-
-
-def cut_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Forward: keep this rank's shard, along dim, of a tensor that all ranks have. Backward: all_gather of the shards' gradients."""
-    return tensor if axis.size == 1 else paired(tensor, axis, _own_shard, gathered, dim=dim)
 
 
 def join_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:

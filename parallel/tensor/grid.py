@@ -3,7 +3,7 @@
 x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
 norm          needs all channels: two numbers a token are exchanged along tp_col
-MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/sliced.py)
+MoE layer     needs all channels of a token: `Exchanged`
 3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
 """
 
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data.tiling import without_tiles
-from parallel.mesh.collectives import Messages, gathered, paired, sum_over
+from parallel.mesh.collectives import Messages, all_to_all, gathered, paired, sum_over
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
+from parallel.mesh.runs import run_lengths
 from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import Shape, Style
 
@@ -131,6 +132,23 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     means, variances = both.unbind(1)
     overall = means.mean(0)
     return overall, (variances + (means - overall).square()).mean(0)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The exchange of all tokens' shards of channels, over `axis`, for all channels of this rank's run of tokens."""
+
+    axis: Axis
+
+    def cut(self, x_AD: Tensor) -> Tensor:
+        lengths = run_lengths(len(x_AD), self.axis.size)
+        mine = lengths[self.axis.index]
+        rows = all_to_all(x_AD.contiguous(), self.axis, send=lengths, receive=[mine] * self.axis.size)
+        return torch.cat(rows.split(mine), 1)
+
+    def join(self, y_TD: Tensor, *, total: int) -> Tensor:
+        rows = torch.cat(y_TD.chunk(self.axis.size, 1))
+        return all_to_all(rows, self.axis, send=[len(y_TD)] * self.axis.size, receive=run_lengths(total, self.axis.size))
 
 
 @dataclass(frozen=True)

@@ -338,8 +338,8 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
-        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed sequences that are a multiple of degrees.tp=4",
-        "set train.global_batch to a multiple of 4",
+        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed sequences that are a multiple of the 2 rows of tp's grid",
+        "set train.global_batch to a multiple of 2",
     ),
     (
         "train dense_tiny --nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
@@ -401,13 +401,12 @@ CASES: list[tuple[str, str, str]] = [
         "sequence.heads: got 2 with sequence.kind=ulysses, needed 1",
         "set sequence.heads to 1, or sequence.kind to ring",
     ),
-    (T + "--nproc 2 --degrees.sp 2 --router.group rank", "router.group: got rank with degrees.sp=2 and", "set router.group to sequence"),
     (T + "--nproc 2 --degrees.sp 2 --sharding.kind dp", "sharding.kind: got dp with degrees.sp=2", "set sharding.kind to ddp"),
     (T + "--degrees.tp 0", "degrees.tp: got 0", "set degrees.tp to 1"),
     (
-        T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --train.global_batch 3 --train.eval_sequences 2",
-        "degrees.tp: got 2 for 3 sequences of a micro-batch, needed sequences that are a multiple of degrees.tp=2",
-        "set train.global_batch to a multiple of 2",
+        T + "--nproc 4 --degrees.tp 4 --tensor.kind copied --model.max_length 3",
+        "degrees.tp: got 4, needed at most the 3 tokens of a sequence on a rank of sp: each rank of tp routes at least one",
+        "set degrees.tp to 1, or model.max_length to 4",
     ),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --train.eval_sequences 3",

@@ -18,7 +18,7 @@ from moe.plan.memory.kept import router_kept
 from moe.plan.memory.stack import OURS
 from moe.recipe.load import load
 from moe.recipe.sections import Run
-from moe.router.checks import check_causal, needs_group
+from moe.router.checks import check_causal, decides_together
 from moe.router.methods import catalog
 from moe.router.methods.method import Method, RoutingRequest
 from moe.verify import expected, layouts, twin
@@ -65,11 +65,11 @@ def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> No
     for keys, line in (({"balance_weight": 0.1}, "0: the best is never taken"), ({"bias_rate": 0.1}, "null: nothing is chosen by")):
         with pytest.raises(BadInput, match=f"with select runners_up, needed {line}"):
             check_run(with_it(top_k, **keys), 2)
-    assert needs_group(run.router) is None
+    assert not decides_together(run.router)
     monkeypatch.setattr(RunnersUp, "excess", 0.7)
     assert (experts := network_of(run).experts) is not None and experts.excess == 0.7
     monkeypatch.setattr(RunnersUp, "needs_whole_groups", True)
-    assert needs_group(run.router) == "router.select=runners_up"
+    assert decides_together(run.router)
     monkeypatch.setattr(RunnersUp, "looks_ahead", "it sees the end")
     with pytest.raises(BadInput, match="false with select runners_up, needed true: it sees the end"):
         check_causal(run.router, allowed=False)

@@ -133,7 +133,7 @@ def _no_group(real: Any) -> Any:
 
 def _by_rank(real: Any) -> Any:
     """Tokens all-gathered over sp are ordered by rank instead of by position."""
-    return lambda self, x_BL: all_gather(x_BL, self.axis, dim=1)
+    return lambda self, x_T: all_gather(x_T, self.axis)
 
 
 def _shifted_after_cutting(real: Any) -> Any:
@@ -273,7 +273,7 @@ MUTATIONS = (
         "of a rank",
         "sequence",
         _GROUPS,
-        (Edit("moe.parallelize.sequence:needs_group", _no_group),),
+        (Edit("moe.experts.spread:group_size", _no_group),),
     ),
     Mutation(
         "slices_left_in_the_ranks_order",
@@ -281,7 +281,7 @@ MUTATIONS = (
         "THUDM/slime#1871; modelscope/ms-swift#10071",
         "sequence",
         _GROUPS,
-        (Edit("moe.router.slices:SequenceShards.whole_sequences", _by_rank),),
+        (Edit("moe.router.slices:Shards.whole", _by_rank),),
     ),
     Mutation(
         "sinks_of_the_first_heads",

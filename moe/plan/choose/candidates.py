@@ -25,7 +25,7 @@ class Space:
     """Values that are tried for each setting of a plan. tensors, sequences: kinds of tensor and sequence parallelism.
 
     schedules: (name, stages on each rank). lists: for each schedule, at most this number of cuts of the layers into stages (cut.py).
-    largest_microbatch: upper limit, below which a model with experts gets only multiples of tp; None: all divisors of a replica's batch.
+    largest_microbatch: upper limit of the sequences of a micro-batch; None: all divisors of a replica's batch.
     """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
@@ -75,9 +75,8 @@ def candidates(
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp:
             continue
-        sizes, unit = divisors(global_batch // dp), tp if network.experts else 1
-        if space.largest_microbatch is not None:
-            sizes = [n for n in sizes if n % unit == 0 and n <= max(space.largest_microbatch, unit)]
+        limit = space.largest_microbatch
+        sizes = [n for n in divisors(global_batch // dp) if limit is None or n <= limit]
         experts = [one for one in _experts(network, dp * sp * tp, space) if only is None or Degrees(pp, tp, sp, dp, one[0]) in only]
         if not experts:
             continue

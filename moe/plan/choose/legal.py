@@ -141,8 +141,9 @@ def _experts(network: Network, plan: Plan) -> Iterator[str]:
 
 def _batch(network: Network, plan: Plan) -> Iterator[str]:
     unit, words = plan.grid.sequences, f"the {plan.grid.sequences} rows of tp's grid"
-    if network.experts is not None and plan.tp > 1:
-        unit, words = plan.tp, f"degrees.tp={plan.tp}, whose ranks each route whole sequences"
+    tokens = min(half.length for half in (network, network.encoder or network)) // plan.sp
+    if network.experts is not None and tokens < plan.tp:
+        yield f"degrees.tp={plan.tp} ranks share {counted(tokens, 'token')} of a sequence, and each routes at least one"
     if plan.microbatch % unit:
         yield f"a micro-batch of {counted(plan.microbatch, 'sequence')} is not a multiple of {words}"
 

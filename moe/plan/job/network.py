@@ -44,6 +44,9 @@ class Router:
     jitter: bool = False  # the input is multiplied by noise
     capped: bool = False  # the logits are bounded
     kept: int = 0  # bytes for each token that the routing method keeps for the backward pass
+    group: int | None = None  # number of sequences whose tokens are needed together; 0: of a micro-batch; None: each token alone
+    decides: int = 0  # bytes of each token that ranks exchange if they have parts of a group, for the decision
+    balances: tuple[int, int] = (0, 0)  # the same for the balance losses, in the (forward, backward) pass
 
 
 @dataclass(frozen=True)

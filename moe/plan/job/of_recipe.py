@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.kernels import UNFUSED
@@ -32,8 +32,10 @@ from moe.plan.job.flops import (
 )
 from moe.plan.job.network import Adapters, Experts, Network, Plan, Router
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
+from moe.router.checks import decides_together, group_size
 from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import SCHEDULES, placed
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
@@ -119,6 +121,8 @@ def _experts(run: Run) -> Experts | None:
             jitter=spec.jitter > 0,
             capped=spec.logit_cap is not None,
             kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
+            group=group_size(spec),
+            **_exchanged(spec, choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
         slots=None if spec.capacity_factor is None else min(slots_of_token(run.router), count) / choices,
@@ -128,6 +132,18 @@ def _experts(run: Run) -> Experts | None:
         busiest=run.dispatch.busiest,
         excess=method_of(spec).load_excess(spec),
     )
+
+
+def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str, Any]:
+    """Return the bytes of a token in the exchanges of moe/router/slices.py: of the decision, logits, position and id; of balance losses,
+    probabilities, experts, gates and chances."""
+    weights = (spec.balance_weight, spec.importance_weight, spec.load_weight)
+    if spec.balance_scope == "global_batch":
+        balances = (0, 0)
+    else:
+        forward = 4 * num_experts * sum(map(bool, (1, *weights[1:]))) + 8 * (1 if spec.balance_counts == "first" else choices)
+        balances = (forward, 4 * num_experts * sum(map(bool, weights)))
+    return {"decides": (4 * num_experts + 8 + 8) * decides_together(spec), "balances": balances}
 
 
 def plan_of(run: Run) -> Plan:

@@ -3,6 +3,7 @@
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
     sliced       an all-gather before each of both and a reduce-scatter after it, forward and backward
     2d, 2.5d, 3d bytes of tensor.py, in one message for each step of a product
+    MoE layers   tokens that ranks of tp share (`sharing`); logits and probabilities of groups with tokens on several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
 
@@ -11,6 +12,7 @@ n: tokens of a rank. D: width. Pass and Passes are the sums of times that layer_
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from moe.plan.job.hashed import Summed
@@ -20,7 +22,7 @@ from moe.plan.machine.program import Program
 from moe.plan.memory.kept import traffic_of
 from moe.plan.time import tensor as tensor_parallel
 from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
-from parallel.mesh.grids import LINES
+from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.traffic import Message, distinct
 from parallel.sequence.kinds import Attention
 
@@ -61,6 +63,32 @@ def _tp_group(plan: Plan, cluster: Cluster) -> Group:
     return group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
 
 
+def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
+    """Return the messages of a pass of one MoE layer, forward or backward, by which ranks of tp share its tokens (experts/spread.py)."""
+    if plan.tp == 1 or plan.tensor == "sliced":
+        return ()
+    tokens, size, q = tokens_of(network, plan) / plan.grid.sequences, network.width * plan.compute_bytes, plan.grid.columns
+    if plan.tensor in GRIDS:
+        return (Message("tp_col", "all_to_all", 2 * tokens * size / q, q, calls=2),)
+    return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
+
+
+def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Return the messages of the (forward, backward) pass of one MoE layer for groups with tokens on several ranks of sp and tp
+    (moe/router/slices.py)."""
+    e, sequences = network.experts, plan.microbatch // plan.grid.sequences
+    if e is None or e.router.group is None:
+        return (), ()
+    tp = plan.tp // plan.grid.sequences
+    apart = plan.tensor != "sliced" and sequences % (tp * (e.router.group or sequences)) == 0
+    ranks, axis = (plan.sp, "sp") if apart else (plan.sp * tp, "sp*tp")
+    if ranks == 1:
+        return (), ()
+    tokens, (forward, backward) = math.ceil(tokens_of(network, plan) / plan.grid.sequences / tp), e.router.balances
+    back = (Message(axis, "reduce_scatter", tokens * ranks * backward, ranks),) if backward else ()
+    return (Message(axis, "all_gather", tokens * (e.router.decides + forward), ranks),), back
+
+
 def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Passes:
     """Passes of a layer's collectives over tp. sparse: the layer has experts."""
     if plan.tp == 1 or plan.tensor == "copied":
@@ -77,7 +105,7 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
         forward = backward = gather(cluster, group, entering) + (1 + 2 * dense) * gather(cluster, group, size)
         kernels = 1 + dense
     else:
-        again = gather(cluster, group, size) if sparse else 0.0
+        again = sum(collective(cluster, group, m.name, m.handed) for m in sharing(network, plan)) if sparse else 0.0
         forward = (1 + dense) * all_reduce(cluster, group, size) + again
         backward = all_reduce(cluster, group, entering) + dense * all_reduce(cluster, group, size) + again
         kernels = (1 + dense) / 2
@@ -149,5 +177,13 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     inner = 2 * gather(cluster, group_of(plan.etp, 1, per_node, plan.world), size) if plan.etp > 1 else 0.0
     kernels = 4 if plan.ep * plan.etp > 1 else 0
     traffic, left = traffic_of(network, plan, tokens, rows, item), 1 - program.experts_overlap
-    forward, backward = (Pass(experts=(seconds(of) + inner) * left, kernels=kernels) for of in traffic[1:])
+
+    def together(messages: tuple[Message, ...]) -> float:
+        stride = plan.tp if messages and messages[0].axis == "sp" else 1
+        return sum(collective(cluster, group_of(m.ranks, stride, per_node, plan.world), m.name, m.handed) for m in messages)
+
+    forward, backward = (
+        Pass(experts=(seconds(of) + inner) * left + together(whole), kernels=kernels + len(whole))
+        for of, whole in zip(traffic[1:], grouping(network, plan), strict=True)
+    )
     return Passes(forward, backward)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moe.verify.cases import PACKED, SLICED, Case
+from moe.router.methods.catalog import METHODS
+from moe.verify.cases import EXPERTS, PACKED, ROUTERS, SLICED, Case
 from moe.verify.rows.pipeline import staged
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.grids import SMALLEST
@@ -17,7 +18,7 @@ TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 def tensor_cases() -> list[Case]:
     """Return all cases of `moe verify --kinds tensor`."""
     found = _line_cases() + _halves_cases() + _sliced_cases() + _overlapped_cases() + _dtensor_cases()
-    return found + _staged_cases() + _grid_cases()
+    return found + _staged_cases() + _grid_cases() + _few_sequences_cases()
 
 
 def _line_cases() -> list[Case]:
@@ -102,6 +103,36 @@ def _sliced_cases() -> list[Case]:
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2), ("latent", 2), ("ahead", 2))
         for tensor in ("1d", "sliced")
     ]
+
+
+def _few_sequences_cases() -> list[Case]:
+    """Cases of micro-batches of 1 or 3 sequences, which tp does not divide: ranks route unequal runs of tokens, or columns of each."""
+    one = partial(Case, kind="ddp", microbatches=3, precision="fp32", batch=3)
+    found = []
+    together = [name for name in ROUTERS if name in METHODS and METHODS[name].needs_whole_groups]
+    for tp, ep, model in ((2, 2, "gshard"), (2, 1, "deepseek"), (4, 4, "megatron")):
+        line = partial(one, model, world=tp, tp=tp, ep=ep)
+        found += [line(tensor="1d", length=11), line(tensor="1d", length=11, microbatches=1, padded=True)]
+        found += [line(tensor="sliced", length=12, microbatches=m) for m in (1, 3)]
+    found += [one(name, world=4, tp=4, ep=2, tensor="1d", length=11) for name in together]
+    eight = partial(one, "eight_heads", world=8, tp=8, ep=8, experts=EXPERTS)
+    found += [eight(tensor="1d", length=11), eight(tensor="sliced", length=16), eight(tensor="1d", length=9, microbatches=1, padded=True)]
+    found += [replace(eight(tensor="copied", length=13), model="deepseek", ep=4)]
+    two = partial(one, world=4, tp=2, ep=4, sp=2, attention="zigzag", length=12)
+    found += [
+        two("gshard", tensor="1d", batch=9),
+        two("glam", tensor="sliced"),
+        *(two(name, tensor="1d", recompute="full") for name in together),
+    ]
+    found += [one("t5", world=2, tp=2, ep=2, tensor="1d"), one("mixer", world=2, tp=2, ep=2, tensor="dtensor", microbatches=1)]
+    found += [
+        one("gshard", world=4, tp=4, ep=2, tensor="2d", length=11, batch=6),
+        one("deepseek", world=8, tp=8, ep=4, tensor="3d", batch=12),
+    ]
+    for engine, world, sp, tensor in (("ddp", 4, 1, "1d"), ("zero1", 4, 1, "sliced"), ("ddp", 8, 2, "1d")):
+        pipeline = staged("gshard", engine, world, 2, "1f1b", "fp32")
+        found += [replace(pipeline, microbatches=4, batch=4, ep=2, tp=2, tensor=tensor, sp=sp, length=SLICED)]
+    return found
 
 
 def _overlapped_cases() -> list[Case]:

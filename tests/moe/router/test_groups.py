@@ -1,4 +1,4 @@
-"""Routers whose groups of tokens are on several ranks (sequence parallelism). `moe verify --kinds sequence` compares their training."""
+"""Routers whose groups of tokens are on several ranks of sp and tp. `moe verify --kinds sequence,tensor` compares their training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import torch
 
 from moe.nn.context import Context
 from moe.recipe.router_spec import RouterSpec
-from moe.router.checks import check_groups, needs_group
+from moe.router.checks import decides_together, group_size
 from moe.router.router import Router, Routing
-from moe.router.slices import SequenceShards
-from parallel.errors import BadInput
-from parallel.mesh.mesh import Degrees
+from moe.router.slices import Shards, shards_of
+from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process
 from parallel.process.process import World
 from parallel.sequence.order import Order
@@ -27,22 +26,16 @@ TOGETHER = {
     "router.select=sinkhorn": ALONE.model_copy(update={"select": "sinkhorn", "balance_weight": 0.0}),
     "router.balance_scope=sequence": ALONE.model_copy(update={"balance_scope": "sequence"}),
 }
-B, L, D, E = 4, 12, 10, 6
+B, L, D, E = 6, 12, 10, 5
 
 
-@pytest.mark.parametrize("what", TOGETHER)
-def test_group_rank_is_refused_with_shards_of_sequences(what: str) -> None:
-    assert needs_group(TOGETHER[what]) in what and needs_group(ALONE) is None
-    by_rank = TOGETHER[what].model_copy(update={"group": "rank"})
-    with pytest.raises(BadInput, match=r"router.group: got rank with degrees.sp=4 .*; fix: set router.group to sequence") as refused:
-        check_groups(by_rank, Degrees(dp=2, sp=4))
-    assert "\n" not in str(refused.value)
-    for spec, degrees in (
-        (TOGETHER[what], Degrees(sp=4)),
-        (by_rank, Degrees(dp=8, ep=8)),
-        (ALONE.model_copy(update={"group": "rank"}), Degrees(sp=2)),
-    ):
-        check_groups(spec, degrees)
+def test_a_group_is_a_sequence_some_sequences_or_a_micro_batch() -> None:
+    assert group_size(ALONE) is None and not decides_together(ALONE)
+    for what, spec in TOGETHER.items():
+        assert decides_together(spec) == (what != "router.balance_scope=sequence")
+        for group, size in (("sequence", 1), (3, 3), ("rank", 0)):
+            assert group_size(spec.model_copy(update={"group": group})) == size
+    assert group_size(ALONE.model_copy(update={"balance_scope": "micro_batch"})) == 0
 
 
 def router_of(what: str) -> Router:
@@ -53,43 +46,61 @@ def router_of(what: str) -> Router:
 
 def test_each_loss_over_sequences_needs_whole_groups() -> None:
     none = TOGETHER["router.balance_scope=sequence"].model_copy(update={"balance_weight": 0.0})
-    assert needs_group(none) is None
+    assert group_size(none) is None
     for weight in ("balance_weight", "importance_weight", "load_weight"):
-        assert needs_group(none.model_copy(update={weight: 0.1})) == "router.balance_scope=sequence", weight
+        assert group_size(none.model_copy(update={weight: 0.1})) == 1, weight
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "striped"])
-def test_shards_of_sequences_are_routed_like_whole_sequences(kind: str) -> None:
-    """Three ranks with shards of sequences and padding have the choices, drops and gradients of one rank."""
+@pytest.mark.parametrize(("kind", "sp", "tp", "by_columns"), [("zigzag", 3, 1, False), ("striped", 2, 2, True), ("zigzag", 2, 2, False)])
+def test_shards_of_sequences_are_routed_like_whole_sequences(kind: str, sp: int, tp: int, by_columns: bool) -> None:
+    """Ranks with shards of sequences and padding have the choices, drops and gradients of one rank. tp cuts shards of sp once more."""
     x_BLD = torch.randn(B, L, D, generator=torch.Generator().manual_seed(0))
-    valid_BL = torch.arange(L) < torch.tensor([[12], [7], [12], [3]])
+    valid_BL = torch.arange(L) < torch.tensor([[12], [7], [12], [3], [9], [11]])
     weight_BLE = torch.randn(B, L, E, generator=torch.Generator().manual_seed(2))
+    context = Context.of(valid_BL.long(), valid_BL=valid_BL)
 
-    def routed(router: Router, places: list[int]) -> tuple[Routing, torch.Tensor]:
-        context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], positions=places, length=L)
-        routing = router(x_BLD[:, places].reshape(-1, D), sequence_tokens=len(places), context=context)
-        whole = routing if router.slices is None else router.slices.mapped(routing, router.slices.whole)
+    def routed(router: Router, shards: Shards | None) -> tuple[Routing, torch.Tensor]:
+        mine = (lambda x_T: x_T) if shards is None else shards.mine
+        own = context.of_tokens(mine, share=1.0, together=lambda layer, sums: sums)
+        routing = router(mine(x_BLD.flatten(0, 1)), sequence_tokens=L, shards=shards, context=own)
+        probs_GE = routing.probs_TE if shards is None else shards.whole(routing.probs_TE)
         router.zero_grad()
-        (whole.probs_TE * weight_BLE.reshape(-1, E)).sum().backward()
+        (probs_GE * weight_BLE.flatten(0, 1)).sum().backward()
         assert router.weight.grad is not None
         return routing, router.weight.grad.clone()
 
-    def work(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        axis, order, found = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), Order(kind, 3, L), []
+    order = Order(kind, sp, L)
+    positions = [order.positions(other) for other in range(sp)]
+
+    def shards(axis: Axis) -> Shards:
+        return shards_of(axis, positions, batch=B, ways=tp, by_columns=by_columns)
+
+    def work(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]]:
+        axis, found = process.connect(Degrees(sp=sp, tp=tp), World(rank, sp * tp)).axis("sp", "tp"), []
         for what in TOGETHER:
-            router = router_of(what)
-            router.slices = SequenceShards(axis, [order.positions(other) for other in range(3)])
-            routing, grad = routed(router, list(order.positions(rank)))
-            found.append((routing.expert_TK, routing.kept_TK, grad))
+            routing, grad = routed(router_of(what), shards(axis))
+            found.append((routing.expert_TK, routing.kept_TK, routing.num_groups, grad))
         return found
 
-    ranks = run_on_ranks(work, 3)
+    ranks = run_on_ranks(work, sp * tp)
     for number, what in enumerate(TOGETHER):
-        routing, grad = routed(router_of(what), list(range(L)))
-        for rank in range(3):
-            places = list(Order(kind, 3, L).positions(rank))
+        routing, grad = routed(router_of(what), None)
+        for rank in range(sp * tp):
+            held = shards(Axis("sp")).held[rank]
+            assert ranks[rank][number][2] == routing.num_groups
             for got, want in zip(ranks[rank][number], (routing.expert_TK, routing.kept_TK), strict=False):
-                assert torch.equal(got.view(B, len(places), -1), want.view(B, L, -1)[:, places]), what
-        # each rank has the gradient of the whole loss, so the ranks' sum is divided by 3
-        torch.testing.assert_close(sum(rank[number][2] for rank in ranks) / 3, grad, rtol=1e-5, atol=1e-6)
+                assert torch.equal(got, want[held]), what
+        # each rank has the gradient of the whole loss, so the ranks' sum is divided by their number
+        torch.testing.assert_close(sum(rank[number][3] for rank in ranks) / (sp * tp), grad, rtol=1e-5, atol=1e-6)
         assert what != "a capacity" or not (routing.kept_TK | ~routing.valid_T.unsqueeze(1)).all(), "nothing was dropped"
+
+
+def test_every_token_is_on_one_rank() -> None:
+    """Runs differ by at most one token; with columns, each rank has equally many positions of each sequence."""
+    for batch, ways, by_columns in ((1, 5, False), (7, 4, False), (3, 3, True)):
+        positions = [Order("zigzag", 2, L).positions(rank) for rank in range(2)]
+        held = shards_of(Axis("sp"), positions, batch=batch, ways=ways, by_columns=by_columns).held
+        assert torch.cat(list(held)).sort().values.tolist() == list(range(batch * L)) and len(held) == 2 * ways
+        assert max(map(len, held)) - min(map(len, held)) <= (0 if by_columns else 1)
+        for rank, tokens in enumerate(held):
+            assert {int(token) % L for token in tokens} <= set(positions[rank // ways])

@@ -13,7 +13,6 @@ from parallel.mesh.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
-    cut_copies,
     join_copies,
     max_over,
     reduce_backward,
@@ -33,11 +32,10 @@ SPLITS = {2: [[3, 0], [1, 2]], 3: [[0, 2, 1], [0, 0, 0], [3, 0, 4]], 4: [[0, 1, 
 NAMES = (
     "all_reduce",
     "reduce_backward",
-    *(f"{name} {dim}" for name in ("all_gather", "reduce_scatter", "cut_copies", "join_copies") for dim in (0, 1, -1)),
+    *(f"{name} {dim}" for name in ("all_gather", "reduce_scatter", "join_copies") for dim in (0, 1, -1)),
     "all_to_all",
     *(f"shift {steps}" for steps in (1, -1, 2, 0)),
 )
-COPIES = ("reduce_backward", "cut_copies")  # inputs that are equal on all ranks
 ALIKE = ("all_reduce", "join_copies")  # results that are equal on all ranks
 
 
@@ -46,7 +44,7 @@ def ours(name: str, x: Tensor, axis: Axis) -> Tensor:
     if kind == "all_to_all":
         splits = SPLITS[axis.size]
         return all_to_all(x, axis, send=splits[axis.index], receive=[row[axis.index] for row in splits])
-    along = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "cut_copies": cut_copies, "join_copies": join_copies}
+    along = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "join_copies": join_copies}
     if kind in along:
         return along[kind](x, axis, dim=int(number))
     if kind == "shift":
@@ -62,8 +60,6 @@ def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
         return [torch.stack(xs).sum(0)] * n
     if kind == "reduce_scatter":
         return list(torch.stack(xs).sum(0).chunk(n, int(number)))
-    if kind == "cut_copies":
-        return list(xs[0].chunk(n, int(number)))
     if kind in ("all_gather", "join_copies"):
         return [torch.cat(xs, int(number)) for _ in range(n)]
     if kind == "all_to_all":
@@ -74,7 +70,7 @@ def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
 def given(name: str, index: int, size: int) -> Tensor:
     """Return a rank's input of the collective `name`. size: number of ranks."""
     shape = (sum(SPLITS[size][index]), 5) if name == "all_to_all" else (2 * size, size, 3 * size)
-    same = name.startswith(COPIES)  # one tensor that is equal on all ranks
+    same = name == "reduce_backward"  # one tensor that is equal on all ranks
     return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else index))
 
 
@@ -86,7 +82,7 @@ def wanted(name: str, index: int, y: Tensor) -> Tensor:
 def twin(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
     """Return each rank's expected (output, gradient of the input), computed in one process."""
     xs = [given(name, r, size).requires_grad_() for r in range(size)]
-    if name.startswith(COPIES):
+    if name == "reduce_backward":
         xs = [xs[0]] * size
     ys = plain(name, xs)
     losses = [(y * wanted(name, r, y)).sum() for r, y in enumerate(ys)]
@@ -165,7 +161,6 @@ def test_bytes_are_what_a_rank_hands_in(place: str) -> None:
         }
         for dim in (0, 1, -1):
             theory[f"all_gather {dim}"] = {"all_gather": [1, whole], "reduce_scatter": [1, n * whole]}
-            theory[f"cut_copies {dim}"] = {"all_gather": [1, whole // n]}
             theory[f"join_copies {dim}"] = {"all_gather": [1, whole]}
             theory[f"reduce_scatter {dim}"] = {"reduce_scatter": [1, whole], "all_gather": [1, whole // n]}
         for steps in (1, -1, 2, 0):

@@ -1,4 +1,4 @@
-"""Megatron-LM's sequence parallelism sends as many bytes as 1D. MoE layers exchange shards of sequences for whole ones."""
+"""Megatron-LM's sequence parallelism sends as many bytes as 1D."""
 
 from __future__ import annotations
 
@@ -11,31 +11,12 @@ from moe.nn.context import Context
 from moe.verify.cases import BATCH, LENGTH, Case
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.mesh.traffic import Count
-from parallel.process import process
-from parallel.process.process import World
-from parallel.tensor.sliced import Exchanged, SlicedNorm, own_columns
+from parallel.tensor.sliced import SlicedNorm, own_columns
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 
 B, L, D = 4, 6, 3
 LAYERS, WIDTH = 3, 24
-
-
-def test_shards_are_exchanged_for_whole_sequences_and_back() -> None:
-    """Exchanged(dim=1) exchanges shards of positions for whole sequences, and back, with correct gradients."""
-    x = torch.randn(B, L, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def work(rank: int) -> None:
-        axis = process.connect(Degrees(tp=2), World(rank, 2)).axis("tp")
-        mine = x[:, rank * L // 2 : (rank + 1) * L // 2].clone().requires_grad_()
-        cut, exchange = x[rank * B // 2 : (rank + 1) * B // 2], Exchanged(axis, dim=1)
-        assert torch.equal(exchange.cut(mine), cut) and torch.equal(exchange.whole(mine), x) and torch.equal(exchange.mine(x), mine)
-        back = exchange.join(exchange.cut(mine).sin())
-        assert torch.equal(back, mine.sin())
-        back.sum().backward()
-        torch.testing.assert_close(mine.grad, mine.detach().cos(), rtol=1e-12, atol=0)
-
-    run_on_ranks(work, 2)
 
 
 def test_noise_of_a_slice_is_that_of_its_places() -> None:

@@ -1,0 +1,126 @@
+"""Gives each rank of tp its own tokens of a MoE layer, and joins the results. Each token is routed once, as over ranks of dp.
+
+    outside the layer, each rank has           cut: its tokens inside               join
+    copies      x [B L, D]                     its run of the tokens                all-gather of the runs
+    columns     [B L / t, D]: a run of each    the same                             nothing
+                sequence (tensor.sequence_parallel)
+    channels    [B L, D / q] on a grid         its run: all-to-all over tp_col      all-to-all back
+
+Runs differ by at most one token, so any number of sequences and any length can be shared. So expert parallelism can use this axis too
+(MoE parallel folding, arXiv 2504.14960). If a group has tokens on several ranks, they decide together (moe/router/slices.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from moe.nn.context import Context
+from moe.router.checks import group_size
+from moe.router.slices import Shards, shards_of
+from parallel.mesh.collectives import sum_over
+from parallel.mesh.mesh import Axis
+from parallel.mesh.runs import cut_runs, join_runs
+
+if TYPE_CHECKING:
+    from moe.recipe.router_spec import RouterSpec
+
+# B batch, L length, D model, T tokens of this rank, A = B*L tokens of all ranks of tp
+
+Report = TypeVar("Report", bound=Any)  # a dataclass: integer tensors are counts, floating-point ones are means over tokens
+
+
+class Exchange(Protocol):
+    """The exchange between the layout outside of the layer and the rank's tokens inside. `total`: number of all ranks' tokens."""
+
+    def cut(self, x_AD: Tensor) -> Tensor: ...
+    def join(self, y_TD: Tensor, *, total: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Copies:
+    axis: Axis
+
+    def cut(self, x_AD: Tensor) -> Tensor:
+        return cut_runs(x_AD, self.axis)
+
+    def join(self, y_TD: Tensor, *, total: int) -> Tensor:
+        return join_runs(y_TD, self.axis, total=total)
+
+
+@dataclass(frozen=True)
+class Columns:
+    axis: Axis
+
+    def cut(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def join(self, y_TD: Tensor, *, total: int) -> Tensor:
+        return y_TD
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a rank's tokens. `sequence_tokens`: tokens of a sequence in these groups; None: all tokens are one group. `shards`: the
+    ranks that have other tokens of these groups; None: this rank has all.
+    """
+
+    sequence_tokens: int | None
+    shards: Shards | None = None
+
+
+class Spread:
+    """The tokens of one layer over ranks. `exchange`: over the ranks of tp, `axis`, which share tokens. `sp`, `both` (sp * tp): axes over
+    which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a sequence; None: all.
+    """
+
+    def __init__(self, axis: Axis, exchange: Exchange, spec: RouterSpec, *, sp: Axis, both: Axis) -> None:
+        self.axis, self.exchange, self.spec, self.sp, self.both = axis, exchange, spec, sp, both
+        self.by_columns = isinstance(exchange, Columns)
+        self.positions: Sequence[Sequence[int]] | None = None
+        self._shards: dict[tuple[int, int], Shards] = {}
+
+    def groups(self, batch: int, length: int) -> Groups:
+        """Return the groups of `batch` sequences, of which `length` tokens each are held outside of the layer."""
+        size = group_size(self.spec)
+        each = size if size is not None else self.spec.group if isinstance(self.spec.group, int) else 1
+        apart = not self.by_columns and batch % (self.axis.size * (each or batch)) == 0  # ranks of tp have different groups
+        if size is None or (apart and self.sp.size == 1):
+            return Groups(length if apart else None)
+        ways, key = 1 if apart else self.axis.size, (batch, length)
+        positions = self.positions or (range(length * (ways if self.by_columns else 1)),)
+        if key not in self._shards:
+            axis, here = (self.sp, batch // self.axis.size) if apart else (self.both, batch)
+            self._shards[key] = shards_of(axis, positions, batch=here, ways=ways, by_columns=self.by_columns)
+        return Groups(sum(map(len, positions)), self._shards[key])
+
+    def mine(self, context: Context, batch: int) -> tuple[Context, float | Tensor]:
+        """Return the context of this rank's tokens, and their share of the valid tokens of all ranks of tp."""
+        axis = self.axis
+        if axis.size == 1:
+            return context, 1.0
+
+        def own(x_A: Tensor) -> Tensor:
+            return x_A.view(batch, axis.size, -1)[:, axis.index].flatten() if self.by_columns else x_A.tensor_split(axis.size)[axis.index]
+
+        def together(layer: int, mine: Tensor) -> Tensor:
+            name = f"layers.{layer}.sums over tp"
+            return context.once(name, lambda: sum_over(mine.clone(), replace(axis, label=f"layers.{layer}.balance")))
+
+        valid_T, position_T = context.valid_T, context.position_T
+        share = len(own(position_T)) / len(position_T) if valid_T is None else own(valid_T).sum().double() / valid_T.sum().clamp(min=1)
+        return context.of_tokens(own, share=share, together=together), share
+
+    def together(self, report: Report, *, share: float | Tensor) -> Report:
+        """Combine the layer reports of all ranks of tp. `share`: this rank's share of the valid tokens. Collective."""
+        if self.axis.size == 1:
+            return report
+        own = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
+        parts = {name: value.double() * (share if value.is_floating_point() else 1) for name, value in own.items()}
+        sums = sum_over(torch.cat([part.reshape(-1) for part in parts.values()]), self.axis)
+        totals = sums.split([part.numel() for part in parts.values()])
+        return replace(report, **{name: s.view_as(own[name]).to(own[name].dtype) for name, s in zip(own, totals, strict=True)})

@@ -1,0 +1,48 @@
+"""Runs of rows over the ranks of an axis, for any number of rows: lengths of the runs differ by at most one.
+
+7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as `torch.tensor_split` cuts them
+message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receiver removes
+
+         forward                                          backward
+cut      keep this rank's run of rows that all have       all_gather of the runs' gradients
+join     all_gather of the runs                           keep this rank's run of the gradient, which all have
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.mesh.collectives import gathered, paired
+from parallel.mesh.mesh import Axis
+
+
+def run_lengths(total: int, ranks: int) -> list[int]:
+    """Return the number of rows in each rank's run of `total` rows."""
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+
+
+def cut_runs(rows: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's run of rows, which all ranks have."""
+    return rows if axis.size == 1 else paired(rows, axis, _own, _all, total=len(rows))
+
+
+def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
+    """Return all `total` rows, of which each rank has a run."""
+    return run if axis.size == 1 else paired(run, axis, _all, _own, total=total)
+
+
+def lengthened(rows: Tensor, length: int) -> Tensor:
+    """Return the rows with zeros after them: [length, ...]."""
+    return rows if len(rows) == length else F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, length - len(rows)))
+
+
+def _own(rows: Tensor, axis: Axis, *, total: int) -> Tensor:
+    return rows.tensor_split(axis.size)[axis.index].contiguous()
+
+
+def _all(run: Tensor, axis: Axis, *, total: int) -> Tensor:
+    lengths = run_lengths(total, axis.size)
+    rows = gathered(lengthened(run, lengths[0]), axis)
+    return rows if len(rows) == total else torch.cat([part[:n] for part, n in zip(rows.split(lengths[0]), lengths, strict=True)])
