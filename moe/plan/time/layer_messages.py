@@ -147,7 +147,7 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     rows = tokens * e.choices * e.mean_rows
     size = rows * e.share(plan.ep) * network.width * item * plan.etp
     inner = 2 * gather(cluster, group_of(plan.etp, 1, per_node, plan.world), size) if plan.etp > 1 else 0.0
-    kernels = 4 if plan.ep * plan.etp > 1 else 0
+    kernels = program.exchange_kernels if plan.ep * plan.etp > 1 else (0, 0)
     traffic, left = traffic_of(network, plan, tokens, rows, item), 1 - program.experts_overlap
-    forward, backward = (Pass(experts=(seconds(of) + inner) * left, kernels=kernels) for of in traffic[1:])
+    forward, backward = (Pass(experts=(seconds(of) + inner) * left, kernels=n) for of, n in zip(traffic[1:], kernels, strict=True))
     return Passes(forward, backward)

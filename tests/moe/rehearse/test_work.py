@@ -28,6 +28,10 @@ from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.nn.linear import normed
 from moe.nn.vocabulary import PADDING
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.machine.program import OWN
+from moe.plan.time.layer_time import _experts
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
@@ -134,15 +138,21 @@ LAYERS = [
 ]
 
 
-def walked(
+def one_layer(
     dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], microbatches: int = 1, *, preset: str = "gshard"
-) -> Walked:
+) -> tuple[Run, int]:
+    """Return (the recipe of a model with one MoE layer, its number of ranks)."""
     model = {"num_layers": 1, "moe_every": 1, "d_model": 32, "d_ff": 48, "num_heads": 2, "vocab_size": 256, "max_length": 32}
     router, experts = {"preset": preset, "capacity_factor": factor}, {"num_experts": 8, "ffn": "swiglu"}
     parts = {"experts": experts, "router": router, "degrees": degrees, "dispatch": dispatch, "train": {"global_batch": 8}}
     parts |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": "bf16"}}
     world = math.prod(degrees.values()) if "tp" not in degrees else degrees["tp"] * degrees.get("dp", 1)
-    return walk(check_run(build_run({"model": model, **parts}), world), World(world - 1, world, place="cuda"), steps=1)
+    return check_run(build_run({"model": model, **parts}), world), world
+
+
+def walked(*sizes: Any, **more: Any) -> Walked:
+    run, world = one_layer(*sizes, **more)
+    return walk(run, World(world - 1, world, place="cuda"), steps=1)
 
 
 def half_padded(run: Run, world: World) -> Job:
@@ -182,12 +192,16 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize(("dispatch", "ep", "preset", "factor", "forward", "backward"), LAUNCHES)
-def test_a_layer_launches_few_kernels(
+def test_a_layer_launches_few_kernels_and_the_planner_counts_them(
     dispatch: dict[str, Any], ep: int, preset: str, factor: float | None, forward: int, backward: int
 ) -> None:
     work = walked(dispatch, factor, {"ep": ep}, preset=preset).work
     assert work["layers.0.moe", "forward"].kernels <= forward
     assert work["layers.0.moe", "backward"].kernels <= backward
+    run, _ = one_layer(dispatch, factor, {"ep": ep}, preset=preset)
+    predicted = _experts(network_of(run), plan_of(run), load_cluster("h100-8"), OWN)
+    for passing, one in (("forward", predicted.forward), ("backward", predicted.backward)):
+        assert one.kernels == pytest.approx(work["layers.0.moe", passing].kernels, abs=2), passing
 
 
 class Shapes:
