@@ -110,7 +110,7 @@ def choose(
             refused.add(Refused(reason, 1, plan))
             continue
         kinds = (plan.recompute,) if plan is given else recompute
-        found, size = held.first_that_fits([plan.but(recompute=kind) for kind in kinds])
+        found, size = held.first_that_fits(plan, kinds)
         if size > limit_bytes:
             refused.add(Refused(f"it does not fit, with recompute {kinds[-1]} too", 1, found, size - limit_bytes))
         elif plan is given or found != given:
@@ -125,39 +125,38 @@ def choose(
 
 
 class _Held:
-    """Memory of plans, and the micro-batches that do not fit: plan, but with one micro-batch of one sequence -> (the first micro-batch with
-    which it does not fit, its bytes)."""
+    """Memory of plans. too_large: (plan, but with one micro-batch of one sequence; kind of recompute) -> (the first micro-batch with which
+    it does not fit, its bytes)."""
 
     def __init__(self, held_bytes: Callable[[Plan], float], limit_bytes: float) -> None:
         self.held_bytes, self.limit_bytes = held_bytes, limit_bytes
-        self.too_large: dict[Plan, tuple[int, float]] = {}
+        self.too_large: dict[tuple[Plan, Recomputed], tuple[int, float]] = {}
         self.doubtful = False  # the plan before did not fit, so probably the next does not either
 
-    def first_that_fits(self, plans: Sequence[Plan]) -> tuple[Plan, float]:
-        """Return (the first plan that fits, its bytes); if none fits, the last. plans: one plan with several kinds of recompute, the last
-        of which needs the least memory."""
-        others, last, none_fits = plans[:-1], plans[-1], self.limit_bytes * ROUNDED
-        if not self.doubtful or self(last) <= none_fits:
-            for plan in others:
-                if (size := self(plan)) <= self.limit_bytes:
-                    self.doubtful = False
-                    return plan, size
-                if self(last) > none_fits:
-                    break
-        size = self(last)
-        self.doubtful = size > self.limit_bytes
-        return last, size
+    def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
+        """Return (the plan with the first kind of recompute that fits, its bytes); if none fits, with the last, which needs least. If a
+        smaller micro-batch does not fit, the bytes are those of that one, a lower bound."""
+        alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 
-    def __call__(self, plan: Plan) -> float:
-        """Return the bytes of a plan; if a smaller micro-batch does not fit, the bytes of that one, which are a lower bound."""
-        alike = plan.but(microbatch=1, microbatches=1)
-        smaller, size = self.too_large.get(alike, (plan.microbatch + 1, 0.0))
-        if plan.microbatches > 1 and smaller <= plan.microbatch:
+        def held(kind: Recomputed) -> float:
+            smaller, size = self.too_large.get((alike, kind), (plan.microbatch + 1, 0.0))
+            if plan.microbatches > 1 and smaller <= plan.microbatch:
+                return size
+            size = self.held_bytes(plan.but(recompute=kind))
+            if size > self.limit_bytes:
+                self.too_large.setdefault((alike, kind), (plan.microbatch, size))
             return size
-        size = self.held_bytes(plan)
-        if size > self.limit_bytes:
-            self.too_large.setdefault(alike, (plan.microbatch, size))
-        return size
+
+        if not self.doubtful or held(last) <= none_fits:
+            for kind in kinds[:-1]:
+                if (size := held(kind)) <= self.limit_bytes:
+                    self.doubtful = False
+                    return plan.but(recompute=kind), size
+                if held(last) > none_fits:
+                    break
+        size = held(last)
+        self.doubtful = size > self.limit_bytes
+        return plan.but(recompute=last), size
 
 
 def _in_order(fitting: Sequence[_Fitting], bounds: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
