@@ -1,7 +1,7 @@
 """`moe plan --calibrate --runs FOLDER`: fits constants of a cluster to the measured steps of finished runs of `moe train` on it.
 
-summary.json of each run has its recipe, its number of ranks, and the median seconds of its steps. Each constant of CONSTANTS is multiplied
-by a factor e^x, and the fit minimizes
+summary.json of each run has its recipe, number of ranks, hardware, and the median seconds of its steps. Each constant of CONSTANTS is
+multiplied by a factor e^x, and the fit minimizes
 
     sum over runs of (log(predicted / measured) / noise)^2 + sum over constants of (x / PRIOR)^2
 
@@ -12,6 +12,7 @@ While one has not, the least certain constant returns to the cluster's value, an
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -250,8 +251,8 @@ def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> 
 
 
 def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
-    """Yield the step of each finished run in `folder`, or of the run that it is. Raises BadInput without one, and for runs on different
-    hardware."""
+    """Yield the step of each finished run in `folder`, or of the run that it is. Raises BadInput without one, and for runs on other
+    hardware than the cluster's or than the first run's."""
     runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
     if not runs:
         raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="folders of finished runs of moe train", fix="name their folder")
@@ -262,12 +263,26 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
         values, world, on = (summary.get(key) for key in ("recipe_values", "world", "hardware"))
         if not (isinstance(seconds, float) and seconds > 0 and isinstance(values, dict) and isinstance(world, int)):
             raise BadInput(str(path), got="a summary without step seconds or recipe", needed="a whole run", fix="move it to another folder")
+        if not _is_device(cluster.device.name, str(on)):
+            needed = f"runs on the devices of --cluster, {cluster.device.name}"
+            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name their cluster, or move the run to another folder")
         hardware = hardware or on
         if on != hardware:
             raise BadInput(str(path), got=f"a run on {on}", needed=f"runs on {hardware}", fix="move it to another folder")
         run = settled(build_run(values), cluster).resolve(world)
         run = with_values(run, {"dispatch.busiest": _busiest(path, run)})
         yield Step(path.resolve().name, network_of(run), plan_of(run), seconds)
+
+
+def _is_device(name: str, hardware: str) -> bool:
+    """Return whether a run's hardware is a device of a cluster file: a CPU or GPU of this name, or a GPU of the same model (such as H100)
+    that has the same memory, if both texts say how much."""
+    if hardware.rpartition(", ")[0] == name or hardware == name:  # a CPU's text ends with the number of threads
+        return True
+    (model, others), (size, sizes) = (
+        (set(re.findall(pattern, name)), set(re.findall(pattern, hardware))) for pattern in (r"\b[A-Z]{1,2}\d{2,4}", r"(\d+) ?GB")
+    )
+    return bool(model & others) and (size == sizes or not size or not sizes)
 
 
 def _busiest(path: Path, run: Run) -> float:

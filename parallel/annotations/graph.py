@@ -128,10 +128,6 @@ class Graph:
         return {op.name: tuple(edge for edge in self.edges if edge.writer == op.name) for op in self.operators}
 
     @cached_property
-    def num_parameters(self) -> int:
-        return sum(map(self.size, self.parameters.values()))
-
-    @cached_property
     def flops(self) -> float:
         """Return the floating-point operations of one forward pass."""
         return sum(op.flops for op in self.operators)
@@ -140,11 +136,3 @@ class Graph:
     def layers(self) -> tuple[int, ...]:
         """Return the different values of Operator.layer, ascending."""
         return tuple(sorted({op.layer for op in self.operators}))
-
-    def part(self, layers: range) -> Graph:
-        """Return the graph of the operators in these layers. Outputs of other layers that they read become inputs of the graph."""
-        kept = tuple(op for op in self.operators if op.layer in layers)
-        there, read = {op.name for op in kept}, {name for op in kept for name in op.inputs}
-        given = {name: self.letters(name) for name in sorted(read - there) if name not in self.parameters}
-        parameters = {name: letters for name, letters in self.parameters.items() if name in read}
-        return Graph(self.dims, given, parameters, kept, self.itemsize)

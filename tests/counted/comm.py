@@ -1,4 +1,4 @@
-"""Bytes that each rank sends for gradients and parameters in one step, counted and compared with closed forms (moe/plan/job/states.py).
+"""Bytes that each rank sends for gradients and parameters in one step, counted and compared with closed forms.
 
     all-reduce (DDP)                             2 (N - 1)/N of the parameters' bytes
     reduce-scatter + all-gather (ZeRO-1, -2)     2 (N - 1)/N
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from moe.bench.training.sharded import PLAIN, ShardedKind, kinds_of, load_engines, start, tokens_of
 from moe.calibrate.own_step import CPU, Training
 from moe.launch import exit_codes
-from moe.plan.job.states import Storage, sent_bytes
+from moe.plan.job.states import Storage
 from moe.records.results import write_json
 from moe.train.loop.step import finish
 from parallel.mesh.mesh import divisors
@@ -57,6 +57,27 @@ def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, pr
         model |= {"moe_every": 2}
         values |= {"experts": {"num_experts": 4}, "router": {"preset": "switch", "capacity_factor": None}}
     return values
+
+
+def sent_bytes(
+    *,
+    parameters: float,
+    gradients: float,
+    stage: int,
+    copies: int,
+    microbatches: int = 1,
+    reduces: Literal["step", "microbatch"] = "step",
+    gathers: int = 2,
+) -> float:
+    """Bytes that each of `copies` ranks sends in one step by ring collectives. parameters, gradients: bytes of all of them.
+
+    A reduce-scatter or an all-gather sends (N - 1)/N of the buffer, an all-reduce twice that. Stage 0: all-reduce of gradients. Stages 1
+    and 2: reduce-scatter of gradients, all-gather of new parameters. Stage 3: reduce-scatter of gradients, `gathers` all-gathers of
+    parameters in each micro-batch (2: forward and backward). reduces: when gradients are sent. Source: ZeRO section 7.
+    """
+    reduced = gradients * (microbatches if reduces == "microbatch" else 1)
+    gathered = (0, 1, 1, gathers * microbatches)[stage] * parameters
+    return (copies - 1) / copies * (reduced * (2 if stage == 0 else 1) + gathered)
 
 
 def expected(kind: ShardedKind, started: Training) -> float:

@@ -3,8 +3,8 @@
     candidates -> legal? -> fits? (recompute: none, then selective, then full) -> lower bounds of the seconds -> seconds -> ranking
 
 Memory is checked before time because it is cheaper. A plan that fits without recompute is not tried with recompute, which is slower. The
-last kind of recompute needs the least memory: if a plan does not fit with it, no other kind is tried. Larger micro-batches of that plan
-are then refused too, because they need more memory (except if a step has only one micro-batch).
+last kind of recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit with
+one kind, larger micro-batches of the same plan do not either, because they need more memory (except if a step has only one micro-batch).
 The ranking is a best-first branch and bound: the plan with the smallest lower bound gets its next, tighter bound, and at last its exact
 seconds. A plan is ranked when its exact seconds are the smallest number left. So few plans need exact seconds. Among equally fast plans,
 the one with less memory comes first, then the one with fewer kinds of parallelism.
@@ -102,9 +102,7 @@ def choose(
     ranking ends with the first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
     """
     fitting: dict[bool, list[_Fitting]] = {False: [], True: []}  # False: recommended plans; True: plans with advice against them
-    refused, tried, nothing_fitted = Refusals(), 0, False
-    # plan, but with one micro-batch of one sequence -> (smallest micro-batch with which it does not fit, bytes above the limit)
-    too_large: dict[Plan, tuple[int, float]] = {}
+    refused, tried, held = Refusals(), 0, _Held(held_bytes, limit_bytes)
     for plan in chain(() if given is None else (given,), plans):
         tried += 1
         reason = refusal(network, plan)
@@ -112,22 +110,12 @@ def choose(
             refused.add(Refused(reason, 1, plan))
             continue
         kinds = (plan.recompute,) if plan is given else recompute
-        last = plan.but(recompute=kinds[-1])
-        alike = plan.but(microbatch=1, microbatches=1)
-        smaller, too_much = too_large.get(alike, (plan.microbatch + 1, 0.0))
-        if plan.microbatches > 1 and smaller <= plan.microbatch:
-            refused.add(Refused(f"it does not fit, with recompute {kinds[-1]} too", 1, last, too_much))
-            continue
-        found, held = _first_that_fits(plan, kinds, held_bytes, limit_bytes, doubtful=nothing_fitted)
-        nothing_fitted = found is None
-        if found is not None:
-            if plan is given or found != given:
-                against = advice(network, found, devices_per_node=devices_per_node)
-                fitting[against is not None].append(_Fitting(found, held, against))
-            continue
-        if plan is not given:
-            too_large.setdefault(alike, (plan.microbatch, held - limit_bytes))
-        refused.add(Refused(f"it does not fit, with recompute {kinds[-1]} too", 1, last, held - limit_bytes))
+        found, size = held.first_that_fits(plan, kinds)
+        if size > limit_bytes:
+            refused.add(Refused(f"it does not fit, with recompute {kinds[-1]} too", 1, found, size - limit_bytes))
+        elif plan is given or found != given:
+            against = advice(network, found, devices_per_node=devices_per_node)
+            fitting[against is not None].append(_Fitting(found, size, against))
     ranked = []
     for one in islice(chain(*(_in_order(of, (*least, seconds)) for of in fitting.values())), top):
         ranked.append(one)
@@ -136,28 +124,39 @@ def choose(
     return Ranking(tried, sum(map(len, fitting.values())), tuple(ranked), refused.sorted())
 
 
-def _first_that_fits(
-    plan: Plan, recompute: Sequence[Recomputed], held_bytes: Callable[[Plan], float], limit_bytes: float, *, doubtful: bool
-) -> tuple[Plan | None, float]:
-    """Return (the plan with the first kind of recompute that fits, its bytes); if none fits: (None, bytes with the last kind). doubtful:
-    try the last kind first, because probably none fits, and the last needs the least memory."""
-    asked: dict[Recomputed, tuple[Plan, float]] = {}
+class _Held:
+    """Memory of plans. too_large: (plan, but with one micro-batch of one sequence; kind of recompute) -> (the first micro-batch with which
+    it does not fit, its bytes)."""
 
-    def held(kind: Recomputed) -> float:
-        if kind not in asked:
-            changed = plan.but(recompute=kind)
-            asked[kind] = changed, held_bytes(changed)
-        return asked[kind][1]
+    def __init__(self, held_bytes: Callable[[Plan], float], limit_bytes: float) -> None:
+        self.held_bytes, self.limit_bytes = held_bytes, limit_bytes
+        self.too_large: dict[tuple[Plan, Recomputed], tuple[int, float]] = {}
+        self.doubtful = False  # the plan before did not fit, so probably the next does not either
 
-    last = recompute[-1]
-    if doubtful and held(last) > limit_bytes * ROUNDED:
-        return None, held(last)
-    for kind in recompute:
-        if held(kind) <= limit_bytes:
-            return asked[kind]
-        if held(last) > limit_bytes * ROUNDED:
-            break
-    return None, held(last)
+    def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
+        """Return (the plan with the first kind of recompute that fits, its bytes); if none fits, with the last, which needs least. If a
+        smaller micro-batch does not fit, the bytes are those of that one, a lower bound."""
+        alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
+
+        def held(kind: Recomputed) -> float:
+            smaller, size = self.too_large.get((alike, kind), (plan.microbatch + 1, 0.0))
+            if plan.microbatches > 1 and smaller <= plan.microbatch:
+                return size
+            size = self.held_bytes(plan.but(recompute=kind))
+            if size > self.limit_bytes:
+                self.too_large.setdefault((alike, kind), (plan.microbatch, size))
+            return size
+
+        if not self.doubtful or held(last) <= none_fits:
+            for kind in kinds[:-1]:
+                if (size := held(kind)) <= self.limit_bytes:
+                    self.doubtful = False
+                    return plan.but(recompute=kind), size
+                if held(last) > none_fits:
+                    break
+        size = held(last)
+        self.doubtful = size > self.limit_bytes
+        return plan.but(recompute=last), size
 
 
 def _in_order(fitting: Sequence[_Fitting], bounds: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:

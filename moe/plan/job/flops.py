@@ -164,16 +164,22 @@ def attended(model: sections.Model, *, layer: int) -> float:
 
 def core_work(model: sections.Model, *, layer: int) -> float:
     """Number of (query, key) pairs that this layer's kernel computes (moe/nn/core.py), divided by the number in causal attention."""
-    length, window = model.max_length, model.window_of(layer)
-    if window is None or window >= length:
-        return 1.0
-    return (window**2 + 4 * window**2 * (-(-length // window) - 1)) / length**2 if in_chunks(model, layer=layer) else 2.0
+    length, window = model.max_length, model.window_of(layer) or model.max_length
+    if in_chunks(model, layer=layer):
+        return (window**2 + 4 * window**2 * (-(-length // window) - 1)) / length**2
+    return 2.0 if in_mask(model, layer=layer) else 1.0
 
 
 def in_chunks(model: sections.Model, *, layer: int) -> bool:
     """Return whether the layer computes sliding-window attention in chunks as long as the window."""
     window = model.window_of(layer)
     return window is not None and 2 * window <= model.max_length and model.positions != "t5" and not model.document_mask
+
+
+def in_mask(model: sections.Model, *, layer: int) -> bool:
+    """Return whether the layer's sliding window hides pairs by a mask, so that all pairs are computed."""
+    window = model.window_of(layer)
+    return window is not None and window < model.max_length and not in_chunks(model, layer=layer)
 
 
 def counted_training(run: sections.Run) -> float:

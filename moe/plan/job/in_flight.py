@@ -19,6 +19,7 @@ from parallel.pipeline.simulator.held import RankPeaks, rank_peaks
 STEADY = 3  # all rounds after this one are equal; a round has one micro-batch for each rank
 
 
+@lru_cache(maxsize=5_000)
 def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
     """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
     kind = kind_of(schedule)

@@ -160,7 +160,8 @@ class Network:
     ahead: int = 0  # number of further tokens of multi-token prediction
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
     windows_in_runs: float = 0.0  # fraction of layers whose sliding windows are computed in chunks, which keep keys and values twice
-    documents: bool = False  # attention has a mask of documents, which a GPU's flash attention does not take
+    windows_masked: float = 0.0  # fraction of layers whose sliding windows need a mask, because they are above half of the length
+    documents: bool = False  # attention has a mask of documents; a GPU's flash attention takes no masks
     sees: Literal["past", "all"] = "past"  # `past`: attention is causal
     encoder: Network | None = None  # stack whose output cross-attention reads; None: decoder-only model
 

@@ -1,4 +1,4 @@
-"""Bytes of model states that a rank of data parallelism holds, and bytes that it sends in a step, in closed form. Needs no torch.
+"""Bytes of model states that a rank of data parallelism holds, in closed form. Needs no torch.
 
     states of one parameter     parameters | gradients | optimizer (master copy and moments)
     stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold copies of it
@@ -7,18 +7,16 @@
     stage 3   ZeRO-3, FSDP      1/N        | 1/N       | 1/N
 
 Dense parameters have copies on the ranks of dp, experts only on edp = dp / (ep etp) ranks. Activations, weights gathered for the current
-layer, and buckets are not included. Source: ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
+layer, and buckets are not included. Source: ZeRO (arXiv 1910.02054), sections 3 and 5.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from moe.plan.job.hashed import Summed
 
 STAGES = (0, 1, 2, 3)
-Every = Literal["step", "microbatch"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class States(Summed):
 def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
     """Bytes of the model states on one of N = `copies` ranks that hold the same P parameters, sharded by ZeRO stage 0 to 3. For MIXED: 16 P
     in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3."""
-    _check(stage, copies)
+    assert stage in STAGES and copies >= 1, f"no stage {stage} on {copies} ranks"
     return States(
         num_parameters * storage.parameters / (copies if stage >= 3 else 1),
         num_parameters * storage.gradients / (copies if stage >= 2 else 1),
@@ -80,22 +78,3 @@ def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep:
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)
     return model_states(dense, stage=stage, copies=dp, storage=storage) + held
-
-
-def sent_bytes(
-    *, parameters: float, gradients: float, stage: int, copies: int, microbatches: int = 1, reduces: Every = "step", gathers: int = 2
-) -> float:
-    """Bytes that each of `copies` ranks sends in one step by ring collectives. parameters, gradients: bytes of all of them.
-
-    A reduce-scatter or an all-gather sends (N - 1)/N of the buffer, an all-reduce twice that. Stage 0: all-reduce of gradients. Stages 1
-    and 2: reduce-scatter of gradients, all-gather of new parameters. Stage 3: reduce-scatter of gradients, `gathers` all-gathers of
-    parameters in each micro-batch (2: forward and backward). reduces: when gradients are sent. Source: ZeRO section 7.
-    """
-    _check(stage, copies)
-    reduced = gradients * (microbatches if reduces == "microbatch" else 1)
-    gathered = (0, 1, 1, gathers * microbatches)[stage] * parameters
-    return (copies - 1) / copies * (reduced * (2 if stage == 0 else 1) + gathered)
-
-
-def _check(stage: int, copies: int) -> None:
-    assert stage in STAGES and copies >= 1, f"no stage {stage} on {copies} ranks"

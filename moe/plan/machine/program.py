@@ -39,6 +39,8 @@ class Program:
     transfers: Literal["parts", "whole"] = "parts"  # between stages, each tp rank sends its part of the tensor, or the whole tensor
     interleaved_transfers: Literal["waited", "overlapped"] = "waited"  # messages between interleaved stages
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
+    dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
+    exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds / time of a micro-batch
     sent_gradients: Literal["stored", "computed"] = "stored"  # dtype of sent gradients: of stored gradients, or of computed activations
@@ -59,8 +61,18 @@ OWN = Program(
     staged="by stage",
     shards="micro-batch",
     casts="use",
+    dispatch_kernels=(12, 9),  # these and the next are counted by `moe rehearse --device cuda`
+    exchange_kernels=(8, 4),
 )
 # this project's trainer on a CPU host, where a core either computes or communicates
 OWN_ON_CPU = replace(
-    OWN, name="moe-parallel-cpu", streams="elements", staged="as gradients", gradients="after", gathers="waited", alone=1.0
+    OWN,
+    name="moe-parallel-cpu",
+    streams="elements",
+    staged="as gradients",
+    gradients="after",
+    gathers="waited",
+    alone=1.0,
+    dispatch_kernels=(45, 45),
+    exchange_kernels=(4, 4),
 )

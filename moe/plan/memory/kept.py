@@ -61,6 +61,8 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         else:
             parts["attention"] += c * bias_elements(n, plan, stack)
         parts["attention"] += n.length**2 if n.sees == "past" else 0  # the causal mask has 1 byte
+    elif stack.keys == "repeated" and plan.sp == 1:  # torch converts a mask to the queries' dtype; documents need one for each sequence
+        parts["attention"] += c * (plan.microbatch if n.documents else n.windows_masked) * n.length**2
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):
@@ -130,9 +132,10 @@ def _mask(stack: Stack, itemsize: int) -> int:
     return 1 if stack.mask == "byte" else itemsize
 
 
-def _key_heads(n: Network, stack: Stack, itemsize: int) -> int:
-    """Number of heads of the keys that the backward pass reads, without chunks of windows."""
-    return n.heads if stack.keys == "repeated" and (itemsize > 2 or n.buckets or n.documents) else n.groups
+def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
+    """Number of heads of the keys that the backward pass reads, as a mean over layers, without chunks of windows."""
+    repeated = 1.0 if itemsize > 2 or n.buckets or n.documents else n.windows_masked
+    return n.groups + (repeated * (n.heads - n.groups) if stack.keys == "repeated" else 0)
 
 
 def _attention(n: Network, stack: Stack, itemsize: int) -> float:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.states import States, model_states
-from moe.plan.memory.moments import Moment, RankMoments, differs_by_moment, ranks_of
+from moe.plan.memory.moments import Moment, RankMoments, differs_by_moment, ranks_of, without_order
 from moe.plan.memory.stack import OURS, Stack
 from moe.plan.memory.temporary import NOTHING, Unit, at_any_moment, gathered
 from parallel.data.kinds.kind import At
@@ -70,6 +70,11 @@ def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, .
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Return the memory of the pipeline rank that needs most."""
+    return _peak(network, without_order(plan), stack)
+
+
+@lru_cache(maxsize=512)  # the planner asks again for plans that differ only in the order of sequences
+def _peak(network: Network, plan: Plan, stack: Stack) -> Memory:
     ranks = [(rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "fullest")]
     return max([_memory(plan, rank, full) for rank, full in _fullest(plan, ranks)], key=lambda m: m.allocated)
 

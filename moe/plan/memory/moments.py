@@ -44,7 +44,7 @@ from parallel.pipeline.simulator.held import RankPeaks
 
 NO_EXPERTS = -1  # index that stands for a layer without experts
 _DEFAULT = Plan()
-_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "microbatch", "compute_bytes", "offload_activations")
+_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "sequence", "microbatch", "compute_bytes", "offload_activations")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +102,16 @@ class RankMoments:
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
     """Return the sizes of all pipeline ranks, or only of those that may need most memory."""
     engine: dict[str, Any] = {} if differs_by_moment(plan, stack) else {"dp": 1, "engine": _DEFAULT.engine, "reshard": _DEFAULT.reshard}
-    sequence = plan.sequence if keeps_scores(plan) else _DEFAULT.sequence
     offload: dict[str, Any] = {"offload_optimizer": "none", "offload_parameters": "none"}
-    without_states = plan.but(sequence=sequence, order=_DEFAULT.order, storage=_DEFAULT.storage, **engine, **offload)
+    without_states = without_order(plan).but(storage=_DEFAULT.storage, **engine, **offload)
     return _ranks(network, without_states, stack, casts_kept(plan, stack), which)
+
+
+def without_order(plan: Plan) -> Plan:
+    """Return the plan with only the settings on which memory depends: with most methods of sequence parallelism, memory is the same."""
+    if plan.sp == 1:
+        return plan
+    return plan.but(sequence=plan.sequence if keeps_scores(plan) else _DEFAULT.sequence, order=_DEFAULT.order)
 
 
 def differs_by_moment(plan: Plan, stack: Stack) -> bool:
@@ -215,8 +221,7 @@ class _Step:
         kind = (index < self.network.before, index in self.sparse, repeats(index, self.plan.recompute_every))
         if kind not in self.kinds:
             run, _ = self.network.at(index)
-            sequence = self.plan.sequence if keeps_scores(self.plan) else _DEFAULT.sequence
-            own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index), sequence=sequence)
+            own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
             made = _layer(run, own, self.stack, kind[1])
             casts = cast_weights(self.network, self.plan, index) if self.casts else 0.0
             self.kinds[kind] = replace(made, kept=made.kept + casts) if casts else made

@@ -10,6 +10,7 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
                     c heads L                    Colossal-AI's ring: softmax of all pairs, in any software
     with T5's bias  if `biased` is `scores`: attention and core (12 + c) w + 4 heads L; otherwise as above, and c heads L^2 per
                     micro-batch; in both cases L^2 per micro-batch
+    with a mask     `repeated` keys: c L^2 per micro-batch for windows above half of the length, c L^2 per sequence for documents
     network         c (n - a) F                  n (`plain` or `gated`): number of kept tensors of the hidden size
     activation      c a F                        a (`activation_of`): number of these that are outputs of the activation
     masks           2 D                          dropout after attention and network; `always`: even if dropout is 0
@@ -43,7 +44,7 @@ class Stack:
     statistics: int = 0
     lse: int = 4
     keys: Literal["grouped", "repeated"] = (
-        "grouped"  # repeated: in fp32, with T5's bias or documents, and in chunks of windows, which flash does not take
+        "grouped"  # repeated: in fp32, with T5's bias or a mask, and in chunks of windows, which flash does not take
     )
     padded: bool = False  # latent attention pads values and output to the size of keys
     core: Literal["fused", "scores"] = "fused"

@@ -175,7 +175,7 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     rows = tokens * e.choices * e.mean_rows
     size = rows * e.share(plan.ep) * network.width * item * plan.etp
     inner = 2 * gather(cluster, group_of(plan.etp, 1, per_node, plan.world), size) if plan.etp > 1 else 0.0
-    kernels = 4 if plan.ep * plan.etp > 1 else 0
+    kernels = program.exchange_kernels if plan.ep * plan.etp > 1 else (0, 0)
     traffic, left = traffic_of(network, plan, tokens, rows, item), 1 - program.experts_overlap
 
     def together(messages: tuple[Message, ...]) -> float:
@@ -183,7 +183,7 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
         return sum(collective(cluster, group_of(m.ranks, stride, per_node, plan.world), m.name, m.handed) for m in messages)
 
     forward, backward = (
-        Pass(experts=(seconds(of) + inner) * left + together(whole), kernels=kernels + len(whole))
-        for of, whole in zip(traffic[1:], grouping(network, plan), strict=True)
+        Pass(experts=(seconds(of) + inner) * left + together(whole), kernels=n + len(whole))
+        for of, n, whole in zip(traffic[1:], kernels, grouping(network, plan), strict=True)
     )
     return Passes(forward, backward)

@@ -25,7 +25,6 @@ from parallel.mesh.grids import GRIDS
 BACKWARD_STREAM = 1.5  # memory traffic of a pointwise kernel backward / forward: a norm's reads input and gradient, and writes one tensor
 LOGITS_AGAIN_BYTES = 20.0  # memory traffic of recomputing a logit: cast to fp32, difference, exponential
 LOGIT_BYTES = (30.0, 16.0)  # memory traffic of a logit's loss (forward, backward)
-DISPATCH_KERNELS = 45  # number of kernels of router and dispatch in each pass, fitted to Qwen3-235B under Megatron-Core
 
 Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
@@ -237,8 +236,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
     router = 3 * device.product(n, e.count, d, kind="tf32")
     moved = 4 * 2 * item * choices * factor * d  # each row is gathered, sorted, sorted back, and summed
     passes += Passes(
-        Pass(router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS),
-        Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=DISPATCH_KERNELS),
+        Pass(router / 3 + device.stream(moved, kernels=8), kernels=program.dispatch_kernels[0]),
+        Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=program.dispatch_kernels[1]),
     )
     if e.shared_hidden:
         passes += _ffn(network, plan, cluster, program, e.shared_hidden, e.gated)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moe.calibrate.own_runs import CONSTANTS, TOLD, Step, fitted, measured, off
 from moe.cli.main import main
 from moe.plan.job.network import Network, Plan
-from moe.plan.machine.cluster import Cluster, load_cluster
+from moe.plan.machine.cluster import FOLDER, Cluster, cluster_of, load_cluster
 from moe.plan.time.cost import step_time
 from moe.recipe.load import load
 from parallel.errors import BadInput
@@ -23,10 +24,27 @@ LAW = {"device.sustained": 0.75, "device.memory_share": 0.8, "program.launch_us"
 
 
 def true_cluster(law: dict[str, float]) -> Cluster:
-    made = GIVEN
-    for name, factor in law.items():
-        made = CONSTANTS[name].scaled(made, factor)
-    return made
+    """Return the cluster of h100-8.yaml with the numbers of these constants multiplied in the file."""
+    file = yaml.safe_load((FOLDER / "h100-8.yaml").read_text())
+    keys = {"device.attention": ["attention"], "inside.bus_gb_s": ["bus_gb_s", "sum_bus_gb_s", "pair_gb_s"]}
+    for constant, factor in law.items():
+        section, key = constant.split(".")
+        values = file.setdefault(section, {"launch_us": 20, "step_ms": 1})
+        for name in keys.get(constant, [key]):
+            old = values[name]
+            if isinstance(old, dict):
+                values[name] = {ranks: rate * factor for ranks, rate in old.items()}
+            else:
+                values[name] = [each * factor for each in old] if isinstance(old, list) else old * factor
+    return cluster_of(file, name="h100-8")
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_scaled_constant_is_the_file_with_other_numbers(name: str) -> None:
+    network, plan = Network(layers=2, width=1024, heads=8, hidden=4096, vocab=32000, length=512), Plan(dp=16, microbatch=2, engine="zero1")
+    ways = [way.holding(16) for way in (GIVEN, CONSTANTS[name].scaled(GIVEN, 0.5), true_cluster({name: 0.5}))]
+    given, scaled, written = (step_time(network, plan, way).parts for way in ways)
+    assert scaled == pytest.approx(written, rel=1e-12) and scaled != given
 
 
 def steps(law: dict[str, float], *, noise: float = 0.0, dp: tuple[int, ...] = (1, 8)) -> list[Step]:
@@ -81,7 +99,7 @@ def test_steps_that_were_left_out_are_predicted_better() -> None:
 def finished(folder: Path, name: str, recipe: str, ranks: int, seconds: float, **summary: object) -> None:
     """Write what the calibration reads of a finished run."""
     values = load(recipe, {"degrees.ep": str(ranks)})[0].model_dump(mode="json")
-    about = {"recipe_values": values, "world": ranks, "hardware": "a GPU", "predicted": {"measured_step_seconds": seconds}}
+    about = {"recipe_values": values, "world": ranks, "hardware": "NVIDIA H100 80GB HBM3", "predicted": {"measured_step_seconds": seconds}}
     (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / name / "summary.json").write_text(json.dumps(about | summary))
     (folder / name / "metrics.jsonl").write_text(
@@ -108,7 +126,7 @@ def test_runs_of_a_folder_become_a_cluster_file(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("changes", "got"),
     [
-        ({"hardware": "another"}, "a run on another"),
+        ({"hardware": "NVIDIA H100 PCIe"}, "a run on NVIDIA H100 PCIe.* needed runs on NVIDIA H100 80GB HBM3"),
         ({"predicted": None}, "without step seconds"),
         ({"world": "2"}, "without step seconds"),
     ],
@@ -120,3 +138,29 @@ def test_runs_that_tell_nothing_are_refused(changes: dict[str, object], got: str
     finished(tmp_path, "b", "dense_tiny", 1, 0.5, **changes)
     with pytest.raises(BadInput, match=got):
         list(measured(tmp_path, GIVEN))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "cluster", "same"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-8", True),
+        ("NVIDIA H100 80GB HBM3", "h100-500w-8", False),  # 96 GB
+        ("NVIDIA H100 80GB HBM3", "h800-8", False),
+        ("NVIDIA A100-SXM4-40GB", "a100-40-8", True),
+        ("NVIDIA A100-SXM4-40GB", "a100-80-8", False),
+        ("NVIDIA B200", "b200-8", True),
+        ("NVIDIA B200", "gb200-72", False),
+        ("Intel(R) Xeon(R) Processor, 2 threads a rank", "h100-8", False),
+        (None, "h100-8", False),
+    ],
+)
+def test_runs_on_other_devices_than_the_clusters_are_refused(hardware: str | None, cluster: str, same: bool, tmp_path: Path) -> None:
+    finished(tmp_path, "a", "dense_tiny", 1, 0.5, hardware=hardware)
+    there = load_cluster(cluster)
+    if same:
+        assert len(list(measured(tmp_path, there))) == 1
+        return
+    with pytest.raises(BadInput, match=f"needed runs on the devices of --cluster, {there.device.name}"):
+        list(measured(tmp_path, there))
+    cpu = replace(there, device=replace(there.device, name=str(hardware).split(",")[0]))
+    assert len(list(measured(tmp_path, cpu))) == 1

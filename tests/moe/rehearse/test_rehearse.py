@@ -122,11 +122,14 @@ def test_predicted_bytes_of_fsdp_are_those_of_a_rehearsed_gpu(tied: bool, reshar
 
 WIDE = {"num_layers": 3, "d_model": 384, "d_ff": 1280, "num_heads": 6, "vocab_size": 640, "max_length": 320}
 ROWS_OF_8 = {"model": {"moe_every": 2}, "experts": {"num_experts": 8}, "router": {"preset": "switch", "capacity_factor": None}}
+LONG = {"num_layers": 2, "max_length": 800, "num_kv_heads": 1, "d_ff": 320}
 T5 = {"positions": "t5", "num_layers": 2}
 PREDICTED: dict[str, dict[str, Any]] = {
     "relu, recomputed": {"model": {"ffn": "relu"}, "recompute": {"kind": "full"}},
     "gated, recomputed": {"model": {"ffn": "swiglu"}, "recompute": {"kind": "selective"}, "precision": {"compute": "fp32"}},
     "grouped heads": {"model": {"num_kv_heads": 2, "qk_norm": "heads"}},
+    "long windows": {"model": LONG | {"sliding_window": 500}},
+    "documents": {"model": LONG | {"document_mask": True}},
     "experts": ROWS_OF_8 | {"recompute": {"kind": "selective"}},
     "t5": {"model": T5, "pipeline": {"microbatches": 2}},
     "t5 in fp32": {"model": T5, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}},

@@ -28,6 +28,10 @@ from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.nn.linear import normed
 from moe.nn.vocabulary import PADDING
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.machine.program import OWN
+from moe.plan.time.layer_time import _experts
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
@@ -134,7 +138,10 @@ LAYERS = [
 ]
 
 
-def walked(dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], microbatches: int = 1, **router: Any) -> Walked:
+def one_layer(
+    dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], microbatches: int = 1, **router: Any
+) -> tuple[Run, int]:
+    """Return (the recipe of a model with one MoE layer, its number of ranks)."""
     model = {"num_layers": 1, "moe_every": 1, "d_model": 32, "d_ff": 48, "num_heads": 2, "vocab_size": 256, "max_length": 32}
     router = {"preset": "gshard", "capacity_factor": factor} | router
     parts = {
@@ -146,7 +153,12 @@ def walked(dispatch: dict[str, Any], factor: float | None, degrees: dict[str, in
     }
     parts |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": "bf16"}}
     world = math.prod(degrees.values()) if "tp" not in degrees else degrees["tp"] * degrees.get("dp", 1)
-    return walk(check_run(build_run({"model": model, **parts}), world), World(world - 1, world, place="cuda"), steps=1)
+    return check_run(build_run({"model": model, **parts}), world), world
+
+
+def walked(*sizes: Any, **more: Any) -> Walked:
+    run, world = one_layer(*sizes, **more)
+    return walk(run, World(world - 1, world, place="cuda"), steps=1)
 
 
 def half_padded(run: Run, world: World) -> Job:
@@ -190,10 +202,16 @@ LAUNCHES: list[tuple[dict[str, Any], int, dict[str, Any], int, int]] = [
 
 
 @pytest.mark.parametrize(("dispatch", "ep", "router", "forward", "backward"), LAUNCHES)
-def test_a_layer_launches_few_kernels(dispatch: dict[str, Any], ep: int, router: dict[str, Any], forward: int, backward: int) -> None:
+def test_a_layer_launches_few_kernels_and_the_planner_counts_them(
+    dispatch: dict[str, Any], ep: int, router: dict[str, Any], forward: int, backward: int
+) -> None:
     work = walked(dispatch, None, {"ep": ep}, **router).work
     assert work["layers.0.moe", "forward"].kernels <= forward
     assert work["layers.0.moe", "backward"].kernels <= backward
+    run, _ = one_layer(dispatch, None, {"ep": ep}, **router)
+    predicted = _experts(network_of(run), plan_of(run), load_cluster("h100-8"), OWN)
+    for passing, one in (("forward", predicted.forward), ("backward", predicted.backward)):
+        assert one.kernels == pytest.approx(work["layers.0.moe", passing].kernels, abs=2), passing
 
 
 class Shapes:

@@ -20,6 +20,7 @@ from moe.plan.job import in_flight
 from moe.plan.job.network import Experts, Network, Plan
 from moe.plan.job.states import FP32, FP32_AND_COPY, MIXED
 from moe.plan.machine.cluster import load_cluster
+from moe.plan.memory import memory as memory_module
 from moe.plan.memory import moments
 from moe.plan.memory.memory import memory, peak
 from moe.plan.time import cost, layer_time, stage_time
@@ -130,7 +131,9 @@ def test_caches_do_not_change_bytes_or_seconds() -> None:
     plans += [plan.but(engine=engine, storage=engines[engine]) for plan in plans[:8] for engine in draw.sample(sorted(engines), 2)]
     together = [(peak(network, plan), step_time(network, plan, cluster)) for plan in plans]
     caches = [
-        getattr(module, name) for module in (cost, in_flight, layer_time, stage_time, moments, pipeline_time_module) for name in dir(module)
+        getattr(module, name)
+        for module in (cost, in_flight, layer_time, stage_time, memory_module, moments, pipeline_time_module)
+        for name in dir(module)
     ]
     for plan, found in zip(plans, together, strict=True):
         for cached in caches:

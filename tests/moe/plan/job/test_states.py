@@ -14,9 +14,9 @@ from moe.plan.job.states import (
     STAGES,
     Storage,
     model_states,
-    sent_bytes,
     sparse_model_states,
 )
+from tests.counted.comm import sent_bytes
 
 STORAGES = (MIXED, MIXED_FP32_GRADIENTS, FP32, FP32_AND_COPY)
 some_storage = st.sampled_from(STORAGES)

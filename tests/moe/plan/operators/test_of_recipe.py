@@ -101,12 +101,3 @@ def test_slots_of_an_expert_follow_from_capacity_and_choices(factor: float, fill
     router = {"preset": "mixtral", "capacity_factor": factor}
     made = graph({"model": {"moe_every": 2}, "experts": {"num_experts": 3, "skip": 2, "zero": 1}, "router": router})
     assert {dim.size for dim in made.dims.values() if dim.name == "slots"} == {math.ceil(filled * 2 * L / 6)}
-
-
-def test_a_part_reads_what_came_before_as_an_input() -> None:
-    made = graph(MODELS["experts"])
-    part = made.part(range(1, 3))
-    assert list(part.inputs) == ["layers.0.ffn.add"] and part.layers == (1, 2)
-    parts = [made.part(range(-1, 1)), part, made.part(range(3, 5))]
-    assert sum(p.flops for p in parts) == made.flops
-    assert sum(p.num_parameters for p in parts) == made.num_parameters + V * 24  # tied: the first and the last part both have the embedding
