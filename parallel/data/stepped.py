@@ -16,6 +16,7 @@ from parallel.data.load import fill_stepped, held_of, kept_of
 from parallel.data.rate import at_rate
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
+from parallel.numerics.weight_gradient import PendingGradients
 from parallel.watch.audit import Held, copies_of
 
 
@@ -39,6 +40,9 @@ class Stepped(ABC):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        pending.compute()
 
     def expect_sums(self, names: Sequence[str]) -> None:
         return  # as in `start_sums`

@@ -30,6 +30,7 @@ from parallel.data.rate import at_rate
 from parallel.mesh.gradients import data_axis
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
+from parallel.numerics.weight_gradient import PendingGradients
 from parallel.watch.audit import Held, copies_of
 
 BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
@@ -58,6 +59,9 @@ class DeepSpeed(ABC):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        pending.compute()
 
     def expect_sums(self, names: Sequence[str]) -> None:
         return  # as in `start_sums`

@@ -177,8 +177,6 @@ def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
         yield f"pipeline.microbatches={m}: an update of {name} sums {every}, and a step is one update"
     if kind.continuous and not plan.kind.steps_by_stage:
         yield f"{name} updates its stages at different times: ddp alone does"
-    if plan.stage >= 2 and kind.splits_backward:
-        yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
 
 
 def _engine(network: Network, plan: Plan) -> Iterator[str]:

@@ -66,7 +66,7 @@ def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool, halves
                 runs = str(wrong)
             assert (refusal(network, plan) is None) == (runs is None), f"{described(plan)}: {refusal(network, plan)} | {runs}"
             accepted, refused = accepted + (runs is None), refused + (runs is not None)
-    assert accepted > 30 and refused > 30
+    assert accepted > 30 and refused > 20
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "chimera"])
