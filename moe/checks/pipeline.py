@@ -51,8 +51,8 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
         if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
             got = f"{place} with sharding.stage={s.stage} and degrees.pp={pp}"
-            needed = "with stages the optimizer on cpu with stage 1: FSDP carries out stages 2 and 3 there, and it does not offload"
-            works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none", "sharding.stage": 1}
+            needed = "with stages the optimizer on cpu: FSDP carries out stages 2 and 3 there, and it offloads nothing else"
+            works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none"}
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=all_of(works) | Set("degrees.pp", 1))
 
 

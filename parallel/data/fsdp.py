@@ -181,10 +181,16 @@ class _ScatterSum(_OnAxis, ReduceScatter):
         return None
 
 
-class FSDP(Stepped):
-    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; read with pipeline stages."""
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, page-locked if the tensor is on a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False).copy_(tensor.detach())
 
-    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, once: bool = False) -> None:
+
+class FSDP(Stepped):
+    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; read with pipeline stages.
+    host: the optimizer's states, and the weights that it steps, are in host memory; new weights are copied to the device's shards."""
+
+    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, once: bool = False, host: bool = False) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
         staged = mesh.axis("pp").size > 1 and isinstance(model, FSDPModule)
         self.sums = StageSums(model, once=once) if staged else None
@@ -195,6 +201,9 @@ class FSDP(Stepped):
         self.parameters = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named.items()
         }
+        self.on_device = self.parameters if host else {}
+        if host:
+            self.parameters = {name: nn.Parameter(_on_host(p), p.requires_grad) for name, p in self.on_device.items()}
         wholes = {id(p): whole for name, p in self.parameters.items() if (whole := self._whole(name)) is not None}
         stepped = ((name, p) for name, p in self.parameters.items() if p.numel() or id(p) in wholes)
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
@@ -247,29 +256,39 @@ class FSDP(Stepped):
         layout = self.layouts[name]
         return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
 
+    @torch.no_grad()
     def copy_again(self) -> bool:
         self._reshard()
-        return False
+        for name, parameter in self.on_device.items():
+            parameter.copy_(self.parameters[name], non_blocking=True)
+        return bool(self.on_device)
+
+    def tensors(self) -> Iterator[Held]:
+        yield from super().tensors()
+        yield from (self.held(name, "copy of weight", parameter) for name, parameter in self.on_device.items())
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
         for name, grad in self.gradients():
-            self.parameters[name].grad = grad
+            self.parameters[name].grad = grad.to(self.parameters[name].device)
         super().step(lr, factor=factor)
+        if self.on_device:
+            self.copy_again()
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        for parameter in self.cut.values():
+        for parameter in (self.whole | self.cut).values():
             parameter.grad = None
 
     def gradient(self, name: str) -> Tensor:
         return self._gathered(name, super().gradient(name))
 
     def state(self, name: str) -> dict[str, Tensor]:
-        return {kind: self._gathered(name, part) for kind, part in super().state(name).items()}
+        device = self.on_device.get(name, self.parameters[name]).device
+        return {kind: self._gathered(name, part.to(device)) for kind, part in super().state(name).items()}
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
-        self._reshard()
         super().load_state(names, load, steps=steps)
+        self.copy_again()
 
     def _reshard(self) -> None:
         """Free gathered parameters, so that the next use gathers the shards' new values."""

@@ -78,7 +78,7 @@ class Stepped(ABC):
         return False
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
-        grads = (grad for _, grad in self.gradients())
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         with at_rate(lr, factor, self.optimizer, weights=self.parameters.values(), grads=grads):
             self.optimizer.step()
         self.drop_gradients()

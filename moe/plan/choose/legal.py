@@ -165,7 +165,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     if kind is not None:
         yield from _schedule(kind, plan)
     if any(placed not in plan.carrier.offloads for placed in _offloaded(plan)):
-        yield f"with degrees.pp={pp} the optimizer goes to cpu with zero1 alone: FSDP carries out the other stages, and it does not offload"
+        yield f"with degrees.pp={pp} the optimizer alone is offloaded, to cpu: FSDP carries out stages 2 and 3"
 
 
 def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:

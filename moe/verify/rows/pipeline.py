@@ -29,6 +29,7 @@ def pipeline_cases() -> list[Case]:
     for model in THREE:  # with optimizer states on the host
         found += [staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")]
         found += [staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")]
+        found += [staged(model, kind, 4, 2, schedule, "fp32") for kind, schedule in (("zero2+cpu", "zb_v"), ("zero3+cpu", "1f1b"))]
     # multi-token prediction, for which the last stage also has the embedding
     found += [staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
     found += [staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]

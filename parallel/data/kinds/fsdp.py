@@ -28,7 +28,8 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
 def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
     from parallel.data.fsdp import FSDP
 
-    return FSDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, once=not setup.reshard)
+    host = setup.offload.optimizer == "cpu"
+    return FSDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, once=not setup.reshard, host=host)
 
 
 def gathered(at: At, w: Whole) -> float:
@@ -60,7 +61,8 @@ FSDP = EngineKind(
     "fsdp",
     start,
     {"kind": "fsdp"},
-    keys=("reshard", "prefetch"),
+    keys=("reshard", "prefetch", "offload"),
+    offloads=frozenset({("optimizer", "cpu")}),
     stage=3,
     cut=cut,
     load=load,

@@ -152,11 +152,6 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
         "sharding.reshard to false, or sharding.allow_slow to true",
     ),
     "zero 2": ({"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 2}}, "sharding.kind", "stage to 1"),
-    "offload by FSDP": (
-        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True, "offload": {"optimizer": "cpu"}}},
-        "sharding.offload.optimizer",
-        "sharding.stage to 1, or degrees.pp to 1",
-    ),
     "parameters on the host": (
         {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True, "offload": {"parameters": "cpu"}}},
         "sharding.offload.parameters",

@@ -33,16 +33,16 @@ def two_steps(rank: int, case: Case) -> dict[str, Any]:
     return found | {"weights": owned(tiny.engine, tiny.mesh, "weight", 1.0)}
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp+kept"])
 @pytest.mark.parametrize(
-    ("model", "schedule"),
+    ("model", "schedule", "kind"),
     [
-        ("gshard", "1f1b"),
-        ("deepseek", "zb_h1"),
-        ("gshard", "zb_v"),
-        ("dense", "v_half"),
-        ("deepseek", "dualpipe_v"),
-        ("gshard", "dualpipe"),
+        ("gshard", "1f1b", "fsdp+kept"),
+        ("deepseek", "zb_h1", "fsdp"),
+        ("gshard", "zb_v", "fsdp"),
+        ("gshard", "zb_v", "fsdp+kept"),
+        ("dense", "dualpipe_v", "zero2"),
+        ("deepseek", "dualpipe", "fsdp+kept"),
+        ("deepseek", "v_half", "zero3+cpu"),
     ],
 )
 def test_a_step_is_that_of_one_process(model: str, schedule: str, kind: str) -> None:
