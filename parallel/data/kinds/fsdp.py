@@ -36,7 +36,7 @@ def gathered(at: At, w: Whole) -> float:
     """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     c, r = w.compute_bytes, w.sum_bytes
     if w.once:
-        return c * w.held + r * (w.trained + (w.trained_layer if at == "sums" else 0.0))
+        return c * w.held + r * w.trained
     left = w.held if w.on_stages else w.held - w.behind  # a layer is freed after its backward pass, unless other micro-batches need it
     match at:
         case "loss":
