@@ -123,3 +123,22 @@ class Engine(Protocol):
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.
 
         `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps."""
+
+
+class OfStages(ABC):
+    """Base of engines: backward passes of pipeline stages, without sums before `reduce`. Engines that start sums earlier override it."""
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        pending.compute()
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        return
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        return
+
+    @abstractmethod
+    def reduce(self) -> None: ...
