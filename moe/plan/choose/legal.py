@@ -32,7 +32,7 @@ def advice(network: Network, plan: Plan, *, devices_per_node: int | None = None)
 
 
 def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
-    if plan.pp > 1 and plan.stage >= 2:
+    if plan.pp > 1 and plan.stage >= 2 and plan.reshard:
         yield f"degrees.pp={plan.pp} with {plan.engine}: gradients or weights would travel again for each micro-batch"
     if plan.tp > 1 and plan.tensor == "copied":
         yield "tensor.kind=copied saves nothing: it is there to check engines"
