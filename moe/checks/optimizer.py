@@ -21,6 +21,9 @@ def check_optimizer(run: Run) -> None:
         got = f"{o.kind} with sharding.kind=zero and stage {s.stage}"
         needed = "adamw: DeepSpeed updates flat ranges of elements, not matrices"
         raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.kind", PLAIN if o.kind == "adafactor" else CUT) | _ADAMW)
+    if o.kind != "adamw" and s.offload.optimizer != "none":
+        got, needed = f"{o.kind} with sharding.offload.optimizer={s.offload.optimizer}", "adamw, the only step that the host makes"
+        raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.offload.optimizer", "none") | _ADAMW)
     if o.kind in ("muon", "adafactor"):
         _check_matrices(run)
     if o.kind == "adafactor" and run.experts.biases and run.model.layers_with_experts():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe.checks.clash import clash
-from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of, splits_backward
+from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Set, all_of
@@ -48,26 +48,25 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
     slow = slow_sharding(run)
     if slow is not None and not s.allow_slow:
         raise slow
-    if s.carrier(pp=pp).stage >= 2 and splits_backward(schedule):
-        needed = "a schedule whose backward is whole: weight gradients that are put off would come after FSDP has summed"
-        raise clash(run, "pipeline.schedule", "weights that FSDP shards", ADVISED, "", Set("sharding.kind", "ddp"), needed=needed)
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
         if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
             got = f"{place} with sharding.stage={s.stage} and degrees.pp={pp}"
-            needed = "with stages the optimizer on cpu with stage 1: FSDP carries out stages 2 and 3 there, and it does not offload"
-            works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none", "sharding.stage": 1}
+            needed = "with stages the optimizer on cpu: FSDP carries out stages 2 and 3 there, and it offloads nothing else"
+            works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none"}
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=all_of(works) | Set("degrees.pp", 1))
 
 
 def slow_sharding(run: Run) -> BadInput | None:
     """Return the error for sharding that is slow with pipeline stages; None for other sharding. sharding.allow_slow permits it."""
     s = run.sharding
-    if run.degrees.pp == 1 or s.named.stage < 2:
+    if run.degrees.pp == 1 or s.named.stage < 2 or not s.reshard:
         return None
     kind = f"zero stage {s.stage}" if "stage" in s.named.sharding else s.kind
-    needed = "ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch"
-    allow = Set("sharding.allow_slow", True, said="true (FSDP that keeps weights gathered)")
-    fix = Set("sharding.kind", "zero") & Set("sharding.stage", 1) | allow
+    needed = "fsdp with reshard false, ddp, or zero of stage 1: gradients and weights would be scattered and gathered for every micro-batch"
+    once = Set("sharding.kind", "zero") & Set("sharding.stage", 1)
+    if "reshard" in s.carrier().keys:
+        once = Set("sharding.reshard", False)
+    fix = once | Set("sharding.allow_slow", True)
     return BadInput("sharding.kind", got=f"{kind} with degrees.pp={run.degrees.pp}", needed=needed, fix=fix)
 
 

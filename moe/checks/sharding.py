@@ -27,8 +27,9 @@ def check_sharding(run: Run) -> None:
 
 def _check_not_zero(run: Run) -> None:
     for key, place in _places(run.sharding.offload).items():
-        if place != "none":
-            got, needed = f"{place} with sharding.kind={run.sharding.kind}", "sharding.kind zero: others keep their states on the device"
+        if place != "none" and (key, place) not in run.sharding.named.offloads:
+            got = f"{place} with sharding.kind={run.sharding.kind}"
+            needed = "sharding.kind zero, or fsdp for the optimizer on cpu: other states stay on the device"
             fix = Set("sharding.kind", "zero") & Set("sharding.stage", offloading(key, place).stage)
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=fix)
 
@@ -46,8 +47,8 @@ def _check_zero(run: Run) -> None:
     for key, place in _places(s.offload).items():
         if place == "none":
             continue
-        if s.carrier() is not s.named:
-            got, needed = f"{place} with sharding.engine=fsdp", "DeepSpeed, the only engine here that offloads"
+        if s.carrier() is not s.named and (key, place) not in s.carrier().offloads:
+            got, needed = f"{place} with sharding.engine=fsdp", "DeepSpeed: FSDP offloads the optimizer to cpu alone"
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=Set("sharding.engine", "auto"))
         if (key, place) not in s.named.offloads:
             lowest, got = offloading(key, place).stage, f"{place} with sharding.stage={s.stage}"

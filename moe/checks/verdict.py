@@ -38,7 +38,7 @@ def not_recommended(run: Run) -> list[str]:
     """Return reasons against a resolved run that the checks accept, each with a better choice."""
     found, d, sequence = [], run.degrees, run.sequence
     if (slow := slow_sharding(run)) is not None:
-        found.append(f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1")
+        found.append(f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1, or fsdp with reshard false")
     kind = SCHEDULES.get(run.pipeline.schedule)
     if d.pp > 1 and kind is not None and kind.advice is not None:
         found.append(f"pipeline.schedule {run.pipeline.schedule}: {kind.advice}")

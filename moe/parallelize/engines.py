@@ -20,6 +20,7 @@ from moe.model.names import is_bias
 from moe.model.transformer import Output, Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched
+from moe.parallelize.stages import stages_with
 from moe.recipe import sections
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Run
@@ -233,7 +234,8 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
         table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
         tied = table and model.config.tied_embeddings
         dtype = model.compute if narrow and not table else None
-        units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied)))
+        stage = stages_with(model, path, model.parts.values())[0]
+        units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied), stage=stage))
     return [unit for unit in units if unit.parameters]
 
 

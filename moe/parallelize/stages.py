@@ -16,7 +16,7 @@ from parallel.mesh.mesh import Mesh
 from parallel.numerics.weight_gradient import splittable
 from parallel.pipeline.links import Links
 from parallel.pipeline.runtime import OverlappedReduction, Runtime, StageReplicas
-from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedule import Schedule, stage_complete_at
 
 
 def parts_of(run: Run, schedule: Schedule) -> tuple[StageLayers, ...]:
@@ -67,11 +67,16 @@ def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, l
 
 
 def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedReduction:
-    """Return the object that starts data-parallel all-reduces of the gradients of a stage's own parameters as soon as they are complete."""
-    assert isinstance(engine.module, Transformer)
-    names = _names_of(engine.module, parts_of(run, runtime.schedule))
-    alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
-    return OverlappedReduction(runtime.schedule, runtime.axis.index, alone, expect=engine.expect_sums, start=engine.start_sums)
+    """Return the object that starts data-parallel sums of a stage's gradients as soon as they are complete. A parameter of several stages
+    is complete with the last of them on this rank."""
+    model, schedule, rank = engine.module, runtime.schedule, runtime.axis.index
+    assert isinstance(model, Transformer)
+    parts, names = parts_of(run, schedule), dict[int, list[str]]()
+    ends = {stage: at for at, stage in stage_complete_at(schedule.orders[rank]).items()}
+    for name, _ in model.named_parameters():
+        last = max((stage for stage in stages_with(model, name, parts) if stage in ends), key=ends.__getitem__)
+        names.setdefault(last, []).append(name)
+    return OverlappedReduction(schedule, rank, names, expect=engine.expect_sums, start=engine.start_sums)
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:

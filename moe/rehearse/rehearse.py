@@ -178,12 +178,12 @@ def carried(run: Run) -> tuple[Run, str]:
     if kind.threads:
         got, needed = "dp, whose replicas are threads of one process", "one thread a rank, which is what a rehearsal follows"
         raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
-    if kind.stands_in is None:
-        return run, ""
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
-        got = "DeepSpeed's offload, which reads memory by its address; a rehearsal's tensors have no memory"
+        got = "offload, which copies states to the host's memory; a rehearsal's tensors have no memory"
         fix = Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none")
         raise BadInput("sharding.offload", got=got, needed="states on the device", fix=fix)
+    if kind.stands_in is None:
+        return run, ""
     return run.model_copy(update={"sharding": s.model_copy(update=dict(kind.stands_in.sharding))}), kind.stands_in.why
 
 

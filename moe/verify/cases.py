@@ -275,8 +275,11 @@ def as_written(values: dict[str, Any], world: int, *, name: str) -> Case:
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """Return the recipe's section `sharding` for a Case.kind. zero1+cpu: optimizer states on the host; zero3+cpu-all: parameters too."""
+    """Return the recipe's section `sharding` for a Case.kind. zero1+cpu: optimizer states on the host; zero3+cpu-all: parameters too.
+    fsdp+kept: gathered weights are kept."""
     name, _, place = kind.partition("+")
+    if place == "kept":
+        return {**ENGINES[name].sharding, "reshard": False}
     where, _, everything = place.partition("-")
     offload = {"optimizer": where, "parameters": where if everything else "none"}
     return {**ENGINES[name].sharding, **({"offload": offload} if place else {})}

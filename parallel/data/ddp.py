@@ -72,10 +72,14 @@ class DDP(Stepped):
         super().backward(loss, last=last)
 
     def expect_sums(self, names: Sequence[str]) -> None:
-        self.sums.expect(names)
+        self.sums.expect(self._summed_here(names))
 
     def start_sums(self, names: Sequence[str]) -> None:
-        self.sums.start(names)
+        self.sums.start(self._summed_here(names))
+
+    def _summed_here(self, names: Sequence[str]) -> list[str]:
+        """Return the names without parameters that several pipeline ranks hold: these are first summed over the pipeline."""
+        return [name for name in names if not self.layouts[name].holders]
 
     def reduce(self) -> None:
         self.sums.start(self.apart)

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from parallel.data.whole import Whole
 from parallel.mesh.layout import Box, Layouts
+from parallel.numerics.weight_gradient import PendingGradients
 from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
@@ -68,7 +69,8 @@ class Engine(Protocol):
     """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
     Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
-    micro-batch, may call `expect_sums` before and `start_sums` after a stage's last micro-batch, and calls `reduce` after the batch."""
+    micro-batch (and `deferred`, if the schedule splits the backward pass), may call `expect_sums` before and `start_sums` after a stage's
+    last micro-batch, and calls `reduce` after the batch."""
 
     module: nn.Module
     layouts: Layouts
@@ -81,6 +83,9 @@ class Engine(Protocol):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         """Run the backward pass of one stage and micro-batch. `gradient`: the gradient of `output`; None if `output` is the loss."""
+
+    def deferred(self, pending: PendingGradients) -> None:
+        """Compute the weight gradients that a `backward_from` inside `defer_gradients` deferred."""
 
     def expect_sums(self, names: Sequence[str]) -> None:
         """Announce that the next backward pass completes these parameters' gradients, so that their sums may start during it."""
@@ -118,3 +123,22 @@ class Engine(Protocol):
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.
 
         `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps."""
+
+
+class OfStages(ABC):
+    """Base of engines: backward passes of pipeline stages, without sums before `reduce`. Engines that start sums earlier override it."""
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        pending.compute()
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        return
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        return
+
+    @abstractmethod
+    def reduce(self) -> None: ...

@@ -5,27 +5,31 @@
     step       each rank its own elements: 16 P / N bytes in fp32, nothing is sent
 
 A unit is a module of the model. Each parameter is cut along one dim over the ranks that sum its gradient (dp and sp; for experts edp).
-Gathers are in the unit's dtype. Gradients are summed in fp32 or wider after each micro-batch. Small parameters outside of units stay
-whole on every rank. Only this file uses torch's fully_shard. Sources: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
+Gathers are in the unit's dtype. Gradients are summed in fp32 or wider after each micro-batch; with pipeline stages see stage_sums.py.
+Small parameters outside of units stay whole on every rank. Only these two files use torch's fully_shard.
+Sources: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # no public module has them
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel.data.engine import Load, Rule
+from parallel.data.stage_sums import StageSums
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.collectives import gather_into, scatter_sum_into
@@ -34,6 +38,7 @@ from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.first_values import Fill
 from parallel.numerics.precision import sum_dtype
+from parallel.numerics.weight_gradient import PendingGradients, open_pending
 from parallel.watch.audit import Held, copies_of
 
 
@@ -43,13 +48,14 @@ class Unit:
 
     dtype: dtype of gathered parameters; None: unchanged. backward: whether the backward pass reads them. ahead: whether they may be
     prefetched; False for a tile, which must not be in memory together with another tile, and for a unit that runs twice in a forward pass.
-    """
+    stage: the pipeline stage that runs it, counted among this rank's; units of another stage are not prefetched."""
 
     path: str
     parameters: tuple[str, ...]
     dtype: torch.dtype | None = None
     backward: bool = True
     ahead: bool = True
+    stage: int = 0
 
 
 def shard(
@@ -73,7 +79,10 @@ def shard(
     if cut:  # makes the model a root unit without parameters, at which torch starts and ends each pass
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
-        _look_ahead([u for u in units if u.path in cut], cut, prefetch)
+        for module in cut.values():
+            module.set_modules_to_backward_prefetch([module])  # itself, so that nothing is prefetched; with [] torch chooses
+        for _, of_stage in groupby((u for u in units if u.path in cut), key=lambda u: u.stage):
+            _look_ahead(list(of_stage), cut, prefetch)
     model.to_empty(device=device)  # allocates only the shards of parameters that are cut
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -133,8 +142,6 @@ def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
 
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
     """Set which units each unit prefetches when it has been gathered. torch's default order fails if forward passes are recomputed."""
-    for module in cut.values():
-        module.set_modules_to_backward_prefetch([module])  # itself, so that nothing is prefetched; with [] torch chooses
     groups: list[list[Unit]] = []  # each: an outermost unit, then its nested units
     for unit in units:
         if groups and unit.path.startswith(f"{groups[-1][0].path}."):
@@ -174,11 +181,19 @@ class _ScatterSum(_OnAxis, ReduceScatter):
         return None
 
 
-class FSDP(Stepped):
-    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut."""
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, page-locked if the tensor is on a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False).copy_(tensor.detach())
 
-    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule) -> None:
+
+class FSDP(Stepped):
+    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; read with pipeline stages.
+    host: the optimizer's states, and the weights that it steps, are in host memory; new weights are copied to the device's shards."""
+
+    def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, once: bool = False, host: bool = False) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
+        staged = mesh.axis("pp").size > 1 and isinstance(model, FSDPModule)
+        self.sums = StageSums(model, once=once) if staged else None
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.whole = {name: p for name, p in named.items() if name not in self.cut}
@@ -186,6 +201,9 @@ class FSDP(Stepped):
         self.parameters = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named.items()
         }
+        self.on_device = self.parameters if host else {}
+        if host:
+            self.parameters = {name: nn.Parameter(_on_host(p), p.requires_grad) for name, p in self.on_device.items()}
         wholes = {id(p): whole for name, p in self.parameters.items() if (whole := self._whole(name)) is not None}
         stepped = ((name, p) for name, p in self.parameters.items() if p.numel() or id(p) in wholes)
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
@@ -199,7 +217,26 @@ class FSDP(Stepped):
         cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
         return Whole(cuts) if cuts else None  # `copies` is None, because each rank that would hold a copy holds another FSDP shard
 
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        with nullcontext() if self.sums is None else self.sums.backward(open_pending()):
+            super().backward_from(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        if self.sums is None:
+            pending.compute()
+        else:
+            self.sums.deferred(pending)
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        if self.sums is not None:
+            self.sums.start(names)
+            if any(self.layouts[name].holders for name in names):
+                self.sums.finish()  # before the sum over the pipeline ranks that hold them
+
     def reduce(self) -> None:
+        if self.sums is not None:
+            self.sums.start(self.cut)
+            self.sums.finish()
         sum_gradients({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -219,29 +256,39 @@ class FSDP(Stepped):
         layout = self.layouts[name]
         return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
 
+    @torch.no_grad()
     def copy_again(self) -> bool:
         self._reshard()
-        return False
+        for name, parameter in self.on_device.items():
+            parameter.copy_(self.parameters[name], non_blocking=True)
+        return bool(self.on_device)
+
+    def tensors(self) -> Iterator[Held]:
+        yield from super().tensors()
+        yield from (self.held(name, "copy of weight", parameter) for name, parameter in self.on_device.items())
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
         for name, grad in self.gradients():
-            self.parameters[name].grad = grad
+            self.parameters[name].grad = grad.to(self.parameters[name].device)
         super().step(lr, factor=factor)
+        if self.on_device:
+            self.copy_again()
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
-        for parameter in self.cut.values():
+        for parameter in (self.whole | self.cut).values():
             parameter.grad = None
 
     def gradient(self, name: str) -> Tensor:
         return self._gathered(name, super().gradient(name))
 
     def state(self, name: str) -> dict[str, Tensor]:
-        return {kind: self._gathered(name, part) for kind, part in super().state(name).items()}
+        device = self.on_device.get(name, self.parameters[name]).device
+        return {kind: self._gathered(name, part.to(device)) for kind, part in super().state(name).items()}
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
-        self._reshard()
         super().load_state(names, load, steps=steps)
+        self.copy_again()
 
     def _reshard(self) -> None:
         """Free gathered parameters, so that the next use gathers the shards' new values."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
-from parallel.data.engine import Load, Rule
+from parallel.data.engine import Load, OfStages, Rule
 from parallel.data.load import fill_stepped, held_of, kept_of
 from parallel.data.rate import at_rate
 from parallel.mesh.layout import Layouts
@@ -19,7 +17,7 @@ from parallel.mesh.mesh import Mesh
 from parallel.watch.audit import Held, copies_of
 
 
-class Stepped(ABC):
+class Stepped(OfStages):
     """Base class of DDP and FSDP, whose subclasses define `reduce`. parameters: parameter name -> the tensor that the optimizer steps."""
 
     rule: Rule
@@ -36,18 +34,6 @@ class Stepped(ABC):
         loss.backward()  # type: ignore[no-untyped-call]
         if last:
             self.reduce()
-
-    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        torch.autograd.backward(output, gradient)
-
-    def expect_sums(self, names: Sequence[str]) -> None:
-        return  # as in `start_sums`
-
-    def start_sums(self, names: Sequence[str]) -> None:
-        return  # this engine starts no sum early; `reduce` makes all
-
-    @abstractmethod
-    def reduce(self) -> None: ...
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter name, gradient), with the shape of the tensor that the optimizer steps."""
@@ -74,7 +60,7 @@ class Stepped(ABC):
         return False
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
-        grads = (grad for _, grad in self.gradients())
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         with at_rate(lr, factor, self.optimizer, weights=self.parameters.values(), grads=grads):
             self.optimizer.step()
         self.drop_gradients()

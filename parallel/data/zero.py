@@ -13,17 +13,16 @@ groups that the model reads in 16 bits. Their gradients are still summed in fp32
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from parallel.data.deepspeed import dense_axis, set_groups, start_deepspeed, with_mark
-from parallel.data.engine import MOMENTS, AdamW, Load, Rule, Working
+from parallel.data.engine import MOMENTS, AdamW, Load, OfStages, Rule, Working
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
 from parallel.data.rate import at_rate
@@ -35,7 +34,7 @@ from parallel.watch.audit import Held, copies_of
 BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 
-class DeepSpeed(ABC):
+class DeepSpeed(OfStages):
     """Base class of the engines of all ZeRO stages: the passes and the step, by DeepSpeed's engine."""
 
     module: nn.Module
@@ -56,16 +55,7 @@ class DeepSpeed(ABC):
         if not last:
             self.engine.step()  # only counts the micro-batch: DeepSpeed steps at the last one
 
-    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        torch.autograd.backward(output, gradient)
-
-    def expect_sums(self, names: Sequence[str]) -> None:
-        return  # as in `start_sums`
-
-    def start_sums(self, names: Sequence[str]) -> None:
-        return  # DeepSpeed's sums block the rank, which would delay its other stages
-
-    def reduce(self) -> None:
+    def reduce(self) -> None:  # sums nothing earlier: DeepSpeed's sums block the rank, which would delay its other stages
         self.engine.set_gradient_accumulation_boundary(True)
         self.zero.setup_buckets()
         self.zero.reduce_gradients(pipeline_parallel=True)

@@ -35,6 +35,18 @@ class PendingGradients:
         which would keep the graph in memory."""
         self._entries.append((weights, compute))
 
+    def weights(self) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the weights of each deferred function; for views of a weight, the weight."""
+        return (tuple(w if w.is_leaf else w._base for w in weights) for weights, _ in self._entries)  # type: ignore[misc]
+
+    def split(self, key: Callable[[Tensor], int]) -> dict[int, PendingGradients]:
+        """Move the deferred functions to one PendingGradients for each value of `key`, which is called with a weight of each."""
+        parts: dict[int, PendingGradients] = {}
+        for (first, *_), entry in zip(self.weights(), self._entries, strict=True):
+            parts.setdefault(key(first), PendingGradients())._entries.append(entry)
+        self._entries = []
+        return parts
+
     def compute(self) -> None:
         """Compute the gradients, add them to each weight's .grad, and free the saved tensors. A second call does nothing."""
         if self in _open:
@@ -66,6 +78,11 @@ def defer_gradients() -> Iterator[PendingGradients]:
 def pending_for(*weights: Tensor) -> PendingGradients | None:
     """Return the PendingGradients of the surrounding `defer_gradients`; None outside one, or if a weight is no parameter or view of one."""
     return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
+
+
+def open_pending() -> PendingGradients | None:
+    """Return the PendingGradients of the surrounding `defer_gradients`; None outside one."""
+    return _open[0] if _open else None
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:

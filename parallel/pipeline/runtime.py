@@ -31,7 +31,7 @@ from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Sched
 
 
 class Work(Protocol):
-    """Interface that the caller of the runtime implements: what a rank's stages compute in F, B and I, and what an update does."""
+    """Interface that the caller of the runtime implements: what a rank's stages compute in F, B, I and W, and what an update does."""
 
     dtype: torch.dtype
     device: torch.device
@@ -46,6 +46,10 @@ class Work(Protocol):
 
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
         """Run autograd's backward pass from `output`, the graph edge of the result of `forward`. gradient: None on the last stage."""
+        ...
+
+    def deferred(self, pending: PendingGradients) -> None:
+        """Compute the weight gradients that `backward` deferred."""
         ...
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
@@ -217,7 +221,7 @@ class _Run:
         elif op is Op.U:
             self.work.update(stage, version)
         elif op is Op.W:
-            self.pending.pop((stage, microbatch)).compute()
+            self.work.deferred(self.pending.pop((stage, microbatch)))
         else:
             with self.work.reading(stage, version):
                 (self._forward if op is Op.F else partial(self._backward, op))(stage, microbatch)

@@ -40,7 +40,7 @@ recipe passes before it runs (`moe/checks/`). In each pair, all other values are
 | sequence | `sequence.kind`; for a ring its order; `heads2`: a ring with Ulysses inside; full recompute keeps `lightseq`'s attention |
 | tensor | `tensor.kind`; `sliced`: 1d with `tensor.sequence_parallel` |
 | dispatch | `dispatch.kind`; `overlapped`: all_to_all in two chunks |
-| data | `sharding.kind` and stage; with stages, fsdp, zero2 and zero3 need `sharding.allow_slow` |
+| data | `sharding.kind` and stage; with stages, zero2, zero3, and fsdp that reshards, need `sharding.allow_slow` |
 | experts | `degrees.ep` and `degrees.etp` |
 | model | models of `moe verify`: a dense one, and three with experts |
 | recompute | `recompute.kind` |

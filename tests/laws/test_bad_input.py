@@ -252,9 +252,14 @@ CASES: list[tuple[str, str, str]] = [
     (Z + "2 --sharding.offload.parameters cpu", "sharding.offload.parameters: got cpu with sharding.stage=2", "set sharding.stage to 3"),
     (T + "--sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.kind=ddp", "set sharding.kind to zero"),
     (
-        Z + "3 --sharding.engine fsdp --sharding.offload.optimizer cpu",
-        "sharding.offload.optimizer: got cpu with sharding.engine=fsdp",
+        Z + "3 --sharding.engine fsdp --sharding.offload.parameters cpu",
+        "sharding.offload.parameters: got cpu with sharding.engine=fsdp",
         "auto",
+    ),
+    (
+        T + "--sharding.kind fsdp --sharding.offload.optimizer cpu --optimizer.kind muon",
+        "optimizer.kind: got muon with sharding.offload.optimizer=cpu",
+        "set sharding.offload.optimizer to none",
     ),
     (T + "--sharding.offload cpu", "sharding.offload: got a section without a key", "--sharding.offload.optimizer"),
     (T + "--sharding.ofload.optimizer cpu", "sharding.ofload.optimizer: got a key that does not exist", "did you mean sharding.offload"),

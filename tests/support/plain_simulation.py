@@ -1,12 +1,34 @@
-"""A plain second implementation of the dependencies of actions and of the simulator. It runs action after action, with tables by node."""
+"""A plain second implementation of the dependencies of actions and of the simulator. It runs action after action, with tables by node.
+Also random schedules."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Literal
 
-from parallel.pipeline.schedule import Message, Node, Op, Schedule, Span, stage_complete_at
+from parallel.pipeline.schedule import Action, Message, Node, Op, Schedule, Span, flushed, stage_complete_at
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, Timeline, Transfer
+
+
+def any_order(ranks: int, microbatches: int, seed: int) -> Schedule:
+    """Return a random valid schedule: actions are drawn among those that can run next; stages are on random ranks, with B or I and W."""
+    draw = random.Random(seed)
+    num_stages = ranks + draw.randint(0, ranks)
+    homes = [(draw.randrange(ranks),) for _ in range(num_stages)]
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[tuple[Op, int, int]] = set()
+    left = {(s, j): [Op.F] + draw.choice([[Op.B], [Op.I, Op.W]]) for s in range(num_stages) for j in range(microbatches)}
+    while any(left.values()):
+        s, j = draw.choice([at for at, ops in left.items() if ops])
+        op = left[s, j][0]
+        before = s == 0 or (Op.F, s - 1, j) in done
+        after = s == num_stages - 1 or {(Op.B, s + 1, j), (Op.I, s + 1, j)} & done
+        if op is Op.W or (before if op is Op.F else after):
+            left[s, j].pop(0)
+            done.add((op, s, j))
+            orders[homes[s][0]].append(Action(op, s, j))
+    return flushed(f"chance {seed}", homes, microbatches, orders)
 
 
 def needs_of(schedule: Schedule, node: Node) -> tuple[Node, ...]:

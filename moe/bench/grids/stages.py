@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from moe.bench.timing import CPU
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.weight_gradient import gradient_or_later
+from parallel.numerics.weight_gradient import PendingGradients, gradient_or_later
 from parallel.pipeline.links import Links
 from parallel.pipeline.runtime import Runtime, StageReplicas
 from parallel.pipeline.schedule import Schedule
@@ -61,6 +61,9 @@ class Stages:
 
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        pending.compute()
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
         return self.versions[stage].reading(version) if stage in self.versions else nullcontext()

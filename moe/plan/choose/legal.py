@@ -32,7 +32,7 @@ def advice(network: Network, plan: Plan, *, devices_per_node: int | None = None)
 
 
 def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
-    if plan.pp > 1 and plan.stage >= 2:
+    if plan.pp > 1 and plan.stage >= 2 and plan.reshard:
         yield f"degrees.pp={plan.pp} with {plan.engine}: gradients or weights would travel again for each micro-batch"
     if plan.tp > 1 and plan.tensor == "copied":
         yield "tensor.kind=copied saves nothing: it is there to check engines"
@@ -166,7 +166,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     if kind is not None:
         yield from _schedule(kind, plan)
     if any(placed not in plan.carrier.offloads for placed in _offloaded(plan)):
-        yield f"with degrees.pp={pp} the optimizer goes to cpu with zero1 alone: FSDP carries out the other stages, and it does not offload"
+        yield f"with degrees.pp={pp} the optimizer alone is offloaded, to cpu: FSDP carries out stages 2 and 3"
 
 
 def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
@@ -178,8 +178,6 @@ def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
         yield f"pipeline.microbatches={m}: an update of {name} sums {every}, and a step is one update"
     if kind.continuous and not plan.kind.steps_by_stage:
         yield f"{name} updates its stages at different times: ddp alone does"
-    if plan.stage >= 2 and kind.splits_backward:
-        yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
 
 
 def _engine(network: Network, plan: Plan) -> Iterator[str]:

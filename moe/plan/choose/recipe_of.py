@@ -46,7 +46,7 @@ def _changed(plan: Plan, run: Run) -> Run:
             **sharding,
             "sharding.reshard": plan.reshard,
             "sharding.prefetch": run.sharding.prefetch if "prefetch" in kind.keys else 1,
-            "sharding.allow_slow": plan.stage >= 2 and plan.pp > 1,
+            "sharding.allow_slow": plan.stage >= 2 and plan.pp > 1 and plan.reshard,
             f"{offload}.optimizer": plan.offload_optimizer,
             f"{offload}.parameters": plan.offload_parameters,
             "tensor.kind": "1d" if plan.tensor == "sliced" else plan.tensor,

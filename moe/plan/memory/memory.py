@@ -181,7 +181,7 @@ def _of_parameter(plan: Plan) -> tuple[States, States]:
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     """Return (bytes of the states on the device, name in PARTS -> bytes on the host) for these parameters. With an offloaded optimizer,
-    gradients are on the host too. With pipeline stages, the device sums whole gradients, and the host has only this rank's shard of the
+    gradients are on the host too. With pipeline stages or FSDP, the device sums gradients, and the host has this rank's shard of the
     sums."""
 
     def of(elements: Elements, stage: int) -> States:
@@ -204,8 +204,10 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
         whole.optimizer if plan.offload_optimizer != "none" else 0.0,
     )
     left = States(whole.parameters - moved.parameters, whole.gradients - moved.gradients, whole.optimizer - moved.optimizer)
-    if plan.pp > 1 and plan.offload_optimizer != "none":
+    if plan.offload_optimizer != "none" and (plan.pp > 1 or not plan.carrier.master_copy):
         moved, left = replace(moved, gradients=states(2).gradients), replace(left, gradients=whole.gradients)
+    if not plan.carrier.master_copy:  # the host steps a copy of the weights
+        moved = replace(moved, parameters=whole.parameters)
     return left, {name: size for name, size in vars(moved).items() if size}
 
 

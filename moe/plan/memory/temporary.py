@@ -152,6 +152,7 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
             copies=plan.copies,
             stays=plan.pp > 1 or not plan.reshard,
             on_stages=plan.pp > 1,
+            once=plan.pp > 1 and not plan.reshard,
             loss_chunks=plan.loss_chunks,
         ),
     )

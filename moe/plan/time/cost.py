@@ -171,7 +171,7 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
     if copies.size > 1:  # the host's time for the gathers of all layers of a rank, the embedding and the head
         around = max(1.0, cluster.crowd(world)) * (network.depth + 2) / plan.pp * program.gather_us * 1e-6
         reduced, gathered = reduced + around, gathered + around
-    often = plan.pp == 1 or program.shards == "micro-batch"
+    often = plan.pp == 1 or (program.shards == "micro-batch" and plan.reshard)
     if not often and not plan.reshard:  # parameters stay gathered and gradients unreduced until the last micro-batch
         exposed = _after_backward(reduced, stage, program, plan)
         return exposed, gathered, max(0.0, reduced - exposed)

@@ -38,9 +38,13 @@ class Sharding(Section, alters="cost"):
     stage: Literal[0, 1, 2, 3] = key(1, "0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too", of="sharding.kind=zero")
     engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "engine that carries the stage out", of="sharding.kind=zero")
     offload: Offload = Offload()
-    reshard: bool = key(True, "free weights after the forward pass, and gather them again", of="sharding.kind=fsdp or sharding.engine=fsdp")
+    reshard: bool = key(
+        True,
+        "free weights after the forward pass, and gather them again; false with pp above 1: gather and sum once a batch",
+        of="sharding.kind=fsdp or sharding.engine=fsdp",
+    )
     prefetch: int = key(1, "number of blocks gathered ahead of the running one", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp")
-    allow_slow: bool = key(False, "permit fsdp and zero stages 2, 3 with degrees.pp above 1, where FSDP keeps weights gathered")
+    allow_slow: bool = key(False, "permit fsdp with reshard and zero stages 2, 3 with degrees.pp above 1: FSDP sums after each micro-batch")
 
     @property
     def named(self) -> EngineKind:

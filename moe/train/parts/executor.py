@@ -31,6 +31,7 @@ from parallel.kfac.grafted import KfacEngine
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
+from parallel.numerics.weight_gradient import PendingGradients
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Schedule, Watcher
 from parallel.pipeline.weights import Versions
@@ -162,6 +163,9 @@ class _Stages:
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
         watchdog.enter("the backward pass")
         self.executor.engine.backward_from(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        self.executor.engine.deferred(pending)
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
         return self.versions[stage].reading(version) if stage in self.versions else nullcontext()

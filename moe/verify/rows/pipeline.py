@@ -29,12 +29,28 @@ def pipeline_cases() -> list[Case]:
     for model in THREE:  # with optimizer states on the host
         found += [staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")]
         found += [staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")]
+        found += [staged(model, kind, 4, 2, schedule, "fp32") for kind, schedule in (("zero2+cpu", "zb_v"), ("zero3+cpu", "1f1b"))]
     # multi-token prediction, for which the last stage also has the embedding
     found += [staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
     found += [staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
     options = (("mixer", "1f1b", "fp32"), ("mixer", "1f1b", "bf16"), ("gpt_oss", "zb_h1", "fp32"))
     found += [staged(model, "ddp", 2, 2, schedule, precision) for model, schedule, precision in options]
-    return found + _empty_stage_cases()
+    return found + _sharded_cases() + _empty_stage_cases()
+
+
+def _sharded_cases() -> list[Case]:
+    """Cases of schedules that split the backward pass, with weights that are sharded: summed after each pass, or once (`fsdp+kept`)."""
+    split = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
+    kinds = ("fsdp", "fsdp+kept", "zero2", "zero3")
+    found = [
+        staged(THREE[(at + turn) % 3], kind, 4, 2, name, precision)
+        for at, name in enumerate(split)
+        for turn, kind in enumerate(kinds[:2])
+        for precision in ("fp32", "bf16")
+    ]
+    found += [staged(THREE[at % 3], kinds[at % 2 + 2], 4, 2, name, ("bf16", "fp32")[at % 2]) for at, name in enumerate(split)]
+    found += [staged(model, "fsdp+kept", 4, 2, name, "fp32") for model, name in zip(THREE, ("1f1b", "chimera", "interleaved"), strict=True)]
+    return [*found, staged("gshard", "fsdp+kept", 4, 2, "zb_h1", "fp16"), staged("ahead", "fsdp", 4, 2, "zb_v", "fp32", "full")]
 
 
 def _empty_stage_cases() -> list[Case]:

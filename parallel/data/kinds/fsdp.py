@@ -28,12 +28,15 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
 def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
     from parallel.data.fsdp import FSDP
 
-    return FSDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer)
+    host = setup.offload.optimizer == "cpu"
+    return FSDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, once=not setup.reshard, host=host)
 
 
 def gathered(at: At, w: Whole) -> float:
     """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     c, r = w.compute_bytes, w.sum_bytes
+    if w.once:
+        return c * w.held + r * w.trained
     left = w.held if w.on_stages else w.held - w.behind  # a layer is freed after its backward pass, unless other micro-batches need it
     match at:
         case "loss":
@@ -58,7 +61,8 @@ FSDP = EngineKind(
     "fsdp",
     start,
     {"kind": "fsdp"},
-    keys=("reshard", "prefetch"),
+    keys=("reshard", "prefetch", "offload"),
+    offloads=frozenset({("optimizer", "cpu")}),
     stage=3,
     cut=cut,
     load=load,

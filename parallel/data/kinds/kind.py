@@ -47,7 +47,8 @@ class Whole(NamedTuple):
     held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
     layer whose backward pass ended just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
 
-    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages."""
+    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages.
+    once: unsharded gradients add up until a stage's last backward pass."""
 
     compute_bytes: int
     sum_bytes: int
@@ -64,6 +65,7 @@ class Whole(NamedTuple):
     copies: int
     stays: bool
     on_stages: bool
+    once: bool
     loss_chunks: int
 
 

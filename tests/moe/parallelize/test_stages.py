@@ -146,18 +146,12 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
     "vertical sync": ({"degrees": {"pp": 2}, "pipeline": {"vertical_sync": True}}, "pipeline.vertical_sync", "take pipedream"),
     "pipelines": ({"degrees": {"pp": 2}, "pipeline": {"pipelines": 2}}, "pipeline.pipelines", "take chimera"),
     "dp": ({"degrees": {"pp": 2}, "sharding": {"kind": "dp"}}, "sharding.kind", "set sharding.kind to ddp"),
-    "fsdp": ({"degrees": {"pp": 2}, "sharding": {"kind": "fsdp"}}, "sharding.kind", "sharding.allow_slow to true"),
+    "fsdp": (
+        {"degrees": {"pp": 2}, "sharding": {"kind": "fsdp"}},
+        "sharding.kind",
+        "sharding.reshard to false, or sharding.allow_slow to true",
+    ),
     "zero 2": ({"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 2}}, "sharding.kind", "stage to 1"),
-    "zero 3 split": (
-        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True}, "pipeline": {"schedule": "zb_h1"}},
-        "pipeline.schedule",
-        "set pipeline.schedule to 1f1b",
-    ),
-    "offload by FSDP": (
-        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True, "offload": {"optimizer": "cpu"}}},
-        "sharding.offload.optimizer",
-        "sharding.stage to 1, or degrees.pp to 1",
-    ),
     "parameters on the host": (
         {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True, "offload": {"parameters": "cpu"}}},
         "sharding.offload.parameters",

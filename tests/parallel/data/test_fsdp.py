@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moe.model.initialise import FirstValues
 from moe.model.names import global_name
+from moe.recipe.sections import Offload
 from moe.verify.cases import Case
 from moe.verify.layouts import owned
 from parallel.data.ddp import DDP
@@ -202,6 +203,27 @@ def test_states_are_one_nth(microbatches: int) -> None:
 
     for over, whole, wanted, theory in run_on_ranks(work, 4, replace(SPARSE, microbatches=microbatches), timeout_s=60):
         assert over == 0 and whole == wanted < 0.1 * theory
+
+
+def test_offloaded_states_have_memory_of_their_own_and_change_no_bit() -> None:
+    """With the optimizer on the host, three steps and a loaded state equal those without offload to the bit, and the device's weights are
+    copies of those that the host has stepped."""
+
+    def work(rank: int) -> list[Any]:
+        plain, offloaded = (start(SPARSE, rank, sharding={"offload": Offload(optimizer=place)}) for place in ("none", "cpu"))
+        engine = offloaded.engine
+        assert isinstance(engine, FSDP)
+        for step in range(3):
+            plain.step(step)
+            offloaded.step(step)
+            saved = offloaded.state()
+            engine.load_state(saved, given(saved), steps=step + 1)
+        found = [torch.equal(t, saved[name][kind]) for name, states in plain.state().items() for kind, t in states.items()]
+        held = engine.on_device.items()
+        found += [torch.equal(p, engine.parameters[name]) and p.data_ptr() != engine.parameters[name].data_ptr() for name, p in held]
+        return [all(found), len(engine.on_device) == len(engine.layouts)]
+
+    assert run_on_ranks(work, 4, timeout_s=60) == [[True] * 2] * 4
 
 
 @pytest.mark.parametrize("reshard", [True, False])

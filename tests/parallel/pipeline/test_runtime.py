@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,15 +15,16 @@ from torch.autograd.graph import GradientEdge
 from parallel.errors import BadInput
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
-from parallel.numerics.weight_gradient import linear
+from parallel.numerics.weight_gradient import PendingGradients, linear
 from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
 from parallel.pipeline.runtime import Recorder, Runtime, StageReplicas, forwards
-from parallel.pipeline.schedule import Action, Op, Schedule, Span, Watcher, flushed
+from parallel.pipeline.schedule import Action, Op, Schedule, Span, Watcher
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.process import process
 from parallel.process.process import World
+from tests.support.plain_simulation import any_order
 from tests.support.ranks import run_on_ranks
 
 ROWS, WIDTH = 3, 5
@@ -83,6 +83,9 @@ class Layers:
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
         self.alive.append(sum(ref() is not None for ref in self.outputs))
         torch.autograd.backward(output, gradient)
+
+    def deferred(self, pending: PendingGradients) -> None:
+        pending.compute()
 
     def reading(self, number: int, version: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -143,26 +146,6 @@ def test_every_schedule_gives_the_gradients_of_one_process(ranks: int, microbatc
         schedules.append(chimera(4, 8, pipelines=4))
     for schedule, found in zip(schedules, run_all(schedules), strict=True):
         assert_same(schedule, found)
-
-
-def any_order(ranks: int, microbatches: int, seed: int) -> Schedule:
-    """Return a random valid schedule: actions are drawn among those that can run next; stages are on random ranks, with B or I and W."""
-    draw = random.Random(seed)
-    num_stages = ranks + draw.randint(0, ranks)
-    homes = [(draw.randrange(ranks),) for _ in range(num_stages)]
-    orders: list[list[Action]] = [[] for _ in range(ranks)]
-    done: set[tuple[Op, int, int]] = set()
-    left = {(s, j): [Op.F] + draw.choice([[Op.B], [Op.I, Op.W]]) for s in range(num_stages) for j in range(microbatches)}
-    while any(left.values()):
-        s, j = draw.choice([at for at, ops in left.items() if ops])
-        op = left[s, j][0]
-        before = s == 0 or (Op.F, s - 1, j) in done
-        after = s == num_stages - 1 or {(Op.B, s + 1, j), (Op.I, s + 1, j)} & done
-        if op is Op.W or (before if op is Op.F else after):
-            left[s, j].pop(0)
-            done.add((op, s, j))
-            orders[homes[s][0]].append(Action(op, s, j))
-    return flushed(f"chance {seed}", homes, microbatches, orders)
 
 
 def test_random_valid_schedules_give_the_gradients_of_one_process() -> None:

@@ -66,7 +66,7 @@ def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool, halves
                 runs = str(wrong)
             assert (refusal(network, plan) is None) == (runs is None), f"{described(plan)}: {refusal(network, plan)} | {runs}"
             accepted, refused = accepted + (runs is None), refused + (runs is not None)
-    assert accepted > 30 and refused > 30
+    assert accepted > 30 and refused > 20
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "chimera"])
@@ -99,7 +99,7 @@ def test_pipeline_layers_follow_the_placement_in_an_order_file(tmp_path: Path) -
         assert refusal(network_of(made), plan_of(made)) is None
 
 
-def test_with_stages_only_zero1s_optimizer_can_be_offloaded() -> None:
+def test_with_stages_only_the_optimizer_can_be_offloaded() -> None:
     """Planner and checks refuse all other offload with pp = 2. (Offload to disk is left out: a plan does not know if there is a disk.)"""
     run, works = run_of(sparse=False), []
     for stage, optimizer, parameters in ((s, o, p) for s in (1, 2, 3) for o in ("none", "cpu") for p in ("none", "cpu")):
@@ -110,7 +110,7 @@ def test_with_stages_only_zero1s_optimizer_can_be_offloaded() -> None:
         with nullcontext() if accepted else pytest.raises(BadInput, match="offload"):
             check_run(made, 4)
         works += [(stage, optimizer, parameters)] * accepted
-    assert works == [(1, "none", "none"), (1, "cpu", "none"), (2, "none", "none"), (3, "none", "none")]
+    assert works == [(stage, optimizer, "none") for stage in (1, 2, 3) for optimizer in ("none", "cpu")]
 
 
 @pytest.mark.parametrize(

@@ -157,15 +157,15 @@ def test_sums_beside_the_backward_pass_cost_less_and_fsdp_pays_by_the_micro_batc
     assert waited == sorted(waited)
 
 
-def test_fsdp_beside_stages_sends_in_each_micro_batch_here_and_once_a_step_elsewhere() -> None:
-    def sent(m: int, shards: Literal["micro-batch", "step"]) -> float:
-        plan = Plan(dp=4, pp=2, engine="fsdp", microbatches=m, microbatch=2, reshard=False)
+def test_fsdp_beside_stages_sends_in_each_micro_batch_or_once_a_step_if_it_keeps_weights() -> None:
+    def sent(m: int, shards: Literal["micro-batch", "step"], *, reshard: bool = False) -> float:
+        plan = Plan(dp=4, pp=2, engine="fsdp", microbatches=m, microbatch=2, reshard=reshard)
         time = step_time(DENSE, plan, A100.of(1), replace(FUSED, gradients="after", gathers="waited", shards=shards))
         return time.gradients + time.parameters
 
-    assert sent(8, "micro-batch") == pytest.approx(2 * sent(4, "micro-batch"))
-    assert sent(8, "step") == pytest.approx(sent(4, "step"))
-    assert sent(4, "step") < sent(4, "micro-batch") / 3
+    assert sent(8, "micro-batch", reshard=True) == pytest.approx(2 * sent(4, "micro-batch", reshard=True))
+    assert sent(8, "step") == pytest.approx(sent(4, "step")) == pytest.approx(sent(4, "micro-batch"))
+    assert sent(4, "step") < sent(4, "micro-batch", reshard=True) / 3
 
 
 def test_recomputation_offload_and_real_routing_cost_time() -> None:

@@ -1,0 +1,85 @@
+"""Reduce-scatters of FSDP's gradients with pipeline stages, also if the schedule splits the backward pass.
+
+    once a batch   F0 F1 I0 W0 F2 I1 W1 I2 W2 | scatter of the stage        gradients add up whole; weights stay gathered until then
+    each pass      F0 F1 I0 W0 s F2 I1 W1 s   s: unit by unit, during W     gradients are 1/N; I and B gather weights and free them
+
+W needs no weights: it multiplies inputs by output gradients. So nothing is gathered for it. A whole backward pass (B) scatters as without
+stages. Units are scattered in one order, that of the backward pass. An action of the schedule starts all collectives, so ranks with the
+same stages call the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # no public module has it
+
+from parallel.numerics.weight_gradient import PendingGradients
+
+
+class StageSums:
+    """The units of a model that fully_shard has cut. once: gradients are scattered once a batch, by `start`; else after each pass."""
+
+    def __init__(self, model: nn.Module, *, once: bool) -> None:
+        assert isinstance(model, FSDPModule)
+        self.model, self.once = model, once
+        self.groups: list[Any] = []  # torch's parameter group of each unit, in the order of the backward pass
+        for module in reversed(list(model.modules())):
+            self.groups += module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.of = {names[id(param.sharded_param)]: group for group in self.groups for param in group.fsdp_params}
+        model.set_is_last_backward(False)  # a backward pass does not wait for sums: `finish` does
+        if once:
+            model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))  # as large as the gradients that they replace
+        model.set_reshard_after_backward(not once)
+
+    @contextmanager
+    def backward(self, pending: PendingGradients | None) -> Iterator[None]:
+        """Return a context for a backward pass. pending: gets the deferred gradients of I; None for B. After I, unless once a batch, units
+        are scattered that have no deferred gradients, such as the embedding."""
+        for group in self.groups:  # torch ends each pass with all units that are not in this state; other stages' weights would be freed
+            group._training_state = TrainingState.POST_BACKWARD
+        self.model.set_requires_gradient_sync(not self.once and pending is None)
+        yield
+        if not self.once and pending is not None:
+            later = {id(weight) for weights in pending.weights() for weight in weights}
+            self._scatter(group for group in self.groups if not any(id(p._unsharded_param) in later for p in _gathered(group)))
+
+    def deferred(self, pending: PendingGradients) -> None:
+        """Compute deferred gradients (W). Unless once a batch, unit by unit: each unit's are scattered before the next are computed."""
+        if self.once:
+            pending.compute()
+            return
+        unit = {id(param._unsharded_param): number for number, group in enumerate(self.groups) for param in _gathered(group)}
+        parts = pending.split(lambda weight: unit.get(id(weight), -1))
+        for number in sorted(parts):
+            parts[number].compute()
+            self._scatter(self.groups[number : number + 1] if number >= 0 else ())
+
+    def start(self, names: Iterable[str]) -> None:
+        """Start the scatters of the units that hold these parameters, and free their weights. Their gradients are complete."""
+        held = {id(self.of[name]) for name in names if name in self.of}
+        self._scatter((group for group in self.groups if id(group) in held), frees=True)
+
+    def finish(self) -> None:
+        """Wait for all scatters that have started."""
+        self.model.set_is_last_backward(True)
+        self.model._get_fsdp_state()._root_post_backward_final_callback()
+        self.model.set_is_last_backward(False)
+
+    def _scatter(self, groups: Iterable[Any], *, frees: bool = False) -> None:
+        """Start the scatters of these units' gradients, if they have any. frees: free gathered weights."""
+        for group in groups:
+            before = group.reduce_grads, group.reshard_after_backward, group._training_state
+            group.reduce_grads, group.reshard_after_backward = True, frees
+            group.post_backward()
+            group.reduce_grads, group.reshard_after_backward, group._training_state = before
+
+
+def _gathered(group: Any) -> list[Any]:
+    """Return the unit's parameters that have been gathered, and so have an object that stands in for the whole parameter."""
+    return [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
