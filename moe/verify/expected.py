@@ -1,6 +1,8 @@
 """Computes the expected result of a case, and how far its numbers may deviate from it.
 
-    fp32           the plain twin in float64; tolerance 1e-5 for each number
+    fp32           the plain twin in float64; tolerance 1e-5 for each number. A row that fails is compared again with the twin's update of
+                   gradients that one process took in the row's own order: Adam divides a gradient near 0 by its own size, so it magnifies
+                   the fp32 rounding of gradients, which are themselves still compared with the float64 twin
     bf16, fp16     one process in that precision. Tolerance: twice the largest deviation between runs on one process that take the same sums
                    in other orders (`reorderings`). A row that fails is compared again with one process in the row's own order. Each number
                    and gradient must also be near the float64 twin (`Bound`), or errors that all processes share would not be seen
@@ -29,7 +31,7 @@ from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
 from moe.verify.plain.model import Rounding
 from moe.verify.small import known
-from moe.verify.twin import Result, reference
+from moe.verify.twin import Result, reference, updated
 from parallel.data.kinds.catalog import PLAIN
 from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
@@ -129,8 +131,12 @@ class Expected:
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """Return a copy with the `result` of one process that takes all sums in the same order as `case`. The tolerance stays the same."""
-        return replace(self, result=compute(own_order(case), delayed_as=self.twin))
+        """Return a copy with the `result` of one process that takes all sums in the same order as `case`; in fp32, only with the weights
+        that the twin computes from this process's gradients. The tolerance stays the same."""
+        one = compute(own_order(case), delayed_as=self.twin)
+        if rounds(case):
+            return replace(self, result=one)
+        return replace(self, result=replace(self.result, weights=self.result.weights | updated(case.run(), one.gradients)))
 
 
 def _of_values(twin: Case) -> Expected:

@@ -81,6 +81,13 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     return Result(losses, *first)
 
 
+def updated(run: Run, gradients: Weights) -> Weights:
+    """Return a new model's parameters, float64, after the update that these gradients of the first step give."""
+    parameters = {name: value.double() for name, value in first_values(run)[0].items()}
+    PlainAdamW(run.optimizer).step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()})
+    return parameters
+
+
 def first_values(run: Run) -> tuple[Weights, Weights]:
     """Return (parameters, selection biases of routers) of a new model, as name in checkpoints -> tensor. Each expert has its own names."""
     with torch.device("meta"):

@@ -9,7 +9,7 @@ from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
-LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> (layers with 1 stage on each rank, layers with 2), so many that stages are unequal
+LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> (layers with 1 stage on each rank, layers with 2), which make stages unequal
 THREE = ("dense", "gshard", "deepseek")
 
 

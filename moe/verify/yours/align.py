@@ -33,10 +33,6 @@ class Samples:
     length: int
     found: bool = True
 
-    @property
-    def all_here(self) -> bool:
-        return len(self.rows) == self.batch and len(self.cols) == self.length
-
 
 @dataclass(frozen=True)
 class Part:

@@ -175,6 +175,23 @@ def test_a_failing_16_bit_row_passes_only_if_it_equals_one_process_with_its_orde
         assert not verify.judged(row, (wrong, None), other)["passed"]
 
 
+def test_a_failing_fp32_row_passes_only_with_the_twins_update_of_gradients_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam magnifies the rounding of small gradients, here by a twin whose weights are 2e-5 off. The row is compared again with the twin's
+    update of one process's gradients. Weights or gradients that are 2e-5 off fail, also if that process has the same fault."""
+    row = Case("dense", "ddp", 2, 1, 3, "fp32", batch=6, steps=1)
+    expected, own = Expected.of(twin_of(row)), compute(own_order(row), delayed_as=twin_of(row))
+    off = {name: weight * (1 + 2e-5) for name, weight in expected.result.weights.items()}
+    magnified = replace(expected, result=replace(expected.result, weights=off))
+    again = verify.judged(row, (own, None), magnified)
+    assert again["passed"] and again["update"] < 1e-6
+    for what in ("weights", "gradients"):
+        wrong = replace(own, **{what: {name: tensor * (1 + 2e-5) for name, tensor in getattr(own, what).items()}})
+        assert not verify.judged(row, (wrong, None), expected)["passed"]
+        with monkeypatch.context() as shared:
+            shared.setattr("moe.verify.expected.compute", lambda *args, wrong=wrong, **named: wrong)
+            assert not verify.judged(row, (wrong, None), expected)["passed"]
+
+
 def test_a_background_process_computes_the_same_expected_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.verify.expected.CUTS", (3,))
     twins = [Case("dense", "ddp", 1, 1, 1, precision, batch=3) for precision in ("fp32", "fp16")]
