@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +133,8 @@ class SharedBias(nn.Module):
 
     def __init__(self, first: Block) -> None:
         super().__init__()
-        self.attention = nn.Module()
-        self.attention.bias = first.attention.bias
+        assert first.attention.bias is not None
+        self.attention = nn.ModuleDict({"bias": first.attention.bias})
 
 
 class Transformer(nn.Module):
@@ -157,7 +157,8 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
-        self.dropout, self.columns, self.first_channel = self.config.dropout, None, 0  # as in Block
+        self.dropout, self.first_channel = self.config.dropout, 0  # as in Block
+        self.columns: Callable[[int], slice] | None = None
         self.slices = 1  # number of ranks that each hold a slice of every sequence between layers
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
         self.loss_chunks, self.recast = 1, False  # recast: the head casts its weight again in the backward pass and keeps no copy
@@ -254,7 +255,8 @@ class Transformer(nn.Module):
         """Return the position bias that these blocks, of the encoder or of the decoder, share: that of the half's first block, or None."""
         if not blocks:
             return None
-        own = self.layers[self.config.half_of(blocks[0].layer).start].attention.bias
+        first = self.layers[self.config.half_of(cast(Block, blocks[0]).layer).start]
+        own = first.attention["bias"] if isinstance(first, SharedBias) else cast(Block, first).attention.bias
         return None if own is None else own()
 
     @in_region("embedding")

@@ -151,7 +151,11 @@ CASES: list[tuple[str, str, str]] = [
     ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),
     ("--tyro-print-completion ksh", "--tyro-print-completion: got ksh", "--tyro-print-completion bash"),
     # an encoder-decoder
-    ("train switch_t5_tiny --nproc 2 --degrees.sp 2", "model.max_length: got 256, with 58 tokens for the decoder", "set it to one of [262, 264]"),
+    (
+        "train switch_t5_tiny --nproc 2 --degrees.sp 2",
+        "model.max_length: got 256, with 58 tokens for the decoder",
+        "set it to one of [262, 264]",
+    ),
     (
         "train switch_t5_tiny --nproc 2 --degrees.pp 2 --pipeline.schedule two_bw --model.tied_embeddings false "
         "--optimizer.clip_norm null --pipeline.microbatches 2 --router.balance_scope sequence",

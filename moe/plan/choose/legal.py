@@ -159,10 +159,10 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     kind = SCHEDULES.get(name)  # None if the schedule is a file of actions, which also says which rank holds each stage
     stages = pp * plan.chunks
     given = plan.stage_layers
-    if given is None and stages > network.layers:
-        yield f"{stages} stages are more than model.num_layers={network.layers}"
-    if given is not None and (len(given) != stages or sum(given) != network.layers or min(given) < 0):
-        yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.layers}"
+    if given is None and stages > network.depth:
+        yield f"{stages} stages are more than model.num_layers={network.depth}"
+    if given is not None and (len(given) != stages or sum(given) != network.depth or min(given) < 0):
+        yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.depth}"
     elif given is not None and kind is not None and (empty := empty_rank(given, homes_of(plan))) is not None:
         yield f"pipeline.layers leaves rank {empty} of the pipeline without weights"
     if kind is not None and kind.chunks not in (None, plan.chunks):
