@@ -8,6 +8,7 @@ import math
 
 from moe.checks.clash import check_others, clash
 from moe.recipe.sections import Model, Rope, Run, Scales
+from moe.recipe.shapes import divisible_inputs
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Remove, Set
 from parallel.mesh.grids import GRIDS
@@ -143,6 +144,20 @@ def _check_ahead(run: Run) -> None:
         raise BadInput("model.ahead", got=m.ahead, needed=f"less than model.max_length={m.max_length}", fix=Set("it", 1))
 
 
+def _check_shards_of_halves(run: Run) -> None:
+    """Refuse lengths of encoder and decoder that the ranks of sp, and of tp with sequence parallelism, do not divide."""
+    m, sp, tp = run.model, run.degrees.sp, run.degrees.tp if run.tensor.sequence_parallel else 1
+    read = max(1, sp) * max(1, tp)
+    written = math.lcm(read, 2 * sp) if sp > 1 and run.sequence.position_order == "zigzag" else read
+    if m.source_length % read or m.target_length % written:
+        got = f"{m.max_length}, with {m.target_length} tokens for the decoder"
+        keys = " and ".join(key for key, size in (("degrees.sp", sp), ("tensor.sequence_parallel", tp)) if size > 1)
+        needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both"
+        near = divisible_inputs(m.max_length, read=read, written=written)
+        fix: Fix | str = Set("it", *near) if near else f"fewer ranks: no length of span corruption is divided by {read} and {written}"
+        raise BadInput("model.max_length", got=got, needed=needed, fix=fix)
+
+
 def check_encoder_decoder(run: Run) -> None:
     """Refuse an encoder-decoder without its keys (span corruption, T5's positions) or with a layout that it does not support, and a decoder
     with span corruption. Raises BadInput for the first reason found."""
@@ -171,12 +186,9 @@ def check_encoder_decoder(run: Run) -> None:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"
         raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix=Set("model.vocab_size", None))
-    whole = f"{_UNCUT}; dp, tp, ep, etp, fsdp and zero share its weights and its work"
-    check_others(run, "model.kind", {"degrees.pp": (1, whole), "degrees.sp": (1, whole)})
+    _check_shards_of_halves(run)
     if run.degrees.tp > 1 and run.tensor.kind not in ("1d", "copied"):
         raise clash(run, "tensor.kind", "model.kind", "1d", _UNCUT)
-    if run.degrees.tp > 1 and run.tensor.sequence_parallel:
-        raise clash(run, "tensor.sequence_parallel", "model.kind", False, "between encoder and decoder sequences are whole")
     if run.optimizer.kind == "kfac":
         needed = "adamw, muon, adafactor or sgd: in cross-attention a K-FAC factor would belong to two inputs"
         raise clash(run, "optimizer.kind", "model.kind", "adamw", needed=needed)

@@ -90,6 +90,8 @@ def _check_continuous(run: Run) -> None:
     if run.optimizer.clip_norm is not None:
         why = "there is no gradient norm of the whole model before an update"
         raise clash(run, "optimizer.clip_norm", by, None, why, other)
+    if run.model.kind == "encoder_decoder":
+        raise clash(run, "pipeline.schedule", "model.kind", ADVISED, "stages would hold different versions of the bias that a half shares")
     if run.model.ends_read_embedding:
         key, works = ("tied_embeddings", False) if run.model.tied_embeddings else ("ahead", 0)
         why = "the first and the last stage would hold different versions of one table"

@@ -47,7 +47,8 @@ def _check_order(run: Run) -> None:
         ring, needed = Set("sequence.kind", "ring"), "contiguous: only sequence.kind ring has other orders"
         raise clash(run, "sequence.order", "sequence.kind", None, "", ring, needed=needed)
     heads = sequence.heads_of(sp)
-    Order(sequence.position_order, sp // heads, run.model.max_length, inner=heads)
+    if run.model.kind == "decoder":  # moe/checks/model.py checks the two lengths of an encoder-decoder
+        Order(sequence.position_order, sp // heads, run.model.max_length, inner=heads)
 
 
 def _check_heads(run: Run, degree: int) -> None:

@@ -79,7 +79,7 @@ class CorruptedTrain:
         """Return one rank's part of step `step`, int64 rows [sequences, inputs + 1 + targets]. The first step is 0."""
         places = shard.places(step)
         texts = self.inner.sequences(places)[:, :-1]  # without the last token, which is the first of the next window
-        return self.objective.rows(texts, places)
+        return self.objective.rows(texts, places)[:, shard.columns]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class CorruptedValidation:
         s = self.objective.spans
         read = self.inner.held(replace(shard, length=s.text, positions=tuple(range(s.text)), source=0))
         rows = self.objective.rows(read.sequences[:, :-1], shard.sequences, side=_VALIDATION)
-        return Held(rows, read.bytes_per_token * s.hidden / s.targets)
+        return Held(rows[:, shard.columns], read.bytes_per_token * s.hidden / s.targets)
 
 
 def strange(texts: Sequence[str], num_sentinels: int) -> str | None:

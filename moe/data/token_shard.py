@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,7 +34,7 @@ class TokenShard:
     """One rank's part of a batch of `num_sequences` sequences of `length` tokens: the indices of `sequences` and the `positions` in them.
 
     A part is stored as [sequences, columns]: `columns`, ascending, are the rank's positions and for each the next position, its target. In
-    an encoder-decoder the first `source` positions are the encoder's input and have no targets. `axes`: the ranks along these axes together
+    an encoder-decoder the first `source` of them are the encoder's input and have no targets. `axes`: the ranks along these axes together
     read every token once, so losses, counts and loads are summed over them.
     """
 
@@ -50,11 +50,12 @@ class TokenShard:
         mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",), source: int = 0
     ) -> TokenShard:
         """Return this rank's part. `order`: a kind of parallel/sequence/order.py. `over`: axes along which ranks have different sequences.
-        Raises BadInput if the axes do not divide the batch."""
+        `source`: tokens of a whole sequence that an encoder reads. Raises BadInput if the axes do not divide the batch."""
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
-        positions = order_of(mesh, order, length).positions(sp.index)
-        return TokenShard(num_sequences, length, sequences, positions, (dp, sp), source)
+        *encoder, decoder = (half.positions(sp.index) for half in orders_of(mesh, order, length, source=source))
+        read = tuple(place for half in encoder for place in half)
+        return TokenShard(num_sequences, length, sequences, (*read, *(source + place for place in decoder)), (dp, sp), len(read))
 
     @staticmethod
     def whole(num_sequences: int, length: int, *, source: int = 0) -> TokenShard:
@@ -123,9 +124,12 @@ class TokenShard:
         return [np.searchsorted(self.columns, self.position_array + further) for further in (0, 1)]
 
 
-def order_of(mesh: Mesh, kind: str, length: int) -> Order:
-    """Return the Order of this `kind`, which gives each sp rank its positions in sequences of `length` tokens. Raises BadInput."""
-    return Order(kind, mesh.axis("sp_ring").size, length, inner=mesh.axis("sp_heads").size)
+def orders_of(mesh: Mesh, kind: str, length: int, *, source: int = 0) -> tuple[Order, ...]:
+    """Return the Order of this `kind`, which gives each sp rank its positions in sequences of `length` tokens. In an encoder-decoder, which
+    reads `source` of them first: the encoder's order, and the decoder's of this `kind`. Raises BadInput if ranks do not divide a length."""
+    of = partial(Order, size=mesh.axis("sp_ring").size, inner=mesh.axis("sp_heads").size)
+    encoder = (of("contiguous", length=source, causal=False),) if source else ()
+    return (*encoder, of(kind, length=length - source))
 
 
 def _run(size: int, axis: Axis, *, what: str, fix: str) -> range:

@@ -7,6 +7,8 @@ An encoder-decoder (T5, arXiv 1910.10683) has the encoder's blocks first. A sequ
     x = embedding of the first tokens  -> encoder's blocks -> norm -> s          one position bias for all blocks of a half
     y = embedding of the others        -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
 
+Between pipeline stages one tensor has both: x or s, then y. Shards of sequences are shards of each half, one after the other.
+
 `Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +76,7 @@ class Block(nn.Module):
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
-        first = layer in (0, begins) or not halves  # the first layer of a half shares its position bias with the others
+        first = layer == model.half_of(layer).start or not halves  # the first layer of a half shares its position bias with the others
         self.attention: Attention | LatentAttention
         if model.latent.key_rank is None:
             self.attention = Attention(model, of="encoder" if layer < begins else "decoder", biased=first, window=model.window_of(layer))
@@ -123,13 +125,16 @@ class Block(nn.Module):
 
     def _drop(self, x_BLD: Tensor, part: str, context: Context) -> Tensor:
         """Apply residual scale and dropout to the output of a part: attention, cross or ffn."""
-        x_BLD = scaled(x_BLD, self.scale)
-        if not (self.training and self.dropout):
-            return x_BLD
-        if self.columns is not None:
-            assert context.sequence_B is not None
-            context = context.of_columns(self.columns(len(context.position_T) // len(context.sequence_B)))
-        return drop(x_BLD, self.dropout, name=f"layers.{self.layer}.{part}.dropout", context=context, first=self.first_channel)
+        return _dropped(self, scaled(x_BLD, self.scale), f"layers.{self.layer}.{part}", context)
+
+
+class SharedBias(nn.Module):
+    """Stand-in for the first block of a half on a pipeline stage that has only later blocks: the position bias that they share."""
+
+    def __init__(self, first: Block) -> None:
+        super().__init__()
+        assert first.attention.bias is not None
+        self.attention = nn.ModuleDict({"bias": first.attention.bias})
 
 
 class Transformer(nn.Module):
@@ -152,14 +157,17 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
+        self.dropout, self.first_channel = self.config.dropout, 0  # as in Block
+        self.columns: Callable[[int], slice] | None = None
+        self.slices = 1  # number of ranks that each hold a slice of every sequence between layers
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
         self.loss_chunks, self.recast = 1, False  # recast: the head casts its weight again in the backward pass and keeps no copy
         self.cross_entropy: CrossEntropy = cross_entropy  # used if all logits are in one piece; a compiled function can replace it
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
-        halves = self.config.kind == "encoder_decoder"
-        self.encoder_norm = Norm(width, self.config.norm, eps=self.config.norm_eps) if halves else None
+        self.halves = self.config.kind == "encoder_decoder"
+        self.encoder_norm = Norm(width, self.config.norm, eps=self.config.norm_eps) if self.halves else None
         layers = self.config.num_layers
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
@@ -178,7 +186,11 @@ class Transformer(nn.Module):
         held = {layer for part in parts.values() for layer in part.layers}
         for layer in range(self.config.num_layers):
             if layer not in held:
-                self.layers[layer] = None  # type: ignore[assignment]
+                half = self.config.half_of(layer)
+                shares = self.halves and layer == half.start and held & {*half}
+                self.layers[layer] = SharedBias(self.layers[layer]) if shares else None  # type: ignore[arg-type, assignment]
+        if self.config.decoder_begins - 1 not in held:
+            self.encoder_norm = None
         if not any(part.ends for part in parts.values()):
             self.norm, self.head, self.ahead = None, None, nn.ModuleList()
         if not any(part.begins or (part.ends and self.config.ends_read_embedding) for part in parts.values()):
@@ -195,14 +207,14 @@ class Transformer(nn.Module):
         if self.config.document_mask:
             separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
             context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
-        x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
-        through = _through if self.encoder_norm is None else self._encode_and_decode
-        x_BLD, reports = through(blocks, x_BLD, context)
+        if self.halves:
+            x_BLD, reports, context = self._encode_and_decode(blocks, tokens_BL, context, part)
+        else:
+            x_BLD, reports = _through(blocks, self._look_up(tokens_BL) if part.begins else tokens_BL, context)
         if not part.ends:
             none = torch.empty(0, device=x_BLD.device)
             return Output(none, none, reports, x_BLD)
-        last = context if self.encoder_norm is None else context.halves()[1]
-        return self._end(x_BLD, targets_BL, last, reports)
+        return self._end(x_BLD, targets_BL, context, reports)
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
         """Return the encoder's output for whole texts: [B, S, D], the `source_BSD` of `written`."""
@@ -212,27 +224,40 @@ class Transformer(nn.Module):
     def written(self, tokens_BN: Tensor, context: Context, source_BSD: Tensor) -> Output:
         """Return an Output with the logits of the decoder's tokens, given the encoder's output. `context`: of the decoder's tokens."""
         blocks = list(self.layers[self.config.decoder_begins :])
-        y_BND, reports = _through(blocks, self._look_up(tokens_BN), context, _bias(blocks), source_BSD)
+        y_BND, reports = _through(blocks, self._look_up(tokens_BN), context, self._bias(blocks), source_BSD)
         return self._end(y_BND, None, context, reports)
 
-    def _encode_and_decode(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context) -> tuple[Tensor, Reports]:
-        """Return the decoder's hidden states and all layers' reports, given the embeddings of all tokens."""
-        read, written = context.halves()
-        x_BSD, y_BLD = self._drop(x_BLD, "embedding", context).tensor_split([context.source], dim=1)
-        x_BSD, of_encoder = self._encode(blocks[: self.config.decoder_begins], x_BSD, read)
-        second = blocks[self.config.decoder_begins :]
-        y_BLD, of_decoder = _through(second, y_BLD, written, _bias(second), x_BSD)
-        return y_BLD, of_encoder + of_decoder
+    def _encode_and_decode(
+        self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, part: StageLayers
+    ) -> tuple[Tensor, Reports, Context]:
+        """Return (the decoder's hidden states, or on a stage before the last both halves', reports, context of the decoder's tokens).
+        `x_BLD`: tokens, or hidden states of both halves.
+        """
+        (read, written), begins = context.halves(), self.config.decoder_begins
+        if part.begins:
+            x_BLD = self._look_up(_in_slices(x_BLD, context.source, self.slices))
+        x_BSD, y_BLD = x_BLD.tensor_split([context.source // self.slices], dim=1)
+        if part.begins:
+            x_BSD, y_BLD = _dropped(self, x_BSD, "embedding", read), _dropped(self, y_BLD, "embedding", written)
+        first, second = ([block for block in blocks if block.layer in half] for half in (range(begins), range(begins, len(self.layers))))
+        x_BSD, of_encoder = self._encode(first, x_BSD, read, ends=begins - 1 in part.layers)
+        y_BLD, of_decoder = _through(second, y_BLD, written, self._bias(second), x_BSD)
+        return y_BLD if part.ends else torch.cat([x_BSD, y_BLD], dim=1), of_encoder + of_decoder, written
 
-    def _encode(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context) -> tuple[Tensor, Reports]:
-        assert self.encoder_norm is not None
-        x_BSD, reports = _through(blocks, x_BSD, context, _bias(blocks))
-        return self._drop(self.encoder_norm(x_BSD), "encoder", context), reports
+    def _encode(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context, *, ends: bool = True) -> tuple[Tensor, Reports]:
+        x_BSD, reports = _through(blocks, x_BSD, context, self._bias(blocks))
+        if ends:
+            assert self.encoder_norm is not None
+            x_BSD = _dropped(self, self.encoder_norm(x_BSD), "encoder", context)
+        return x_BSD, reports
 
-    def _drop(self, x_BLD: Tensor, place: str, context: Context) -> Tensor:
-        if not (self.training and self.config.dropout):
-            return x_BLD
-        return drop(x_BLD, self.config.dropout, name=f"{place}.dropout", context=context)
+    def _bias(self, blocks: Sequence[nn.Module]) -> Bias | None:
+        """Return the position bias that these blocks, of the encoder or of the decoder, share: that of the half's first block, or None."""
+        if not blocks:
+            return None
+        first = self.layers[self.config.half_of(cast(Block, blocks[0]).layer).start]
+        own = first.attention["bias"] if isinstance(first, SharedBias) else cast(Block, first).attention.bias
+        return None if own is None else own()
 
     @in_region("embedding")
     def _look_up(self, tokens_BL: Tensor) -> Tensor:
@@ -246,8 +271,8 @@ class Transformer(nn.Module):
         if self.training and targets_BL is not None and len(self.ahead):
             x_BLD = self._join_ahead(x_BLD, targets_BL, matrix, context)
         x_BLD = self.norm(x_BLD)
-        if self.encoder_norm is not None:
-            x_BLD = self._drop(x_BLD, "decoder", context)
+        if self.halves:
+            x_BLD = _dropped(self, x_BLD, "decoder", context)
             x_BLD = x_BLD * self.config.d_model**-0.5 if self.config.tied_embeddings else x_BLD
         x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:
@@ -278,12 +303,22 @@ def _through(
     return x_BLD, tuple(reports)
 
 
-def _bias(blocks: Sequence[nn.Module]) -> Bias | None:
-    """Return the position bias that these blocks, the encoder's or the decoder's, share: the first block's, or None."""
-    first = blocks[0]
-    assert isinstance(first, Block)
-    own = first.attention.bias
-    return None if own is None else own()
+def _dropped(within: Block | Transformer, x_BLD: Tensor, place: str, context: Context) -> Tensor:
+    """Apply dropout, in training, to what this rank holds between layers."""
+    if not (within.training and within.dropout):
+        return x_BLD
+    if within.columns is not None:
+        assert context.sequence_B is not None
+        context = context.of_columns(within.columns(len(context.position_T) // len(context.sequence_B)))
+    return drop(x_BLD, within.dropout, name=f"{place}.dropout", context=context, first=within.first_channel)
+
+
+def _in_slices(tokens_BL: Tensor, source: int, slices: int) -> Tensor:
+    """Order tokens so that each of `slices` ranks, which gets an equal part of the row, has a slice of either half."""
+    if slices == 1:
+        return tokens_BL
+    halves = (half.chunk(slices, dim=1) for half in tokens_BL.tensor_split([source], dim=1))
+    return torch.cat([part for slice_ in zip(*halves, strict=True) for part in slice_], dim=1)
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:

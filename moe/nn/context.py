@@ -29,7 +29,7 @@ class Context:
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
     `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each column in its sequence. `length`:
     tokens of a whole sequence, of which this rank may hold a shard. `document_BS` int64: the document of each token of whole sequences;
-    None: attention sees across documents. `source`: number of tokens that the encoder reads; 0: no encoder.
+    None: attention sees across documents. `source`: number of leading columns held here that the encoder reads; 0: no encoder.
 
     `auxiliary_scale`: factor of auxiliary losses, which is this pass's share of the global batch's tokens times the loss scale. `valid_T`
     bool [T]: False for padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this pass's sums; None:
@@ -123,11 +123,12 @@ class Context:
             needed = f"1 to {length - 1}: the encoder reads the first `source` of a sequence's {length} tokens, the decoder the others"
             raise BadInput("source", got=self.source, needed=needed, fix="make the context by Context.of(tokens, source=...)")
 
-        def half(columns: slice) -> Context:
+        def half(columns: slice, first: int) -> Context:
             tokens = self._changed(lambda x_T: x_T.view(-1, length)[:, columns].flatten())
-            return replace(self, **tokens, place_L=place_L[columns] - columns.start, source=0, _kept=[])
+            return replace(self, **tokens, place_L=place_L[columns] - first, source=0, _kept=[])
 
-        return half(slice(0, self.source)), half(slice(self.source, length))
+        whole = self.source * (self.length or length) // length  # ranks hold equal shards of each half
+        return half(slice(0, self.source), 0), half(slice(self.source, length), whole)
 
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes some of the tokens, which are `share` of this pass's valid tokens.

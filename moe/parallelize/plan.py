@@ -110,7 +110,7 @@ def _line(
         *((f"{block}.{pattern}", style) for block in ("layers.*", "ahead.*.block") for pattern, style in of_block),
         *_weights(of_tokens, "ahead.*.*"),
         *_weights(VocabularyRows(sliced=sliced), "embedding", "head"),
-        *(_weights(SlicedNorm(), "norm") if sliced else ()),
+        *(_weights(SlicedNorm(), "norm", "encoder_norm") if sliced else ()),
     )
 
 

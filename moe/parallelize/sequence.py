@@ -10,9 +10,11 @@ from functools import partial
 
 from torch import Tensor
 
-from moe.data.token_shard import TokenShard, order_of
+from moe.data.token_shard import TokenShard, orders_of
 from moe.model.transformer import Block, Transformer, moe_layers
+from moe.nn.attention import Attention
 from moe.nn.context import Context
+from moe.nn.latent import LatentAttention
 from moe.recipe.sections import Run
 from moe.router.slices import whole_sequences
 from parallel.mesh.mesh import Mesh
@@ -21,21 +23,24 @@ from parallel.sequence.method import Method
 from parallel.sequence.order import Order
 from parallel.sequence.ulysses import Ulysses
 from parallel.tensor.grid import Turn
+from parallel.tensor.sliced import own_columns
 
 
 @dataclass(frozen=True)
 class Exchanging:
     """An attention core (moe/nn/core.py) for tokens on several ranks.
-    `keep`: the name by which its output is kept for a recomputed pass; None: it is computed again.
+    `keep`: the name by which its output is kept for a recomputed pass; None: it is computed again. `scale`: factor of the logits; None: the
+    method's own, 1 / sqrt(C).
     """
 
     method: Method | Ulysses
     keep: str | None
+    scale: float | None = None
 
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
     ) -> Tensor:
-        name = self.keep
+        name, q_BHLC = self.keep, q_BHLC if self.scale is None else q_BHLC * (self.scale * q_BHLC.shape[-1] ** 0.5)
         once = None if name is None else (lambda attend: context.once(name, attend))
         return self.method(q_BHLC, k_BKLC, v_BKLC, bias=bias, sink_H=sink_H, document_BS=context.document_BS, once=once)
 
@@ -52,21 +57,35 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
     if run.tensor.kind == "3d" and run.degrees.tp > 1:  # 3d: ranks have other sequences in attention than between layers
         turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
         model.inner_sequences = turn
+    if run.tensor.sequence_parallel and run.degrees.tp > 1:
+        model.slices, model.columns = run.degrees.tp, partial(own_columns, axis=mesh.axis("tp"))
     if mesh.axis("sp").size == 1:
         return
-    order = order_of(mesh, run.sequence.position_order, run.model.max_length)
+    sp = mesh.axis("sp")
+    of_halves = orders_of(mesh, run.sequence.position_order, run.model.read_length, source=run.model.source_length)
+    orders = dict(zip(sorted({0, run.model.decoder_begins}), of_halves, strict=True))  # by the half's first layer
+
+    def places(layer: int) -> tuple[tuple[int, ...], ...]:
+        """Return each rank's positions in the half of the model that has this layer."""
+        order = orders[run.model.half_of(layer).start]
+        return tuple(order.positions(rank) for rank in range(sp.size))
+
     blocks = [*model.layers, *(depth.block for depth in model.ahead)]
     for block in (layer for layer in blocks if isinstance(layer, Block)):
-        label = f"layers.{block.layer}.attention"
-        block.attention.core = Exchanging(_method(run, mesh, order, block), label if run.sequence.keep_attention else None)
-    sp, places = mesh.axis("sp"), tuple(order.positions(rank) for rank in range(mesh.axis("sp").size))
-    model.whole_sequences = partial(whole_sequences, axis=replace(sp, label="documents"), positions=places)
+        order, name = orders[run.model.half_of(block.layer).start], f"layers.{block.layer}"
+        _exchange(run, mesh, order, block.attention, f"{name}.attention")
+        if block.cross is not None:
+            _exchange(run, mesh, replace(order, causal=False), block.cross, f"{name}.cross")
+    model.whole_sequences = partial(whole_sequences, axis=replace(sp, label="documents"), positions=places(run.model.decoder_begins))
     for moe in moe_layers(model):
         assert moe.spread is not None
-        moe.spread.positions = places
+        moe.spread.positions = places(moe.layer)
 
 
-def _method(run: Run, mesh: Mesh, order: Order, block: Block) -> Method | Ulysses:
-    label = f"layers.{block.layer}.attention"
-    method = run.sequence.named.make(mesh.axis("sp_ring", label=label), replace(order, inner=1), block.attention.window)
-    return method if order.inner == 1 else Ulysses(mesh.axis("sp_heads", label=label), method)
+def _exchange(run: Run, mesh: Mesh, order: Order, attention: Attention | LatentAttention, label: str) -> None:
+    """Give an attention layer a core that sends between ranks. In cross attention `order` is of the queries."""
+    kind = run.sequence.named
+    make = kind.make if order.causal else kind.open_make or kind.make
+    method = make(mesh.axis("sp_ring", label=label), replace(order, inner=1), attention.window)
+    exchanging = method if order.inner == 1 else Ulysses(mesh.axis("sp_heads", label=label), method)
+    attention.core = Exchanging(exchanging, label if run.sequence.keep_attention else None, attention.core_scale)

@@ -40,12 +40,15 @@ def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -
 
 
 def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> list[int]:
-    """Return the indices of stages that read a parameter: one, or two for an embedding that the last stage reads, too."""
-    words, shared = name.split("."), model.config.ends_read_embedding
+    """Return the indices of stages that read a parameter: one, two for an embedding that the last stage reads, too, or several for the
+    position bias that the layers of an encoder or decoder share."""
+    words, shared, begins = name.split("."), model.config.ends_read_embedding, model.config.decoder_begins
 
     def reads(part: StageLayers) -> bool:
-        if words[0] == "layers":
-            return int(words[1]) in part.layers
+        if words[0] == "layers" and model.halves and name.endswith(".attention.bias.weight"):
+            return bool({*model.config.half_of(int(words[1]))} & {*part.layers})
+        if words[0] in ("layers", "encoder_norm"):
+            return (int(words[1]) if words[0] == "layers" else begins - 1) in part.layers
         return (part.begins or (part.ends and shared)) if words[0] == "embedding" else part.ends
 
     return [stage for stage, part in enumerate(parts) if reads(part)]
@@ -83,12 +86,15 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     """Return the object that runs this rank's part of the pipeline schedule. Collective, because it makes process groups."""
     assert isinstance(model, Transformer)
     schedule = schedule_of(run)
-    shared = {tuple(sorted({*schedule.homes[0], *schedule.homes[-1]}))} if run.model.ends_read_embedding else set()
+    parts = parts_of(run, schedule)
+    names = ("embedding", *(f"layers.{first}.attention.bias.weight" for first in (0, run.model.decoder_begins)))
+    stages = [stages_with(model, name, parts) for name in names]
+    shared = {tuple(sorted({rank for stage in those for rank in schedule.homes[stage]})) for those in stages}
     for ranks in sorted(homes for homes in {*schedule.homes} | shared if len(homes) > 1):
         mesh.part("pp", ranks, label="replicas")
     down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
     assert down is not None
-    replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
+    replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
         splittable(model)  # in 16 bits, because other products keep a cast weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)

@@ -241,7 +241,7 @@ def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Sta
 
 
 def _stage(run: Run, layers: range, network: Network, plan: Plan, *, first: bool, last: bool) -> Stage:
-    model, tokens = run.model, plan.microbatch * run.model.max_length
+    model, tokens = run.model, plan.microbatch * run.model.read_length
     flops = end_flops(run) if last else 0.0
     heads = head_forward(run) * (1 + model.ahead) if last else 0.0
     again = heads if run.recompute.loss_chunks > 1 else 0.0

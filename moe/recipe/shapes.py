@@ -12,6 +12,7 @@ inputs, so there is a text for every length of inputs; the longest one is used, 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, NamedTuple
 
 GATED = ("geglu", "swiglu")  # feed-forward networks with a third matrix, the gate (GLU variants, arXiv 2002.05202)
@@ -56,6 +57,13 @@ def inputs_within(tokens: int) -> int:
     """Return the largest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens. `tokens`: at least 2."""
     inputs = spans_of_text(tokens).inputs
     return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 tokens may have the same number of inputs
+
+
+def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:
+    """Return at most two encoder inputs, in tokens, the nearest first, that `read` divides and whose targets `written` divides."""
+    multiples = (read * (near // read + step) for apart in range(1000) for step in {apart, -apart})
+    fits = (n for n in multiples if n > 3 and spans_of(n).inputs == n and spans_of(n).targets % written == 0)
+    return sorted(islice(fits, 4), key=lambda n: abs(n - near))[:2]
 
 
 def spans_of(inputs: int) -> Spans:

@@ -36,7 +36,7 @@ class ColossalRing(Method):
         for source, k_there in self._round(k):
             theirs = known.tokens(source, q)
             score = scores(q, repeated(k_there, heads), queries=mine, keys=theirs, bias=known.bias)
-            score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf)
+            score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf) if self.order.causal else score
         whole = rearrange(score_NBHLS, "n b h l s -> b h l (n s)")
         if known.sink_H is not None:
             whole = torch.cat([whole, known.sink_H.to(whole.dtype).view(-1, 1, 1).expand(*whole.shape[:-1], 1)], dim=-1)

@@ -65,6 +65,7 @@ class SequenceKind:
     """Facts about one method of sequence-parallel attention.
 
     about: a phrase for the help text. cost: (number of ranks, layer) -> bytes.
+    open_make: as `make`, for attention in which every token sees all keys; None: `make` does both.
     orders: the orders of positions that the method can have (order.py), the default first.
     trades_heads: all ranks exchange heads for tokens, so `make` gets an axis of one rank.
     keeps_scores: whole rows of scores are kept for the backward pass.
@@ -77,6 +78,7 @@ class SequenceKind:
     about: str
     make: Make
     cost: Callable[[int, Attention], Cost]
+    open_make: Make | None = None
     orders: tuple[Places, ...] = ("contiguous",)
     trades_heads: bool = False
     keeps_scores: bool = False
@@ -144,7 +146,7 @@ RING = SequenceKind(
     advice=_ring_advice,
     tried={order: {"order": order} for order in _ORDERS},
 )
-LIGHTSEQ = SequenceKind("lightseq", "idle ranks help", _imported("balanced", "Balanced"), _lightseq_cost)
+LIGHTSEQ = SequenceKind("lightseq", "idle ranks help", _imported("balanced", "Balanced"), _lightseq_cost, open_make=RING.make)
 COLOSSAL_RING = SequenceKind(
     "colossal_ring",
     "whole scores",

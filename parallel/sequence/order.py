@@ -43,12 +43,14 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 @dataclass(frozen=True)
 class Order:
     """The positions of sequences of `length` tokens on `size` ring places. kind: one of ORDERS. inner: number of ranks at a ring place,
-    each with a chunk of its positions. Raises BadInput if the length cannot be divided."""
+    each with a chunk of its positions. causal: a token sees no later ones. Raises BadInput if the length
+    cannot be divided."""
 
     kind: str
     size: int
     length: int
     inner: int = 1
+    causal: bool = True
 
     def __post_init__(self) -> None:
         parts = self.size * self.inner * (2 if self.kind == "zigzag" and not self._alone else 1)
@@ -90,8 +92,8 @@ class Order:
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        if query_rank == key_rank:
-            return (Block(ALL, ALL, True),)
+        if not self.causal or query_rank == key_rank:
+            return (Block(ALL, ALL, self.causal),)
         if self.kind == "contiguous":
             return (Block(ALL, ALL, False),) if key_rank < query_rank else ()
         if self.kind == "striped":

@@ -151,14 +151,27 @@ CASES: list[tuple[str, str, str]] = [
     ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),
     ("--tyro-print-completion ksh", "--tyro-print-completion: got ksh", "--tyro-print-completion bash"),
     # an encoder-decoder
-    ("train switch_t5_tiny --nproc 2 --degrees.pp 2", "degrees.pp: got 2 with model.kind=encoder_decoder", "set degrees.pp to 1"),
-    ("train switch_t5_tiny --nproc 2 --degrees.sp 2", "degrees.sp: got 2 with model.kind=encoder_decoder", "set degrees.sp to 1"),
+    (
+        "train switch_t5_tiny --nproc 2 --degrees.sp 2",
+        "model.max_length: got 256, with 58 tokens for the decoder",
+        "set it to one of [262, 264]",
+    ),
+    (
+        "train switch_t5_tiny --nproc 2 --degrees.pp 2 --pipeline.schedule two_bw --model.tied_embeddings false "
+        "--optimizer.clip_norm null --pipeline.microbatches 2 --router.balance_scope sequence",
+        "pipeline.schedule: got two_bw with model.kind=encoder_decoder",
+        "set pipeline.schedule to",
+    ),
     (
         "train switch_t5_tiny --nproc 2 --degrees.tp 2 --tensor.kind dtensor",
         "tensor.kind: got dtensor with model.kind",
         "tensor.kind to 1d",
     ),
-    ("train switch_t5_tiny --nproc 2 --degrees.tp 2 --tensor.sequence_parallel true", "true with model.kind=encoder_decoder", "to false"),
+    (
+        "train switch_t5_tiny --nproc 4 --degrees.tp 4 --tensor.sequence_parallel true",
+        "model.max_length: got 256, with 58 tokens for the decoder, needed a multiple of 4, and of 4 for the decoder",
+        "set it to",
+    ),
     ("train switch_t5_tiny --data.objective next_token", "data.objective: got next_token with", "set data.objective to span_corruption"),
     (
         "train switch_t5_tiny --model.positions rotary",

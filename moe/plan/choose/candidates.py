@@ -42,7 +42,7 @@ class Space:
 
 def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int, int, int, int]]:
     """Yield all (pp, tp, sp, dp) with the product `world`."""
-    for pp in (n for n in divisors(world) if n <= min(space.largest_pp, network.layers)):
+    for pp in (n for n in divisors(world) if n <= min(space.largest_pp, network.depth)):
         for tp in (n for n in divisors(world // pp) if n <= space.largest_tp):
             for sp in (n for n in divisors(world // pp // tp) if n <= space.largest_sp):
                 yield pp, tp, sp, world // pp // tp // sp

@@ -79,18 +79,19 @@ def _sizes(network: Network, plan: Plan) -> Iterator[str]:
         ranks = f"a side of tp's grid, {made.units}," if on_grid else f"degrees.tp={tp}"
         yield f"{ranks} is more than the vocabulary's {n.vocab}"
     if plan.tensor == "sliced" and n.length % (tp * plan.sp):
-        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide model.max_length={n.length}"
+        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide {_length(n)}"
 
 
 def _halves(network: Network, plan: Plan) -> Iterator[str]:
     if network.encoder is None:
         return
-    for name, size in (("pp", plan.pp), ("sp", plan.sp)):
-        if size > 1:
-            yield f"degrees.{name}={size} does not go with model.kind=encoder_decoder"
-    if plan.tp > 1 and plan.tensor not in ("1d", "copied"):
-        words = "tensor.sequence_parallel" if plan.tensor == "sliced" else f"tensor.kind={plan.tensor}"
-        yield f"{words} does not go with model.kind=encoder_decoder"
+    if plan.pp > 1 and SCHEDULES[plan.schedule].continuous:
+        yield f"pipeline.schedule={plan.schedule} does not go with model.kind=encoder_decoder"
+    if plan.tp > 1 and plan.tensor not in ("1d", "sliced", "copied"):
+        yield f"tensor.kind={plan.tensor} does not go with model.kind=encoder_decoder"
+    ways = plan.sp * (plan.tp if plan.tensor == "sliced" else 1)
+    if network.encoder.length % ways:
+        yield f"slices over {ways} ranks do not divide model.max_length={network.encoder.length}"
 
 
 def _ahead(network: Network, plan: Plan) -> Iterator[str]:
@@ -118,10 +119,14 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
         return
     ways = 2 * sp if plan.method.orders[0] == "zigzag" else sp
     if network.length % ways:
-        yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide model.max_length={network.length}"
+        yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide {_length(network)}"
     held = network.heads // plan.grid.units
     if plan.method.trades_heads and held % sp:
         yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
+
+
+def _length(network: Network) -> str:
+    return f"model.max_length={network.length}" if network.encoder is None else f"the decoder's {network.length} tokens"
 
 
 def _experts(network: Network, plan: Plan) -> Iterator[str]:
@@ -155,10 +160,10 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     kind = SCHEDULES.get(name)  # None if the schedule is a file of actions, which also says which rank holds each stage
     stages = pp * plan.chunks
     given = plan.stage_layers
-    if given is None and stages > network.layers:
-        yield f"{stages} stages are more than model.num_layers={network.layers}"
-    if given is not None and (len(given) != stages or sum(given) != network.layers or min(given) < 0):
-        yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.layers}"
+    if given is None and stages > network.depth:
+        yield f"{stages} stages are more than model.num_layers={network.depth}"
+    if given is not None and (len(given) != stages or sum(given) != network.depth or min(given) < 0):
+        yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.depth}"
     elif given is not None and kind is not None and (empty := empty_rank(given, homes_of(plan))) is not None:
         yield f"pipeline.layers leaves rank {empty} of the pipeline without weights"
     if kind is not None and kind.chunks not in (None, plan.chunks):

@@ -90,7 +90,7 @@ def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple
 
 def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tuple[tuple[int, ...], ...]:
     """Return at most `most` cuts for the planner to try, each as the number of layers of each stage: by work, then by parameters."""
-    if stages > network.layers or most < 1:
+    if stages > network.depth or most < 1:
         return ()
     if most == 1:
         return (_by_work(network, stages),)
@@ -102,9 +102,10 @@ def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tup
 def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: int, etp: int) -> tuple[tuple[int, ...], ...]:
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
     first, last = (counts.ends(network, plan, first=begins, last=not begins).total for begins in (True, False))
-    of_kind = {index in network.sparse_layers: index for index in range(network.layers)}  # has the layer experts? -> index of one
-    total = {kind: counts.layer(network, plan, index).total for kind, index in of_kind.items()}
-    held = [total[index in network.sparse_layers] for index in range(network.layers)]
+    kinds = [(index < network.before, index in network.with_experts) for index in range(network.depth)]
+    of_kind = dict(zip(kinds, map(network.at, range(network.depth)), strict=True))  # (of the encoder, with experts) -> such a layer
+    total = {kind: counts.layer(run, plan, number).total for kind, (run, number) in of_kind.items()}
+    held = [total[kind] for kind in kinds]
     sizes = cut([first, *held, last], stages)
     by_parameters = (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
     if _fullest(held, first, last, by_parameters) > EMPTIER * _fullest(held, first, last, by_work):
@@ -116,7 +117,8 @@ def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: 
 def _by_work(network: Network, stages: int) -> tuple[int, ...]:
     head = network.width * network.vocab
     end = head + network.ahead * (operations(replace(network, experts=None), 0) + 2 * network.width**2 + head)
-    sizes = cut([*(operations(network, index) for index in range(network.layers)), end], stages)
+    layers = (network.at(index) for index in range(network.depth))
+    sizes = cut([*(run.length / network.length * operations(run, number) for run, number in layers), end], stages)
     return (*sizes[:-1], sizes[-1] - 1)
 
 

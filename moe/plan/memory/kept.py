@@ -257,15 +257,22 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 
 def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:
-    """Bytes that a micro-batch keeps on a stage of a decoder with these layers. first, last: it is the model's first, last stage."""
-    casts, input_bytes = casts_kept(plan, stack), plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
+    """Bytes that a micro-batch keeps on a stage with these layers. first, last: it is the model's first, last stage."""
+    casts, input_bytes = casts_kept(plan, stack), crossing_bytes(network, plan, stack)
     kept = ends_kept(network, plan, stack, first=first, last=last)
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
     if casts and last and network.ahead:
         kept += network.ahead * cast_ahead(network, plan)
+    if network.encoder is not None and layers and not first:  # the half of the received tensor that the first layer's norm does not count
+        kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
     for index in layers:
         kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)
     return kept
+
+
+def crossing_bytes(network: Network, plan: Plan, stack: Stack) -> float:
+    """Bytes of a micro-batch between two stages, which of an encoder-decoder holds the tokens of both halves."""
+    return plan.compute_bytes * network.width * sum(tokens_of(half, plan, stack).between for half in network.halves)
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:

@@ -182,8 +182,9 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> P
     value = network.latent.value_size if network.latent else network.channels
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     if program.attention == "fused":
-        both = 2 if network.sees == "all" else 1  # without a causal mask, twice as many pairs are computed
-        pairs = batch * heads * network.length**2 / plan.sp / 2 * network.core_work * plan.method.uneven(plan.order, plan.sp) * both
+        # without a causal mask, twice as many pairs are computed, equally many on each rank
+        work = 2.0 if network.sees == "all" else plan.method.uneven(plan.order, plan.sp)
+        pairs = batch * heads * network.length**2 / plan.sp / 2 * network.core_work * work
         passes = _fused(pairs, key + value, plan, cluster)
     else:
         passes = _scores(network, plan, cluster, count=batch * heads, keys=network.length)
@@ -218,9 +219,10 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
     passes = _products([(n, a, d), (read, 2 * k, d), (n, d, a)], moved, plan, cluster, program, streams=(5, 7), kernels=(9, 12))
     count = plan.microbatch * network.heads / t
     if program.attention == "fused":
-        core = _fused(count * network.length * encoder.length, 2 * network.channels, plan, cluster)
+        core = _fused(count * network.length / plan.sp * encoder.length, 2 * network.channels, plan, cluster)
     else:
         core = _scores(network, plan, cluster, count=count, keys=encoder.length)
+    core = over_sequence(core, encoder, plan, cluster, program)  # the encoder's keys and values are sent
     return passes + core + cross_sums(network, encoder, plan, cluster, program)
 
 

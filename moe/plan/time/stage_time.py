@@ -198,7 +198,7 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
     """Seconds that a rank waits for one message from another stage."""
     if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "overlapped"):
         return 0.0
-    size = tokens_of(network, plan) * network.width * plan.compute_bytes
+    size = sum(tokens_of(half, plan) for half in network.halves) * network.width * plan.compute_bytes
     parted = plan.tp > 1 and (program.transfers == "parts" or plan.tensor == "sliced")
     stride = plan.tp * plan.sp * plan.dp
     one = send(cluster, size / (plan.tp if parted else 1), stride=stride, sharing=cluster.devices_per_node)

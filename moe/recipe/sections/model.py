@@ -182,6 +182,11 @@ class Model(Section, alters="shape"):
             return 0
         return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
 
+    def half_of(self, layer: int) -> range:
+        """Return the layers of the half, encoder or decoder, that this layer belongs to. A decoder alone is one half."""
+        begins = self.decoder_begins
+        return range(begins) if layer < begins else range(begins, self.num_layers)
+
     @property
     def spans(self) -> Spans:
         """Sizes of span corruption for the longest text of which the encoder reads at most max_length tokens."""

@@ -35,7 +35,7 @@ def pipeline_cases() -> list[Case]:
     found += [staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
     options = (("mixer", "1f1b", "fp32"), ("mixer", "1f1b", "bf16"), ("gpt_oss", "zb_h1", "fp32"))
     found += [staged(model, "ddp", 2, 2, schedule, precision) for model, schedule, precision in options]
-    return found + _sharded_cases() + _empty_stage_cases()
+    return found + _sharded_cases() + _empty_stage_cases() + _halves_cases()
 
 
 def _sharded_cases() -> list[Case]:
@@ -51,6 +51,18 @@ def _sharded_cases() -> list[Case]:
     found += [staged(THREE[at % 3], kinds[at % 2 + 2], 4, 2, name, ("bf16", "fp32")[at % 2]) for at, name in enumerate(split)]
     found += [staged(model, "fsdp+kept", 4, 2, name, "fp32") for model, name in zip(THREE, ("1f1b", "chimera", "interleaved"), strict=True)]
     return [*found, staged("gshard", "fsdp+kept", 4, 2, "zb_h1", "fp16"), staged("ahead", "fsdp", 4, 2, "zb_v", "fp32", "full")]
+
+
+def _halves_cases() -> list[Case]:
+    """Cases of encoder-decoders, whose stages cut either half or hold layers of both."""
+    of_four = [name for name, kind in SCHEDULES.items() if not kind.continuous]
+    found = [replace(staged("t5", "ddp", 2, 2, schedule, "fp32"), layers=4) for schedule in of_four]
+    found += [replace(staged("t5_untied", "ddp", 2, 2, schedule, "fp32"), layers=3) for schedule in ("1f1b", "zb_h1")]
+    found += [replace(staged("t5", engine, 4, 2, "1f1b", "fp32", "full"), layers=4) for engine in ("zero1", "fsdp")]
+    found += [replace(staged("t5", "ddp", 4, 4, "1f1b", "fp32"), layers=4, stages=stages) for stages in ((1, 1, 1, 1), (0, 3, 1, 0))]
+    found += [replace(staged("t5", "ddp", 2, 2, schedule, "bf16"), layers=4) for schedule in ("1f1b", "zb_h1")]
+    both = replace(staged("t5", "ddp", 4, 2, "1f1b", "fp32"), layers=4, microbatches=3)
+    return [*found, replace(both, tp=2, tensor="sliced", ep=2), replace(both, sp=2, length=12, attention="zigzag", ep=2)]
 
 
 def _empty_stage_cases() -> list[Case]:

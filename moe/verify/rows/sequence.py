@@ -46,4 +46,16 @@ def sequence_cases() -> list[Case]:
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):
             found += [Case(model, kind, 4, ep, m, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)]
-    return [replace(case, length=SLICED) if case.length == LENGTH else case for case in dict.fromkeys(found)]
+    return [replace(case, length=SLICED) if case.length == LENGTH else case for case in dict.fromkeys(found)] + _halves_cases()
+
+
+def _halves_cases() -> list[Case]:
+    """Cases of encoder-decoders: every method for the encoder, the decoder and cross attention, whose lengths differ."""
+    found = [
+        Case(model, kind, 2, ep, 1, "fp32", recompute, sp=2, attention=attention, length=12)
+        for attention in attentions()
+        for model, kind, ep, recompute in (("t5", "ddp", 2, "full"), ("t5_untied", "zero1", 1, "none"))
+    ]
+    found += [Case("t5", "fsdp", 4, 4, 1, "fp32", "selective", sp=4, attention=a, length=32) for a in ("contiguous", "heads2", "lightseq")]
+    found += [Case("t5", "ddp", 4, 2, 1, "fp32", tp=2, tensor=tensor, sp=2, attention="zigzag", length=12) for tensor in ("1d", "sliced")]
+    return [*found, Case("t5_untied", "ddp", 2, 2, 3, "bf16", sp=2, attention="ulysses", length=12)]

@@ -51,6 +51,8 @@ def _halves_cases() -> list[Case]:
     found += [two("t5", ep=2, precision="bf16"), two("t5_untied", ep=1, precision="fp16")]
     found += [four("t5", kind="fsdp", ep=2, recompute="selective"), four("t5_untied", kind="zero1", ep=2, etp=2)]
     found += [one("t5", world=4, tp=4, ep=2, **TILED), four("t5", ep=4, tensor="overlapped")]
+    found += [two("t5", ep=2, tensor="sliced"), two("t5_untied", ep=1, tensor="sliced", kind="zero3", recompute="full")]
+    found += [four("t5", kind="fsdp", ep=4, tensor="overlapped_sliced"), two("t5", ep=2, tensor="sliced", precision="bf16")]
     return [*found, four("t5", kind="fsdp", ep=2, precision="bf16", recompute="selective")]
 
 

@@ -52,7 +52,7 @@ def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_p
     written = json.loads(table.read_text())
     assert described(plan_of(check_run(load(str(out))[0], 8))) == written["chosen"]["plan"]
     assert {(row["pp"], row["sp"], row["tensor"]) for row in written["ranked"]} == {(1, 1, "1d")}
-    assert any("degrees.sp=2 does not go with model.kind=encoder_decoder" in row["reason"] for row in written["refused"])
+    assert any("do not divide the decoder's 58 tokens" in row["reason"] for row in written["refused"])
 
 
 def test_two_recipes_own_plans_are_compared_on_a_part_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

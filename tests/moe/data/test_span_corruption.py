@@ -105,6 +105,16 @@ def test_ranks_together_read_what_one_reads(mixed: bool) -> None:
     assert np.array_equal(np.concatenate(parts), whole)
 
 
+def test_a_rank_of_sequence_parallelism_reads_its_positions_of_both_halves() -> None:
+    length, data = 12 + spans_of(12).targets, train_of(12)
+    whole, shards = data.batch(5, TokenShard.whole(3, length, source=12)), []
+    for rank in range(2):
+        shard = TokenShard.of(Mesh.of(Degrees(sp=2), rank), num_sequences=3, length=length, order="zigzag", source=12)
+        assert np.array_equal(shard.inputs(data.batch(5, shard)), whole[:, list(shard.positions)]) and shard.source == 6
+        shards += shard.positions
+    assert sorted(shards) == list(range(length))
+
+
 def test_evaluation_is_the_same_each_time_and_on_any_ranks() -> None:
     s = spans_of(33)
     stream = np.random.default_rng(1).integers(8, 200, 3000)

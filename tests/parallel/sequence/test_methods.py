@@ -6,6 +6,7 @@ With three and four ranks too, because with two a wrong direction around the rin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -134,6 +135,50 @@ def test_each_method_is_plain_attention(size: int) -> None:
 
 def close(got: Any, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, msg=lambda said: f"{what}: {said}")
+
+
+OPEN: dict[str, Callable[[Axis, Order], Any]] = {
+    "ring": Ring,
+    "colossal": ColossalRing,
+    "ulysses": lambda axis, order: Ulysses(axis, Ring(Axis("alone"), replace(order, size=1))),
+}
+
+
+def open_work(rank: int, size: int) -> list[list[Tensor]]:
+    """Return, for each method, the gradients of q, k and v, the output, and the table's gradient: self-attention, then cross attention."""
+    axis, g, found = process.connect(Degrees(sp=size), World(rank, size)).axis("sp"), given(size), []
+    order = Order("contiguous", size, size * EACH, causal=False)
+    for make, keys in product(OPEN.values(), (EACH, 3)):
+        sizes = zip("qkv", (EACH, keys, keys), strict=True)
+        q, k, v = (g[n][:, :, rank * each : (rank + 1) * each].clone().requires_grad_() for n, each in sizes)
+        table = g["table"].clone().requires_grad_()
+        out = make(axis, order)(q, k, v, bias=Bias(table, both_ways) if keys == EACH else None)
+        out.backward(g["g"][:, :, rank * EACH : (rank + 1) * EACH])
+        found.append([x for x in (out.detach(), q.grad, k.grad, v.grad, table.grad) if x is not None])
+    return found
+
+
+def both_ways(distance: Tensor) -> Tensor:
+    return distance.clamp(-3, 3) + 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_attention_to_all_keys_is_plain_attention(size: int) -> None:
+    """Encoders' attention, with a bias for keys before and after the query; and cross attention, whose keys are fewer than its queries."""
+    ranks, g = run_on_ranks(open_work, size, size), given(size)
+    for number, (name, keys) in enumerate(product(OPEN, (EACH, 3))):
+        q, k, v = (g[n][:, :, : size * each].clone().requires_grad_() for n, each in zip("qkv", (EACH, keys, keys), strict=True))
+        table, place = g["table"].clone().requires_grad_(), torch.arange(size * EACH)
+        score = q @ k.repeat_interleave(H // K, dim=1).mT / C**0.5
+        if keys == EACH:
+            score = score + table[both_ways(place.unsqueeze(1) - place)].permute(2, 0, 1)
+        out = score.softmax(-1) @ v.repeat_interleave(H // K, dim=1)
+        out.backward(g["g"])
+        got = [rank[number] for rank in ranks]
+        for which, expected in enumerate((out.detach(), q.grad, k.grad, v.grad)):
+            close(torch.cat([found[which] for found in got], dim=2), expected, f"{name}, {keys} keys a rank, {which}")
+        if keys == EACH:
+            close(sum(found[4] for found in got), table.grad, f"{name}, table")
 
 
 @pytest.mark.parametrize("size", [3, 4])

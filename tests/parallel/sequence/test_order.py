@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 from parallel.errors import BadInput
 from parallel.sequence.balanced import steps, task
-from parallel.sequence.order import ORDERS, Order, cut
+from parallel.sequence.order import ALL, ORDERS, Block, Order, cut
 
 
 @pytest.mark.parametrize("kind", ORDERS)
@@ -31,6 +32,7 @@ def test_every_place_is_held_once_and_blocks_are_the_causal_pairs(kind: str, siz
             ]
             assert Counter(seen) == Counter((q, k) for q in outer[queries] for k in outer[keys] if k <= q)
             assert len(seen) == order.seen(queries, keys)
+            assert replace(order, causal=False).blocks(queries, keys) == (Block(ALL, ALL, False),)
 
 
 @pytest.mark.parametrize("kind", ORDERS)
