@@ -4,7 +4,7 @@
     each pass      F0 F1 I0 W0 s F2 I1 W1 s   s: unit by unit, during W     gradients are 1/N; I and B gather weights and free them
 
 W needs no weights: it multiplies inputs by output gradients. So nothing is gathered for it. A whole backward pass (B) scatters as without
-stages. Units are scattered in one order, that of the backward pass. An action of the schedule starts all collectives, so ranks with the
+stages. Units are scattered in the order of the backward pass. An action of the schedule starts all collectives, so ranks with the
 same stages call the same collectives in the same order.
 """
 

@@ -41,7 +41,7 @@ class Known:
 @dataclass(frozen=True)
 class Method(ABC):
     """Attention over the ranks of `axis`, which hold the positions of `order`. Without a causal order, position bias, documents and window,
-    keys may be those of other sequences than the queries (cross attention).
+    keys may be of other sequences than the queries (cross attention).
     `window`: number of positions that a query sees, itself included; None: all earlier ones. Blocks outside the window are sent but not
     computed."""
 

@@ -1,4 +1,4 @@
-"""Laws of FSDP with pipeline stages, for schedules with whole and with split backward passes: a step equals that of one process, and the
+"""Laws of FSDP with pipeline stages, for schedules with whole and with split backward passes: a step equals one process's step, and the
 number of gathers and scatters is the formula's."""
 
 from __future__ import annotations
