@@ -127,9 +127,9 @@ def another(how: str) -> Install:
 
 def split(number: int, mark: Path) -> None:
     """In an all-to-all of the third step, send one row to another rank than the ranks agreed."""
-    real, made = collectives._exchange, [0]
+    real, made = collectives._start_exchange, [0]
 
-    def exchange(rows: torch.Tensor, axis: Any, *, send: list[int], receive: list[int]) -> torch.Tensor:
+    def exchange(rows: torch.Tensor, axis: Any, *, send: list[int], receive: list[int]) -> Any:
         watching = watchdog.current()
         if watching is not None and watching.record.step == STEP:
             made[0] += 1
@@ -141,7 +141,7 @@ def split(number: int, mark: Path) -> None:
                 send[(most + 1) % len(send)] += 1
         return real(rows, axis, send=send, receive=receive)
 
-    collectives._exchange = exchange
+    collectives._start_exchange = exchange
 
 
 class _Done:

@@ -75,7 +75,7 @@ def _routes(logits_TE: Tensor, expert_TK: Tensor) -> bool:
     from moe.kernels.triton.router import Given
 
     k = expert_TK.shape[1]
-    spec: Any = SimpleNamespace(num_choices=k, score="softmax", softmax_over="all", gates="before_drop", gate_scale=1.0)
+    spec: Any = SimpleNamespace(num_choices=k, score="softmax", softmax_over="all", gates="before_drop", gate_scale=1.0, group_score="best")
     vars(spec).update(balance_counts="all", balance_weight=0.1, z_weight=0.1)
     logits_TE = logits_TE.requires_grad_()
     fused = choose("triton").route(logits_TE, Given(1, None, None, None), spec)

@@ -78,7 +78,7 @@ class _Identity:
     """Experts that return their input, or the sum of each token's rows times their gates. ranks: number of etp ranks; their outputs are
     summed, so each returns input / ranks."""
 
-    hidden = slice(0, 1)
+    hidden, kernels = slice(0, 1), choose("auto")
 
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = ranks

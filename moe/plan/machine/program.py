@@ -40,6 +40,7 @@ class Program:
     interleaved_transfers: Literal["waited", "overlapped"] = "waited"  # messages between interleaved stages
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
+    capacity_kernels: int = 0  # of dispatch_kernels forward, the kernels that a layer without capacity does not need
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds / time of a micro-batch
@@ -61,7 +62,8 @@ OWN = Program(
     staged="by stage",
     shards="micro-batch",
     casts="use",
-    dispatch_kernels=(12, 9),  # these and the next are counted by `moe rehearse --device cuda`
+    capacity_kernels=2,
+    dispatch_kernels=(12, 9),  # these, the line before and the next are counted by `moe rehearse --device cuda`
     exchange_kernels=(8, 4),
 )
 # this project's trainer on a CPU host, where a core either computes or communicates
@@ -73,6 +75,7 @@ OWN_ON_CPU = replace(
     gradients="after",
     gathers="waited",
     alone=1.0,
+    capacity_kernels=0,
     dispatch_kernels=(45, 45),
     exchange_kernels=(4, 4),
 )

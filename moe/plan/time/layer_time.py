@@ -237,8 +237,9 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
     passes = _ffns(network, plan, cluster, own, e.hidden / plan.etp, e.gated, rows=per_expert, count=max(1.0, e.count / plan.ep))
     router = 3 * device.product(n, e.count, d, kind="tf32")
     moved = 4 * 2 * item * choices * factor * d  # each row is gathered, sorted, sorted back, and summed
+    unneeded = program.capacity_kernels if e.slots is None else 0
     passes += Passes(
-        Pass(router / 3 + device.stream(moved, kernels=8), kernels=program.dispatch_kernels[0]),
+        Pass(router / 3 + device.stream(moved, kernels=8), kernels=program.dispatch_kernels[0] - unneeded),
         Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=program.dispatch_kernels[1]),
     )
     if e.shared_hidden:

@@ -84,7 +84,7 @@ def routed(layer: MoELayer, x_TD: Tensor, context: Context) -> tuple[Routing, li
     """Return the routing, the losses and report, and the gradient of the input from gates and losses."""
     x_TD = x_TD.clone().requires_grad_()
     routing = layer.router(x_TD, sequence_tokens=L, context=context)
-    loss, report = layer._measured(routing, context)
+    loss, report = layer._measured(routing, context, None)
     assert loss is not None
     weights_TK = torch.randn(routing.gate_TK.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     ((routing.gate_TK * weights_TK).sum() + 50 * loss).backward()
