@@ -426,11 +426,6 @@ CASES: list[tuple[str, str, str]] = [
         "degrees.tp: got 4, needed at most the 3 tokens of a sequence on a rank of sp: each rank of tp routes at least one",
         "set degrees.tp to 1, or model.max_length to 4",
     ),
-    (
-        T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --train.eval_sequences 3",
-        "train.eval_sequences: got 3, needed a multiple of degrees.dp=1 times degrees.tp=2",
-        "set it to 4",
-    ),
     (T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --sharding.kind dp", "sharding.kind: got dp with degrees.tp=2", "ddp"),
     (
         T + "--nproc 2 --train.global_batch 5",
