@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from moe.checks.advice import applied, nproc
 from moe.checks.together import check_run
+from moe.recipe.frozen import PARTS
 from moe.recipe.keys import ABOVE_0, facts, field_at, field_of, flat, known_keys, not_met, section_of, settings
 from moe.recipe.load import build_run
 from moe.recipe.section import choices_of, takes_number
@@ -141,6 +142,8 @@ def _value(rng: random.Random, key: str, base: Any) -> Any:
     options: list[Any] = [yaml_text.load(name) for name in choices_of(kind)]
     if key == "pipeline.schedule":
         options = list(SCHEDULES)
+    if key == "train.freeze":
+        options = [*PARTS, "layers.0"]
     if _holds(kind, bool):
         options += [not base]
     if _holds(kind, tuple) and options:

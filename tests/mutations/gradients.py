@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from moe.verify.cases import Case
 from parallel.data.whole import Cut
-from parallel.mesh.collectives import _exchange
+from parallel.mesh.collectives import _start_exchange
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
@@ -103,13 +104,18 @@ def _kept(real: Any) -> Any:
 
 
 def _splits_as_forward(real: Any) -> Any:
-    """The all-to-all's backward pass uses the splits of the forward pass. Surplus rows are cut off, missing rows are zeros."""
+    """The backward pass of the experts' all-to-all uses the splits of the forward pass. Surplus rows are cut, missing rows are 0."""
 
     def fitted(rows: Tensor, count: int) -> Tensor:
         return torch.cat((rows[:count], rows.new_zeros(max(0, count - len(rows)), *rows.shape[1:])))
 
-    def wrong(grad: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
-        return fitted(_exchange(fitted(grad, sum(send)), axis, send=send, receive=receive), sum(send))
+    def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        started = ctx.started
+        given = fitted(grad, sum(started.send))
+        rows, work = _start_exchange(given, started.axis.backward(), send=started.send, receive=started.receive)
+        work.wait()
+        started.buffer, started.work = fitted(rows, sum(started.send)), SimpleNamespace(wait=lambda: None)
+        return grad, None
 
     return wrong
 
@@ -315,7 +321,7 @@ MUTATIONS = (
         "exchanges them",
         "expert",
         _ROWS,
-        (Edit("parallel.mesh.collectives:_exchange_back", _splits_as_forward),),
+        (Edit("parallel.mesh.collectives:_Finish.backward", _splits_as_forward),),
     ),
     Mutation(
         "gather_backward_takes_own_slice",

@@ -258,7 +258,10 @@ def test_a_collective_of_a_host_tensor_is_found() -> None:
         ("--world 4 --device tpu", "--device: got tpu, needed one of cpu, cuda; fix: --device cuda"),
         ("--world 6 --degrees.tp 4", "degrees"),
         ("--world 1 --sharding.kind dp --sharding.replicas 2", "sharding.kind: got dp, whose replicas are threads"),
-        ("--world 4 --sharding.kind zero --sharding.stage 2 --sharding.offload.optimizer cpu", "sharding.offload: got offload, which copies states"),
+        (
+            "--world 4 --sharding.kind zero --sharding.stage 2 --sharding.offload.optimizer cpu",
+            "sharding.offload: got offload, which copies states",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
