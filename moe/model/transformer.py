@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         return x_BSD, reports
 
     def _bias(self, blocks: Sequence[nn.Module]) -> Bias | None:
-        """Return the position bias that these blocks, of the encoder or of the decoder, share (the bias of the half's first block), or None."""
+        """Return the position bias that these blocks, of the encoder or of the decoder, share (the first block's), or None."""
         if not blocks:
             return None
         first = self.layers[self.config.half_of(cast(Block, blocks[0]).layer).start]

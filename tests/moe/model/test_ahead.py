@@ -21,6 +21,7 @@ from moe.recipe.sections import Experts, Model, Recompute, Router, Run, Tiling
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
+from moe.verify.small import LINEAR
 from moe.verify.twin import reference
 from parallel.data.tiling import Tiled
 from parallel.errors import BadInput
@@ -32,7 +33,9 @@ class Further(Case):
 
     def run(self) -> Run:
         values = super().run().model_dump(mode="json")
-        return build_run(values | {"model": values["model"] | {"ahead": self.ahead, "ahead_weight": 0.4}})
+        # LINEAR: Adam's first steps would turn the rounding of a tiny gradient into a large update
+        optimizer = values["optimizer"] | LINEAR
+        return build_run(values | {"model": values["model"] | {"ahead": self.ahead, "ahead_weight": 0.4}, "optimizer": optimizer})
 
 
 @pytest.mark.usefixtures("five_steps")
