@@ -248,8 +248,8 @@ class _Step:
         return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held, table)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
-        """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are compared:
-        FSDP adds other bytes to each kind, which are not counted yet."""
+        """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are
+        compared: FSDP adds other bytes to each kind, which are not counted yet."""
         bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a gradient bucket, which may not exist at the loss
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
