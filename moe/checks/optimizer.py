@@ -17,7 +17,7 @@ _ADAMW = Set("optimizer.kind", "adamw")
 def check_optimizer(run: Run) -> None:
     """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
-    if (o.kind in ("muon", "adafactor", "sgd") or o.is_own) and s.carrier().steps == "elements":
+    if (o.kind in ("muon", "adafactor", "sgd") or o.is_own) and s.carrier(pp=run.degrees.pp).steps == "elements":
         got = f"{o.kind} with sharding.kind=zero and stage {s.stage}"
         needed = "adamw: DeepSpeed updates flat ranges of elements, not matrices"
         raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.kind", PLAIN if o.kind == "adafactor" else CUT) | _ADAMW)

@@ -231,12 +231,14 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
     narrow = model.compute.itemsize < next(model.parameters()).dtype.itemsize
     units = []
     for path, names in _of_equal_ranks(owned, ranks_of):
+        if not names:  # also a layer of another rank, held for its position bias alone
+            continue
         table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
         tied = table and model.config.tied_embeddings
         dtype = model.compute if narrow and not table else None
         stage = stages_with(model, path, model.parts.values())[0]
         units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied), stage=stage))
-    return [unit for unit in units if unit.parameters]
+    return units
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:

@@ -29,7 +29,7 @@ from moe.plan.memory.memory import Memory, peak
 from moe.plan.time.cost import Time, step_time
 from moe.plan.time.pipeline_time import How
 from moe.recipe.sections import Run
-from parallel.data.kinds.catalog import ENGINES, PLAIN, offloading
+from parallel.data.kinds.catalog import ENGINES, offloading
 from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Words, any_of, typed
 from parallel.pipeline.schedules.catalog import closed_form
@@ -146,9 +146,10 @@ def planned(
 
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
     """Yield plans of a run with resolved degrees, also plans that cannot run. only: if given, only plans with these degrees."""
-    base, stored = plan_of(run), _storages(run, plan_of(run), space.engines)
+    base, stored = plan_of(run), _storages(run)
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
-        yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
+        like = stored[plan.carrier.name]
+        yield plan.but(storage=like.storage, compute_bytes=like.compute_bytes)
 
 
 def _offloading(space: Space, run: Run) -> Space:
@@ -191,9 +192,9 @@ class _Accepted:
         return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs), self.own)
 
 
-def _storages(run: Run, base: Plan, engines: Iterable[str]) -> dict[str, Plan]:
-    """Return the plan `base` with each engine, by the engine's name, with the bytes per element that the recipe then has."""
-    return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, PLAIN}}
+def _storages(run: Run) -> dict[str, Plan]:
+    """Return, for each engine that can run (`Plan.carrier`), a plan without stages, with the bytes per element that the recipe then has."""
+    return {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
 
 
 def _joined(*rounds: Ranking) -> tuple[Refused, ...]:
@@ -270,10 +271,11 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     """Yield the rules of thumb of guide.py with predictions for this recipe on this cluster."""
     network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
     base = plan_of(run.resolve(cluster.world))
-    stored = _storages(run, base, GUIDED.engines)
+    stored = _storages(run.resolve(cluster.world))
 
     def kept(plan: Plan) -> Plan:
-        return replace(plan, storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
+        like = stored[plan.carrier.name]
+        return replace(plan, storage=like.storage, compute_bytes=like.compute_bytes)
 
     def judged(plan: Plan) -> Ranked:
         plan = kept(plan)

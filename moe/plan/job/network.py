@@ -282,6 +282,11 @@ class Plan:
         return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
 
     @property
+    def carried(self) -> Plan:
+        """This plan with the name of the engine that runs."""
+        return self if self.carrier is self.kind else self.but(engine=self.carrier.name)
+
+    @property
     def method(self) -> SequenceKind:
         """The entry of the sequence-parallel method in its catalog."""
         return sequences.SEQUENCES[self.sequence]

@@ -215,7 +215,7 @@ def storage_of(run: Run) -> Storage:
 
 def _with_adam(run: Run) -> Storage:
     """Return the storage with AdamW, for the recipe's master precision. Some engines compute with a copy of the master parameters."""
-    carrier = run.sharding.carrier()
+    carrier = run.sharding.carrier(pp=run.degrees.pp)
     copied = carrier.master_copy or (run.precision.casts in carrier.casts[1:] and compute_bytes(run) == 2)
     if run.precision.master == "bf16":
         return MIXED if copied else BF16

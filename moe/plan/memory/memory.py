@@ -65,12 +65,13 @@ class Memory:
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes. Ranks that differ only on
     other axes need the same."""
+    plan = plan.carried if stack.gathers == "moments" else plan
     return tuple(_memory(plan, rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Return the memory of the pipeline rank that needs most."""
-    return _peak(network, without_order(plan), stack)
+    return _peak(network, without_order(plan.carried if stack.gathers == "moments" else plan), stack)
 
 
 @lru_cache(maxsize=512)  # the planner asks again for plans that differ only in the order of sequences

@@ -52,13 +52,15 @@ class LayerBytes:
     """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
 
     gathered: its parameters that ZeRO stage 3 holds whole at the same time. kept: bytes that a micro-batch keeps for the backward pass.
-    work: temporary bytes of its backward pass. dispatch: bytes of the buffers for rows sent to and from experts.
+    deferred: bytes that it keeps between I and W, about the same as without recomputation. work: temporary bytes of its backward pass.
+    dispatch: bytes of the buffers for rows sent to and from experts.
     """
 
     elements: Elements
     gathered: Elements
     matrix: float
     kept: float
+    deferred: float
     work: float
     dispatch: float
 
@@ -147,7 +149,9 @@ def _fullest(
     def covers(a: int, b: int) -> bool:
         if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
             return False
-        return ranks[a].versions >= ranks[b].versions and all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
+        if ranks[a].versions < ranks[b].versions or not all(map(ge, ranks[a].deferred, ranks[b].deferred)):
+            return False
+        return all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
 
     found: list[int] = []
     for number in range(len(ranks)):
@@ -168,8 +172,8 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerByt
         at_once = replace(elements, dense=elements.dense - of_network * (1 - 1 / plan.tiles))
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = Elements(min(at_once.total, matrix))
-    kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
-    return LayerBytes(elements, at_once, matrix, kept, at_layer(*of), buffers_of(network, plan) if sparse else 0.0)
+    kept, deferred = (layer_kept(*of, kind) * (1 - plan.offload_activations) for kind in (plan.recompute, "none"))
+    return LayerBytes(elements, at_once, matrix, kept, deferred, at_layer(*of), buffers_of(network, plan) if sparse else 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +228,7 @@ class _Step:
             own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
             made = _layer(run, own, self.stack, kind[1])
             casts = cast_weights(self.network, self.plan, index) if self.casts else 0.0
-            self.kinds[kind] = replace(made, kept=made.kept + casts) if casts else made
+            self.kinds[kind] = replace(made, kept=made.kept + casts, deferred=made.deferred + casts) if casts else made
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
@@ -244,12 +248,14 @@ class _Step:
         return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held, table)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
-        """Return the moments that no other moment exceeds in all respects (Pareto front)."""
+        """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are
+        compared: FSDP adds other bytes to each kind, which are not counted yet."""
         bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a gradient bucket, which may not exist at the loss
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
-                (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
+                (self.plan.pp == 1 or more.at == one.at)
+                and (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
                 and more.waiting >= one.waiting
                 and more.to_come.dense <= one.to_come.dense
                 and more.to_come.expert <= one.to_come.expert
@@ -292,9 +298,15 @@ class _Step:
             return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, sharded, at)
 
         counts = self._counts(rank)
-        at_work = {(stage, once): self._at_work(stage, held, table, once) for once in {once for _, once in counts} for stage in layers}
+        at_work = {
+            (stage, once): self._at_work(stage, held, table, once, bool(rank.deferred))
+            for once in {once for _, once in counts}
+            for stage in layers
+        }
+        later_bytes = [sum([n * (of.deferred - of.kept) for of, n in mine]) for mine in layers.values()]  # added by I, until W
         for count, once in counts:
             kept, of_ends, none_yet = sum(map(mul, count, bodies)), sum(map(mul, count, ends)), held if once else NOTHING
+            kept += sum(map(mul, map(min, count, rank.deferred), later_bytes))
             if last in layers:
                 of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
                 cast = plan.compute_bytes * table if of_head else 0.0
@@ -304,7 +316,7 @@ class _Step:
             if not any(layers.values()):
                 yield moment("loss", kept, of_ends, to_come=none_yet)
             before = outside.elements[0 in layers, False] if once else NOTHING
-            for stage, body, number in zip(layers, bodies, count, strict=True):
+            for stage, body, more, number in zip(layers, bodies, later_bytes, count, strict=True):
                 left = of_ends - (of_loss if stage == last and number else 0.0)
                 for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once]:
                     to_come = before + later if once else NOTHING
@@ -321,7 +333,8 @@ class _Step:
                     yield moment("bucket", kept - full * body, left, to_come=before)
                 if stage == 0:
                     table_to_come = Elements(tied) if once else NOTHING
-                    yield moment("embedding", kept - body, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
+                    of_first = kept + more if rank.deferred else kept - body
+                    yield moment("embedding", of_first, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
                 before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
 
     def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
@@ -340,15 +353,18 @@ class _Step:
         unit = Unit(next=self.layer(self.network.depth - 1).gathered)
         return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
 
-    def _at_work(self, stage: int, held: Elements, table: float, once: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
+    def _at_work(
+        self, stage: int, held: Elements, table: float, once: bool, splits: bool
+    ) -> list[tuple[LayerBytes, float, Elements, float, float]]:
         """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
         layer, bytes already freed by later layers, parameters whose gradient does not exist yet, gathered bytes of ZeRO stage 3 during its
-        backward pass, the same while its gradients are reduced). once: no backward pass has ended yet."""
+        backward pass, the same while its gradients are reduced). once: no backward pass has ended yet. splits: I keeps what W needs."""
         kinds = self.kinds_of(self.stages[stage])
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds
             last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
-            return [last, (of, (n - 1) * of.kept, of.elements, 0.0, 0.0)] if once else [last]
+            gone = (n - 1) * (of.kept - (of.deferred if splits else 0.0))
+            return [last, (of, gone, of.elements if once else NOTHING, 0.0, 0.0)] if once or splits else [last]
         lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
         first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
         gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
@@ -356,10 +372,11 @@ class _Step:
         before = before if self.gathers and stage == self.last else NOTHING
         for of in map(self.layer, reversed(self.stages[stage])):
             lasts.setdefault((of, before), (of, gone, to_come))
-            if once:
+            if once or splits:
                 first[of] = of, gone, to_come, before
+            if once:
                 to_come += of.elements.times(-1)
-            gone += of.kept
+            gone += of.kept - (of.deferred if splits else 0.0)
             before = of.gathered if self.gathers else NOTHING
         found = [*((*one, before) for (_, before), one in lasts.items()), *first.values()]
         if not self.gathers:

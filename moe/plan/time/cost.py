@@ -72,7 +72,8 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     pipeline: `simulated`; `least`: a lower bound replaces the simulation; `alone`: a lower bound also without gradient reductions and
     parameter gathers, for which no schedule is built.
     """
-    program = program or own_program(cluster)
+    if program is None:
+        program, plan = own_program(cluster), plan.carried
     kinds, m = _kinds(network, plan), plan.microbatches
     stages = times_of(network, plan, cluster, program, kinds)
     slowest = max(stages, key=lambda stage: stage.total)

@@ -58,7 +58,8 @@ def _halves_cases() -> list[Case]:
     of_four = [name for name, kind in SCHEDULES.items() if not kind.continuous]
     found = [replace(staged("t5", "ddp", 2, 2, schedule, "fp32"), layers=4) for schedule in of_four]
     found += [replace(staged("t5_untied", "ddp", 2, 2, schedule, "fp32"), layers=3) for schedule in ("1f1b", "zb_h1")]
-    found += [replace(staged("t5", engine, 4, 2, "1f1b", "fp32", "full"), layers=4) for engine in ("zero1", "fsdp")]
+    options = (("zero1", "1f1b", "full"), ("fsdp", "1f1b", "full"), ("fsdp+kept", "zb_v", "none"))
+    found += [replace(staged("t5", engine, 4, 2, name, "fp32", again), layers=4) for engine, name, again in options]
     found += [replace(staged("t5", "ddp", 4, 4, "1f1b", "fp32"), layers=4, stages=stages) for stages in ((1, 1, 1, 1), (0, 3, 1, 0))]
     found += [replace(staged("t5", "ddp", 2, 2, schedule, "bf16"), layers=4) for schedule in ("1f1b", "zb_h1")]
     both = replace(staged("t5", "ddp", 4, 2, "1f1b", "fp32"), layers=4, microbatches=3)

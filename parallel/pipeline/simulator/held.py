@@ -16,18 +16,20 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 class RankPeaks:
     """Largest number of micro-batches whose activations one rank keeps.
     stages: the rank's stages. most: moments of largest memory, each as the number of micro-batches kept for each stage; several moments if
-    none of them is largest in every stage. versions: number of weight versions, including the newest."""
+    none of them is largest in every stage. versions: number of weight versions, including the newest. deferred: for each stage, the largest
+    number of micro-batches between I and W when another F or I starts; () without I."""
 
     stages: tuple[int, ...]
     most: tuple[tuple[int, ...], ...]
     versions: int = 1
+    deferred: tuple[int, ...] = ()
 
 
 def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
     """Return the RankPeaks of each rank, counted in its order of actions."""
     ranks = range(schedule.num_ranks)
     versions = weight_versions(schedule) if schedule.num_updates > 1 else [1] * len(ranks)
-    return tuple(RankPeaks(schedule.stages_of(rank), _most(schedule, rank), versions[rank]) for rank in ranks)
+    return tuple(RankPeaks(schedule.stages_of(r), _most(schedule, r), versions[r], _deferred(schedule, r)) for r in ranks)
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -43,6 +45,15 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
             rising = step > 0
             now[places[action.stage]] += step
     return undominated(sorted(peaks, reverse=True)) or ((0,) * len(now),)
+
+
+def _deferred(schedule: Schedule, rank: int) -> tuple[int, ...]:
+    now, most, stages = Counter[int](), Counter[int](), schedule.stages_of(rank)
+    for op, stage, *_ in schedule.orders[rank]:
+        if op in (Op.F, Op.I):
+            most |= now
+        now[stage] += (op is Op.I) - (op is Op.W)
+    return tuple(most[stage] for stage in stages) if any(action.op is Op.I for action in schedule.orders[rank]) else ()
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe.experts.dispatch.steps import Steps
-from moe.model.transformer import Transformer, embedding_as_module
+from moe.model.transformer import StageLayers, Transformer, embedding_as_module
 from moe.parallelize.build import build, save_memory
 from moe.parallelize.engines import read_in_fp32, units_of
 from moe.parallelize.plan import FAMILIES, lay_out, plan_of
@@ -128,6 +128,14 @@ def test_units_are_gathered_in_the_order_in_which_they_run() -> None:
     norms = {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention_norm", "ffn_norm", "attention.bias")}
     router = {f"layers.1.moe.{name}" for name in ("router.weight", "router.noise_weight", "shared_gate.weight")}
     assert small == norms | router | {"norm.weight"}
+
+
+def test_a_position_bias_without_its_layer_is_in_no_unit() -> None:
+    """A rank with the last layer of a decoder holds the position bias of the decoder's first layer, and nothing else of that layer."""
+    _, model = on_meta({"model": MODEL | {"num_layers": 4, "kind": "encoder_decoder"}, "data": {"objective": "span_corruption"}})
+    model.hold({3: StageLayers(range(3, 4), begins=False, ends=True)})
+    assert "layers.2.attention.bias.weight" in dict(model.named_parameters())
+    assert [unit.path for unit in units_of(model)] == ["layers.3", "layers.3.moe", "head"]
 
 
 def test_sinks_are_read_in_fp32() -> None:

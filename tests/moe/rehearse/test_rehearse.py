@@ -135,6 +135,7 @@ PREDICTED: dict[str, dict[str, Any]] = {
     "t5 in fp32": {"model": T5, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}},
     "halves": {"model": T5 | {"kind": "encoder_decoder", "num_layers": 4}, "data": {"objective": "span_corruption"}},
     "stages": {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2}},
+    "I and W, recomputed": {"degrees": {"pp": 2}, "pipeline": {"schedule": "zb_h1", "microbatches": 2}, "recompute": {"kind": "full"}},
     "16 bits alone": {"precision": {"master": "bf16"}},
     "a wide table": {"model": {"vocab_size": 20_000, "num_layers": 1, "max_length": 160, "d_ff": 320}, "pipeline": {"microbatches": 4}},
     "a table, two ranks": {"model": {"vocab_size": 9_000, "num_layers": 1, "max_length": 16, "d_ff": 320}, "degrees": {"dp": 2}},

@@ -20,7 +20,7 @@ from moe.plan.choose.recipe_of import as_stored, recipe_of
 from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.memory.memory import peak
+from moe.plan.memory.memory import memory, peak
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.plan.time.cost import step_time
 from moe.plan.time.layer_time import layer_time
@@ -162,6 +162,27 @@ def test_plans_that_the_checks_refuse_are_not_ranked() -> None:
     found = planned(run, cluster, checked=checked, top=1).found
     (count,) = (one.count for one in found.refused if one.reason.startswith("degrees.dp: got more"))
     assert found.ranked[0].plan.dp == 1 and count > 4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plan_of_zero_with_stages_has_the_bytes_of_fsdp_which_runs_it(stage: int) -> None:
+    """FSDP keeps no copy of the weights. So the plan of a recipe, and ranked plans of a recipe without stages, count none. Memory and time
+    are those of FSDP, and the checks take Muon."""
+    values: dict[str, Any] = {"model": MODEL, "precision": {"compute": "bf16"}, "train": {"global_batch": 48, "eval_sequences": 48}}
+    staged = values | {"degrees": {"pp": 2}, "pipeline": {"microbatches": 4}}
+    zero = {"kind": "zero", "stage": stage, "allow_slow": True}
+    runs = [build_run(staged | {"sharding": s}).resolve(4) for s in (zero, {"kind": "fsdp"})]
+    network, (of_zero, of_fsdp) = network_of(runs[0]), [plan_of(run) for run in runs]
+    assert of_zero.storage == of_fsdp.storage != plan_of(build_run(values | {"sharding": zero}).resolve(4)).storage
+    assert check_run(build_run(staged | {"sharding": zero, "optimizer": {"kind": "muon"}}), 4).optimizer.kind == "muon"
+    space = Space(engines=(f"zero{stage}",), schedules=(("1f1b", 1),), largest_tp=1, largest_sp=1, largest_microbatch=2)
+    cluster = replace(load_cluster("a100-80-8"), devices_per_node=4)
+    assert memory(network, of_zero) == memory(network, of_fsdp) and peak(network, of_zero) == peak(network, of_fsdp)
+    assert step_time(network, of_zero, cluster) == step_time(network, of_fsdp, cluster)
+    found = planned(build_run(values), cluster, checked=check_run, top=40, space=space, num_degrees=None)
+    assert {(one.plan.pp, one.plan.dp) for one in found.found.ranked} >= {(1, 4), (2, 2)}
+    for one, made in zip(found.found.ranked, found.runs, strict=True):
+        assert plan_of(made).storage == one.plan.storage
 
 
 def test_a_slow_head_gets_a_stage_of_its_own() -> None:
