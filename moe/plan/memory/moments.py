@@ -249,12 +249,14 @@ class _Step:
         return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
-        """Return the moments that no other moment exceeds in all respects (Pareto front)."""
+        """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, FSDP's unreduced gradients of the
+        embedding are added later, so only another moment of this kind exceeds an "embedding"."""
         bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a gradient bucket, which may not exist at the loss
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
-                (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
+                (one.at != "embedding" or more.at == "embedding")
+                and (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
                 and more.waiting >= one.waiting
                 and more.to_come.dense <= one.to_come.dense
                 and more.to_come.expert <= one.to_come.expert
