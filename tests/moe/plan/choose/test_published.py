@@ -92,7 +92,7 @@ def test_a_published_layout_is_priced_as_it_is(tmp_path: Path, capsys: pytest.Ca
     table = tmp_path / "plan.json"
     assert main(["plan", "published/llama3_405b", "--cluster", "h100-8x2048", "--as-is", "--json", str(table)]) == 0
     said, written = capsys.readouterr().out, json.loads(table.read_text())
-    assert "tp 8 (sliced) pp 16" in said and "does not fit 80 GiB" in said and "not recommended: degrees.pp=16 with fsdp" in said
+    assert "tp 8 (sliced) pp 16" in said and "does not fit 80 GiB" in said and "not recommended" not in said
     assert len(written["ranked"]) == 1 and written["tried"] == 1 and written["fitting"] == 0
     assert written["chosen"]["held_bytes"] > 80 * 2**30 and f"{written['chosen']['seconds']:.4g} s a step" in said
     assert main(["plan", "published/llama3_405b", "--cluster", "h100-8", "--as-is"]) == 2
