@@ -88,7 +88,7 @@ class Spread:
         """Return the groups of `batch` sequences, of which `length` tokens each are held outside of the layer."""
         size = group_size(self.spec)
         each = size if size is not None else self.spec.group if isinstance(self.spec.group, int) else 1
-        apart = not self.by_columns and batch % (self.axis.size * (each or batch)) == 0  # ranks of tp have different groups
+        apart = not self.by_columns and batch % (self.axis.size * (each or batch or 1)) == 0  # ranks of tp have different groups
         if size is None or (apart and self.sp.size == 1):
             return Groups(length if apart else None)
         ways, key = 1 if apart else self.axis.size, (batch, length)
@@ -105,14 +105,18 @@ class Spread:
             return context, 1.0
 
         def own(x_A: Tensor) -> Tensor:
-            return x_A.view(batch, axis.size, -1)[:, axis.index].flatten() if self.by_columns else x_A.tensor_split(axis.size)[axis.index]
+            if not self.by_columns:
+                return x_A.tensor_split(axis.size)[axis.index]
+            return x_A.view(batch, axis.size, len(x_A) // max(1, batch * axis.size))[:, axis.index].flatten()
 
         def together(layer: int, mine: Tensor) -> Tensor:
             name = f"layers.{layer}.sums over tp"
             return context.once(name, lambda: sum_over(mine.clone(), replace(axis, label=f"layers.{layer}.balance")))
 
         valid_T, position_T = context.valid_T, context.position_T
-        share = len(own(position_T)) / len(position_T) if valid_T is None else own(valid_T).sum().double() / valid_T.sum().clamp(min=1)
+        share = (
+            len(own(position_T)) / max(1, len(position_T)) if valid_T is None else own(valid_T).sum().double() / valid_T.sum().clamp(min=1)
+        )
         return context.of_tokens(own, share=share, together=together), share
 
     def together(self, report: Report, *, share: float | Tensor) -> Report:

@@ -50,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
         **{"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 1}, **EXPERTS},
         **{"router": {"capacity_factor": None, "select": "tests.planner.runs:skewed"}},
     },
+    "freeze": {
+        **{"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 2, "tied_embeddings": False}, **EXPERTS},
+        **{"train": {"freeze": ["embedding", "experts", "layers.0"]}},
+    },
     "lora": {"degrees": {"dp": 2}, "lora": {"rank": 4}},
     "lora ep 2": {
         **{"degrees": {"dp": 2, "ep": 2}, "model": {"moe_every": 1}, **EXPERTS, "experts": {"num_experts": 16}},
@@ -61,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 def recipe(case: str, precision: str) -> dict[str, Any]:
     values = CASES[case]
     model = MODEL | values.get("model", {})
-    train = {"global_batch": 16, "eval_sequences": 16}
+    train = {"global_batch": 16, "eval_sequences": 16} | values.get("train", {})
     return values | {"model": model, "train": train, "precision": {"compute": precision}, "optimizer": {"warmup_steps": 0}}
 
 

@@ -135,7 +135,7 @@ class _Held:
 
     def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
         """Return (the plan with the first kind of recompute that fits, its bytes); if none fits, with the last, which needs least. If a
-        smaller micro-batch does not fit, the bytes are those of that one, a lower bound."""
+        smaller micro-batch does not fit, its bytes are returned, a lower bound."""
         alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 
         def held(kind: Recomputed) -> float:

@@ -103,6 +103,11 @@ def _ahead(network: Network, plan: Plan) -> Iterator[str]:
         yield f"offload of the parameters does not go with model.ahead={network.ahead}"
 
 
+def _frozen(network: Network, plan: Plan) -> Iterator[str]:
+    if plan.pp > 1 and (network.frozen_layers or {"attention", "norms"} <= set(network.frozen)):
+        yield f"degrees.pp={plan.pp} does not go with whole layers in train.freeze"
+
+
 def _adapters(network: Network, plan: Plan) -> Iterator[str]:
     if network.adapters is None:
         return
@@ -198,4 +203,4 @@ def _offloaded(plan: Plan) -> list[tuple[str, str]]:
 
 
 Rule = Callable[[Network, Plan], Iterator[str]]
-RULES: tuple[Rule, ...] = (_halves, _ahead, _adapters, _tensor, _sequence, _experts, _stages, _batch, _engine)
+RULES: tuple[Rule, ...] = (_halves, _ahead, _frozen, _adapters, _tensor, _sequence, _experts, _stages, _batch, _engine)

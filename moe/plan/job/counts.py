@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from moe.plan.job.hashed import Summed
 from moe.plan.job.network import Network, Plan, attention_shapes
@@ -39,15 +40,11 @@ class Elements(Summed):
     def trained(self) -> Elements:
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
-    def as_frozen(self) -> Elements:
-        """Return the same numbers of parameters, all frozen."""
-        return Elements(self.dense, self.expert, self.dense, self.expert)
-
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
     """Return the numbers of parameters that a rank holds of layer `index` of this stack, LoRA adapters included."""
     whole = _matrices(network, plan, index)
-    return whole if network.adapters is None else whole.as_frozen() + _adapters(network, plan, index)
+    return whole if network.adapters is None else whole + _adapters(network, plan, index)
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
@@ -70,17 +67,24 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
 def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     n, t = network, plan.grid.matrix
     attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
-    dense = attentions * attention(n, t, over=plan.grid.units) + (attentions + 1) * norm(n)
+    of_norms = dense(n, (attentions + 1) * norm(n), "norms") + dense(n, attentions * inner_gains(n), "attention", "norms")
+    found = of_norms + dense(n, attentions * (attention(n, t, over=plan.grid.units) - inner_gains(n)), "attention")
     if n.experts is None or index not in n.sparse_layers:
-        return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
+        biases = n.width + n.hidden / t if n.biases else 0
+        return found + dense(n, network_elements(n, n.hidden, gated=n.gated) / t + biases, "dense")
     e = n.experts
-    others = (
-        network_elements(n, e.shared_hidden, gated=e.gated) / t
-        + n.width * ((e.count + e.free) * (1 + e.router.noise) + e.count * e.biases + e.router.norm + e.gates)
-        + (e.count + e.free) * e.router.vectors
-    )
+    of_router = n.width * (e.count + e.free) * (1 + e.router.noise) + (e.count + e.free) * e.router.vectors
+    found += dense(n, of_router, "router") + dense(n, n.width * e.router.norm, "router", "norms")
+    found += dense(n, network_elements(n, e.shared_hidden, gated=e.gated) / t + n.width * e.gates, "dense")
     one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
-    return Elements(dense + others, e.count * one / (plan.ep * plan.etp))
+    of_experts = e.count * one / (plan.ep * plan.etp)
+    found += dense(n, n.width * e.count * e.biases, "experts")
+    return found + Elements(expert=of_experts, frozen_expert=of_experts * n.freezes("experts"))
+
+
+def dense(network: Network, count: float, *parts: str) -> Elements:
+    """Return `count` parameters outside of experts that belong to all of these parts in moe/recipe/frozen.py."""
+    return Elements(count, frozen_dense=count * network.freezes(*parts))
 
 
 def norm(network: Network) -> int:
@@ -99,9 +103,8 @@ def attention(network: Network, t: int, *, over: int) -> float:
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
-    latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # gains of the latents' norms
     others = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
-    return attention_matrices(n, t, over=over) + biases + gains(n) + latents + others
+    return attention_matrices(n, t, over=over) + biases + inner_gains(n) + others
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
@@ -115,10 +118,11 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
     return n.width * (late.query_rank + late.key_rank + late.rotary_size) + (up + n.heads * late.value_size * n.width) / t
 
 
-def gains(network: Network) -> int:
-    """Number of parameters in a layer's norms of queries and keys, all of which every tp rank holds."""
+def inner_gains(network: Network) -> int:
+    """Number of parameters in the norms of a layer's queries, keys and latents, all of which every tp rank holds."""
     n = network
-    return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels
+    latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0
+    return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels + latents
 
 
 def embedding(network: Network, plan: Plan) -> float:
@@ -126,26 +130,31 @@ def embedding(network: Network, plan: Plan) -> float:
     return network.vocab * network.width / plan.grid.matrix
 
 
+def table(network: Network, plan: Plan, part: Literal["embedding", "head"]) -> Elements:
+    """Parameters of the embedding or of the head on a rank."""
+    return dense(network, embedding(network, plan), part)
+
+
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     """Parameters outside of layers on a rank: embedding, head, positions, final norms, multi-token prediction. first, last: whether the
     rank has the first, the last stage of the model."""
-    table = embedding(network, plan)
-    tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
-    tables += last and not first and network.ahead > 0 and not network.tied  # multi-token prediction needs the embedding on the last stage
     positions = network.length * network.width if network.learned_positions and first else 0
-    runs = (run for run in network.halves if (last if run is network else first))
-    found = Elements(tables * table + positions + sum(norm(run) + _shared_bias(run, plan) for run in runs))
-    found = found + ahead(network, plan).times(network.ahead) if last and network.ahead else found
-    return found if network.adapters is None else found.as_frozen()
-
-
-def _shared_bias(run: Network, plan: Plan) -> float:
-    return run.heads / plan.grid.matrix * run.buckets if run.shared_buckets else 0
+    runs = [run for run in network.halves if (last if run is network else first)]
+    found = dense(network, sum(map(norm, runs)), "norms") + dense(network, positions)
+    for run in runs if network.shared_buckets else ():  # the first layer of a stack has its T5 bias
+        of_first, _ = network.at(network.before if run is network else 0)
+        found += dense(of_first, run.heads / plan.grid.matrix * run.buckets, "attention")
+    if first or (last and (network.tied or network.ahead)):  # multi-token prediction needs the embedding on the last stage
+        found += table(network, plan, "embedding")
+    if last and not network.tied:
+        found += table(network, plan, "head")
+    return found + ahead(network, plan).times(network.ahead) if last and network.ahead else found
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
     """Parameters of multi-token prediction per further token: a dense layer, the matrix that merges its two inputs, three norms."""
-    return Elements(2 * network.width**2 + 3 * norm(network)) + layer(replace(network, experts=None), plan, 0)
+    joined = dense(network, 2 * network.width**2) + dense(network, 3 * norm(network), "norms")
+    return joined + layer(replace(network, experts=None), plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:

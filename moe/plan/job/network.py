@@ -10,13 +10,14 @@ dp x sp x tp ranks of a stage hold the experts as edp x ep x etp ranks (parallel
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, Literal
 
 from moe.experts.dispatch.dispatcher import Dispatcher
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
+from moe.recipe.frozen import PARTS
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid
@@ -157,6 +158,8 @@ class Network:
     sparse_layers: tuple[int, ...] = ()  # indices of the layers with experts instead of a dense network
     latent: Latent | None = None
     adapters: Adapters | None = None
+    frozen: tuple[str, ...] = ()  # parts in moe/recipe/frozen.py that are not trained in any layer
+    frozen_layers: tuple[int, ...] = ()  # layers of the model that are not trained; only of the decoder
     ahead: int = 0  # number of further tokens of multi-token prediction
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
     windows_in_runs: float = 0.0  # fraction of layers whose sliding windows are computed in chunks, which keep keys and values twice
@@ -193,12 +196,35 @@ class Network:
         return (*self.encoder.sparse_layers, *(self.before + layer for layer in self.sparse_layers))
 
     def at(self, index: int) -> tuple[Network, int]:
-        """Return (stack that has layer `index` of the model, the layer's index in that stack)."""
-        return (self, index - self.before) if self.encoder is None or index >= self.before else (self.encoder, index)
+        """Return (stack that has layer `index` of the model, the layer's index in that stack). All parts of a frozen layer's stack are
+        frozen."""
+        run = self if self.encoder is None or index >= self.before else self.encoder
+        return run.all_frozen if index in self.frozen_layers else run, index if run is self.encoder else index - self.before
+
+    @cached_property
+    def all_frozen(self) -> Network:
+        """Copy of the network in which every part is frozen."""
+        return replace(self, frozen=tuple(PARTS))
 
     def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
         """True if matrices of this kind are trained, or if they have LoRA adapters."""
-        return self.adapters is None or target in self.adapters.targets
+        return target not in self.frozen and (self.adapters is None or target in self.adapters.targets)
+
+    @cached_property
+    def unreached(self) -> int:
+        """Number of first layers that the backward pass does not reach, because they and everything before them are frozen."""
+        if "embedding" not in self.frozen or self.learned_positions or self.encoder is not None:
+            return 0
+        return next((index for index in range(self.layers) if index not in self.frozen_layers), self.layers)
+
+    @property
+    def head(self) -> Literal["embedding", "head"]:
+        """The part in moe/recipe/frozen.py to which the head's matrix belongs."""
+        return "embedding" if self.tied else "head"
+
+    def freezes(self, *parts: str) -> bool:
+        """True if training leaves weights as they are that belong to all of these parts, as the norms of queries belong to two."""
+        return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property
     def balanced(self) -> Network:

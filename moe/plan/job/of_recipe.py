@@ -33,6 +33,7 @@ from moe.plan.job.flops import (
 )
 from moe.plan.job.network import Adapters, Experts, Network, Plan, Router
 from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+from moe.recipe.frozen import PARTS, layers_of
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
@@ -55,7 +56,7 @@ def network_of(run: Run) -> Network:
         return decoder
     begins, sparse = m.decoder_begins, m.layers_with_experts()
     before, after = tuple(n for n in sparse if n < begins), tuple(n - begins for n in sparse if n >= begins)
-    encoder = replace(decoder, layers=begins, shared_buckets=True, sees="all", sparse_layers=before)
+    encoder = replace(decoder, layers=begins, shared_buckets=True, sees="all", sparse_layers=before, frozen_layers=())
     layers, length = m.num_layers - begins, m.target_length
     return replace(decoder, layers=layers, length=length, shared_buckets=True, sparse_layers=after, encoder=encoder)
 
@@ -92,6 +93,8 @@ def _decoder(run: Run) -> Network:
         experts=_experts(run),
         latent=latent_of(m),
         adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,
+        frozen=tuple(part for part in run.train.freeze if part in PARTS),
+        frozen_layers=tuple(sorted({layer for part in run.train.freeze for layer in layers_of(part) or ()})),
         sparse_layers=m.layers_with_experts(),
     )
 

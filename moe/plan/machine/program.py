@@ -1,6 +1,6 @@
 """Properties of a training program that decide how fast it runs a plan: kernels, launch times, overlap of communication.
 
-This file has the properties of the project's own trainer; tests/planner/software.py has those of programs with published measurements.
+This file has the properties of the project's own trainer, tests/planner/software.py of programs with published measurements.
 moe/plan/memory/stack.py describes the memory that a program needs.
 """
 

@@ -112,7 +112,7 @@ def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
     """Bytes that a norm keeps for each element of its input; `Stack.rms` more for the gradient of RMSNorm's gain."""
-    return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and n.adapters is None else 0)
+    return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and not n.freezes("norms") else 0)
 
 
 def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
@@ -340,7 +340,7 @@ def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
     """Bytes that the last norm keeps for each token: its input and output, and in encoder-decoders a dropout mask."""
     c = plan.compute_bytes
     masked = run.dropout and (run.encoder is not None or run.sees == "all")
-    read = c if run.adapters is None else 0  # the norm's output is needed for the gradient of the head, unless the head is frozen
+    read = 0 if run.freezes(run.head) else c  # the norm's output is needed for the gradient of the head, unless the head is frozen
     return (norm_kept(run, plan, stack) + read) * run.width + 2 * stack.statistics + (_mask(stack, c) * run.width if masked else 0)
 
 

@@ -84,10 +84,12 @@ def _fullest(plan: Plan, ranks: Sequence[tuple[RankMoments, _Full]]) -> Sequence
     """Return the rank that needs most memory, with its fullest moment; if several need the same, return all of them."""
     if len(ranks) == 1:
         return ranks
-    dense, expert = (of.total for of in _of_parameter(plan))
+    dense, expert = _of_parameter(plan)
     older, sizes = plan.storage.parameters, []
     for of, full in ranks:
-        states = dense * of.held.dense + expert * of.held.expert + (of.versions - 1) * older * of.held.total
+        trained, frozen = of.held.trained, of.held.frozen
+        states = dense.total * trained.dense + expert.total * trained.expert + (of.versions - 1) * older * of.held.total
+        states += dense.parameters * frozen.dense + expert.parameters * frozen.expert
         sizes.append(states + full.total)
     least = max(sizes) * (1 - ROUNDED)
     return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
@@ -162,7 +164,7 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments, at: At) -> float:
     if stack.gathers == "moments":
         largest = max(rank.gathered, key=lambda of: of.total, default=NOTHING)
         return gathered(plan, stack, at, Unit(next=largest), held=rank.held, table=rank.table)
-    return at_any_moment(plan, stack, held=rank.held.total, table=rank.table, units=[of.total for of in rank.gathered])
+    return at_any_moment(plan, stack, held=rank.held.total, table=rank.table.total, units=[of.total for of in rank.gathered])
 
 
 def _freed(plan: Plan) -> tuple[bool, bool]:
@@ -192,7 +194,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
         return dense + model_states(elements.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
 
     def states(stage: int) -> States:
-        if not held.frozen_dense:
+        if not (held.frozen_dense or held.frozen_expert):
             return of(held, stage)
         return of(held.trained, stage) + replace(of(held.frozen, stage), gradients=0.0, optimizer=0.0)
 

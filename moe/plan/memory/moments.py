@@ -90,14 +90,14 @@ class RankMoments:
     """Sizes of pipeline rank `number` before its states are sharded. versions: number of versions of the weights that it keeps.
 
     held: its parameters. gathered: for each kind of its layers, the parameters that ZeRO stage 3 holds whole at the same time.
-    table: parameters of its embedding or head; 0 without them. moments: the moments of a step that may be its memory peak.
+    table: parameters of its embedding or head; none without them. moments: the moments of a step that may be its memory peak.
     """
 
     number: int
     versions: int
     held: Elements
     gathered: tuple[Elements, ...]
-    table: float
+    table: Elements
     moments: tuple[Moment, ...]
 
 
@@ -169,7 +169,7 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerByt
     at_once = elements
     if plan.tiles > 1 and not sparse:  # ZeRO stage 3 gathers one tile after another
         of_network = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
-        at_once = replace(elements, dense=elements.dense - of_network * (1 - 1 / plan.tiles))
+        at_once = elements + counts.dense(network, -of_network * (1 - 1 / plan.tiles), "dense")
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = Elements(min(at_once.total, matrix))
     kept, deferred = (layer_kept(*of, kind) * (1 - plan.offload_activations) for kind in (plan.recompute, "none"))
@@ -181,7 +181,7 @@ class _Outside:
     """Sizes of a rank outside of its layers: embedding, head, final norms, loss.
 
     elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
-    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. table: parameters of the embedding.
+    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head: their parameters.
     ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
     """
 
@@ -190,7 +190,8 @@ class _Outside:
     crossing: float
     loss: float
     head_input: float
-    table: float
+    embedding: Elements
+    head: Elements
     ahead: float
     casts: float
 
@@ -204,7 +205,8 @@ def _outside(network: Network, plan: Plan, stack: Stack) -> _Outside:
         plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
         at_loss(network, plan, stack),
         head_input(network, plan, stack),
-        counts.embedding(network, plan),
+        counts.table(network, plan, "embedding"),
+        counts.table(network, plan, network.head),
         counts.ahead(network, plan).total if network.ahead else 0.0,
         cast_ahead(network, plan) if network.ahead else 0.0,
     )
@@ -217,23 +219,26 @@ class _Step:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
         self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
         self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
-        self.kinds: dict[tuple[bool, bool, bool], LayerBytes] = {}
+        self.kinds: dict[tuple[bool, bool, bool, int], LayerBytes] = {}
         of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
         self.outside = _outside(network, of_microbatch, stack)
 
     def layer(self, index: int) -> LayerBytes:
-        kind = (index < self.network.before, index in self.sparse, repeats(index, self.plan.recompute_every))
+        n = self.network
+        frozen = (index in n.frozen_layers) + (index < n.unreached)
+        kind = (index < n.before, index in self.sparse, repeats(index, self.plan.recompute_every), frozen)
         if kind not in self.kinds:
-            run, _ = self.network.at(index)
+            run, _ = n.at(index)
             own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
             made = _layer(run, own, self.stack, kind[1])
-            casts = cast_weights(self.network, self.plan, index) if self.casts else 0.0
-            self.kinds[kind] = replace(made, kept=made.kept + casts, deferred=made.deferred + casts) if casts else made
+            casts = cast_weights(n, self.plan, index) if self.casts else 0.0
+            made = replace(made, kept=made.kept + casts, deferred=made.deferred + casts) if casts else made
+            self.kinds[kind] = replace(made, kept=0.0, deferred=0.0, work=0.0) if index < n.unreached else made
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
         """Return (sizes of one layer, number of layers of this kind) for each kind of layer in a stage."""
-        if not self.sparse and self.plan.recompute_every == 1 and self.network.encoder is None:
+        if not self.sparse and not self.network.frozen_layers and self.plan.recompute_every == 1 and self.network.encoder is None:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
 
@@ -244,8 +249,8 @@ class _Step:
         held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), outside.elements[first, last])
         whole = [of.gathered for mine in layers.values() for of, _ in mine]
         whole += [Elements(outside.ahead)] if last and self.network.ahead else []
-        table = outside.table if first or last else 0.0
-        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held, table)))
+        table = outside.embedding if first else outside.head if last else NOTHING
+        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are
@@ -264,7 +269,7 @@ class _Step:
                 found.append(one)
         return tuple(found)
 
-    def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], held: Elements, table: float) -> Iterator[Moment]:
+    def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak. layers: stage -> [(sizes of one layer, number of such layers)]."""
         outside, last, network, plan = self.outside, self.last, self.network, self.plan
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
@@ -274,12 +279,12 @@ class _Step:
         of_loss = ends[-1] - outside.keeps[last == 0, False] if last in layers else 0.0
         inputs = [inputs_kept(plan, self.stack, self.stages[stage], first=stage == 0, last=stage == last) for stage in layers]
         ends = [end + number * outside.crossing for number, end in zip(inputs, ends, strict=True)]
-        tied = outside.table if network.tied and 0 in layers and last == 0 and network.adapters is None else 0.0
+        tied = outside.embedding.trained.dense if network.tied and 0 in layers and last == 0 else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
-        whole = self._gathered(held, table)
+        whole = self._gathered(held)
         # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
         wide = FP32_BYTES if self.stack.casts and not self.gathers else plan.compute_bytes
-        of_embedding = wide * (2 if tied else 1) * table if network.adapters is None else 0.0
+        of_embedding = wide * (2 if tied else 1) * outside.embedding.trained.dense
 
         def moment(
             at: At,
@@ -299,7 +304,7 @@ class _Step:
 
         counts = self._counts(rank)
         at_work = {
-            (stage, once): self._at_work(stage, held, table, once, bool(rank.deferred))
+            (stage, once): self._at_work(stage, held, once, bool(rank.deferred))
             for once in {once for _, once in counts}
             for stage in layers
         }
@@ -309,7 +314,7 @@ class _Step:
             kept += sum(map(mul, map(min, count, rank.deferred), later_bytes))
             if last in layers:
                 of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
-                cast = plan.compute_bytes * table if of_head else 0.0
+                cast = plan.compute_bytes * outside.head.total if of_head else 0.0
                 yield moment("loss", kept, of_ends + outside.loss + cast, work=outside.head_input, to_come=none_yet)
             if last in layers and network.ahead:  # backward pass of a layer of multi-token prediction
                 yield moment("loss", kept, of_ends, work=work, to_come=none_yet)
@@ -345,17 +350,16 @@ class _Step:
         after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
         return [*found, *after]
 
-    def _gathered(self, held: Elements, table: float) -> dict[At, float]:
+    def _gathered(self, held: Elements) -> dict[At, float]:
         """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
         if not self.gathers:
             return {}
         moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
         unit = Unit(next=self.layer(self.network.depth - 1).gathered)
-        return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
+        tables = {at: self.outside.embedding if at == "embedding" else self.outside.head for at in moments}
+        return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at, table in tables.items()}
 
-    def _at_work(
-        self, stage: int, held: Elements, table: float, once: bool, splits: bool
-    ) -> list[tuple[LayerBytes, float, Elements, float, float]]:
+    def _at_work(self, stage: int, held: Elements, once: bool, splits: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
         """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
         layer, bytes already freed by later layers, parameters whose gradient does not exist yet, gathered bytes of ZeRO stage 3 during its
         backward pass, the same while its gradients are reduced). once: no backward pass has ended yet. splits: I keeps what W needs."""
@@ -368,8 +372,7 @@ class _Step:
         lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
         first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
         gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
-        before = Elements(table, frozen_dense=table if held.frozen_dense else 0.0)
-        before = before if self.gathers and stage == self.last else NOTHING
+        before = self.outside.head if self.gathers and stage == self.last else NOTHING
         for of in map(self.layer, reversed(self.stages[stage])):
             lasts.setdefault((of, before), (of, gone, to_come))
             if once or splits:
@@ -383,6 +386,6 @@ class _Step:
             return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
 
         def bytes_at(at: At, of: LayerBytes, before: Elements) -> float:
-            return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, before), held=held, table=table)
+            return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, before), held=held, table=self.outside.head)
 
         return [(of, gone, to_come, bytes_at("work", of, before), bytes_at("sums", of, before)) for of, gone, to_come, before in found]

@@ -37,7 +37,7 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
         one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # on a grid, the backward pass recomputes the loss of a chunk
-        of_table = FP32_BYTES * counts.embedding(network, plan) if network.adapters is None else 0.0
+        of_table = 0.0 if network.freezes(network.head) else FP32_BYTES * counts.embedding(network, plan)
         return logits(network, plan) * one / plan.loss_chunks + of_table
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
@@ -82,7 +82,7 @@ def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> fl
     gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
     largest = widest(network, plan, sparse=sparse)
-    if network.adapters is not None and not (sparse and network.trains("experts")):
+    if not network.trains("experts" if sparse else "dense") or (network.adapters is not None and not sparse):
         return 0.0  # frozen matrices have no gradient, and adapters are small enough to be left out
     if not stack.casts:
         return c * largest
@@ -127,24 +127,24 @@ class Unit(NamedTuple):
     next: Elements = NOTHING
 
 
-def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, table: float) -> float:
+def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, table: Elements) -> float:
     """Bytes of this project's gathered weights and unreduced gradients at a moment. held: rank's parameters, table: embedding's."""
     form = plan.carrier.gathered
     if form is None:
         return 0.0
     shared = _Shared(plan.copies > 1, plan.edp > 1)
-    table, layer = shared.of(Elements(table)), shared.of(unit.at_once)
+    layer = shared.of(unit.at_once)
     return form(
         at,
         Whole(
             compute_bytes=plan.compute_bytes,
             sum_bytes=stack.reduce_bytes,
             held=shared.of(held),
-            table=table,
+            table=shared.of(table),
             layer=layer,
             behind=shared.of(unit.next),
             trained=shared.of(held.trained),
-            trained_table=0.0 if held.frozen_dense else table,
+            trained_table=shared.of(table.trained),
             trained_layer=shared.of(unit.at_once.trained),
             trained_behind=shared.of(unit.next.trained),
             matrix=min(unit.matrix, layer),

@@ -122,7 +122,7 @@ def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
 
 
 def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
-    """Return the earliest time at which `tasks` can differ from those of `before`: tasks that become ready earlier are equal."""
+    """Return the earliest time at which `tasks` can differ from `before`'s: tasks that become ready earlier are equal."""
     gone = [before.ready[key] for key in before.tasks.keys() - tasks.keys()]
     new = {key for key, task in tasks.items() if before.tasks.get(key) != task}
     old = [before.ready[key] for key in new if key in before.ready]

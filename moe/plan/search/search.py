@@ -5,7 +5,7 @@
                 \\__ then the fastest plan that the trainer can run, by the cost model of the same search
 
 The `seconds` of a result are of its plan, by the cost model of strategies.py: with them, searches can be compared. The `free_seconds` are
-of the optimum among all strategies or placements, also those that the trainer cannot run. Equal layers are searched once (Folded): they
+of the optimum among all strategies or placements, also if the trainer cannot run them. Equal layers are searched once (Folded): they
 get equal cuts, and tensors between layers have equal states.
 """
 
