@@ -115,6 +115,11 @@ def test_the_command_line_takes_one_part_or_a_list(text: str, parts: list[str]) 
     assert load("switch_tiny", {"train.freeze": text})[0].train.freeze == tuple(parts)
 
 
+def test_the_fix_of_a_list_with_a_number_can_be_typed() -> None:
+    with pytest.raises(BadInput, match="train.freeze: got 1, needed .*; fix: set train.freeze to a value like \\[\\]$"):
+        load("switch_tiny", {"train.freeze": "[1]"})
+
+
 def test_a_frozen_weight_has_no_gradient_and_no_state() -> None:
     case = Frozen("gshard", "ddp", 1, 1, 1, "fp32", freeze=("attention",))
     ran = compute(case)
