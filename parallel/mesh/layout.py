@@ -51,7 +51,7 @@ class Tile:
 
 
 def cut(size: int, count: int) -> list[slice]:
-    """Cut a dim of `size` elements into `count` chunks, as Tile does. Return those that are not empty."""
+    """Cut a dim of `size` elements into `count` chunks, as Tile does. Return the chunks that are not empty."""
     return [chunk for i in range(count) if (chunk := Tile(0, i, count).run(size)).stop > chunk.start]
 
 

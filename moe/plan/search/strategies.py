@@ -60,7 +60,7 @@ class Settings:
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Return all strategies of an operator, without those that take more time and bytes than another one with equal states."""
+    """Return all strategies of an operator, without any that takes more time and bytes than another one with equal states."""
     found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for cut in product(free, repeat=len(mesh.sizes)):
