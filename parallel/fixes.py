@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, product
 from operator import and_, or_
+from shlex import quote
 from typing import Any
 
 IT = "it"
@@ -187,8 +188,8 @@ def all_of(values: Mapping[str, Any]) -> Fix:
 
 
 def typed(values: Mapping[str, Any]) -> Fix:
-    """Return the fix that sets several keys, in the words of a command line: "add --degrees.tp 2 --tensor.kind 1d"."""
-    return Words(f"add {' '.join(f'--{key} {written(value)}' for key, value in values.items())}", all_of(values))
+    """Return the fix that sets several keys, in the words of a command line: "add --degrees.tp 2 --tensor.kind 1d". Quoted for a shell."""
+    return Words(f"add {' '.join(f'--{key} {quote(written(value))}' for key, value in values.items())}", all_of(values))
 
 
 def any_of(fixes: Iterable[Fix | str]) -> Fix:

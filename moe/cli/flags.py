@@ -98,7 +98,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
     else:
         fix = f"remove it, or see: moe {verb} --help"
     rest = ", or any --section.key of a recipe" if verb in RECIPE_VERBS else ""
-    needed = f"one of {some(flags, rest=f'moe {verb} --help') or 'none: it has no flags'}{rest}"
+    needed = (f"one of {some(flags, rest=f'moe {verb} --help')}" if flags else "no flag") + rest
     raise BadInput(name, got=f"a flag that moe {verb} does not have", needed=needed, fix=fix)
 
 

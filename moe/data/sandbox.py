@@ -19,6 +19,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from datetime import datetime
@@ -40,14 +41,17 @@ class Sandbox:
     def __init__(self) -> None:
         command = [sys.executable, "-P", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="ascii")
+        self._lock = threading.Lock()  # an answer belongs to the last request
         weakref.finalize(self, _end, self._process)
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Return the answer to a request; {"error": a line} also if the process ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended at an earlier request
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-        if answer := self._process.stdout.readline():
+        with self._lock:
+            with contextlib.suppress(BrokenPipeError):  # it ended at an earlier request
+                print(json.dumps(request), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        if answer:
             found: dict[str, Any] = json.loads(answer)
             return found
         code = self._process.wait()

@@ -55,7 +55,7 @@ def permute(x_TD: Tensor, plan: Plan) -> Tensor:
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor, *, undo: bool = False) -> Tensor:
-    """Return rows[index], a permutation; `undo`: the rows that this would bring into the given order."""
+    """Return rows[index], a permutation of the rows. `undo`: apply the inverse permutation."""
     return rows_RD[index_R.argsort() if undo else index_R]
 
 

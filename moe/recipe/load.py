@@ -205,13 +205,14 @@ def _read_value(text: Any, annotation: Any) -> Any:
     """Return a value of the command line, read as YAML. For a key that accepts text, it stays as typed (a folder may be named 2024)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
-    if not text.strip() and str in (annotation, *get_args(annotation)):
+    is_text = str in ((annotation,) if get_origin(annotation) is tuple else (annotation, *get_args(annotation)))
+    if not text.strip() and is_text:
         return ""  # YAML would read this as null; as text it is refused by Section
     try:
         value = yaml_text.load(text)
     except yaml_text.NOT_YAML:
         return text
-    return text if value is not None and str in (annotation, *get_args(annotation)) else value
+    return text if value is not None and is_text else value
 
 
 def build_run(values: dict[str, Any]) -> Run:
@@ -289,7 +290,9 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         inner = some(section_of(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     if error["type"] == "tuple_type":
-        return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
+        example = "[1,2]" if field is None or takes_number(field.annotation) else "[NAME]"
+        both = f"write {dotted}: {example} in a file, --{dotted} {example} here"
+        return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=both)
     names = choices(dotted) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = fix_of(f"write {dotted}: {{key: value}}")
@@ -312,6 +315,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
 def _shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
+    value = list(value) if isinstance(value, tuple) else value  # as YAML writes it
     return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)
 
 

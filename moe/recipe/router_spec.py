@@ -53,7 +53,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     expert_scale: Literal["none", "learned"] = key("none", "factor on gates: a learned number of each expert (Gemma 4)", alters="shape")
     gate_on: Literal["output", "input"] = key("output", "tensor that a gate multiplies: its expert's output or input")
     group: Literal["sequence", "rank"] | Annotated[int, Field(gt=0)] = key(
-        "sequence", "tokens that share a capacity: one sequence, n sequences, or all of a rank (not layout-free)"
+        "sequence", "tokens that share a capacity: one sequence, n sequences, or all of a rank (depends on the layout)"
     )
     capacity_factor: float | None = key(None, "null: dropless", gt=0, alters="training")
     eval_capacity_factor: float | None = key(None, "null: dropless", gt=0)
@@ -69,7 +69,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     )
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = key(
         "sequence",
-        "tokens with equal loads as the aim: a capacity group, a rank's micro-batch (not layout-free), or a step",
+        "tokens with equal loads as the aim: a capacity group, a rank's micro-batch (depends on the layout), or a step",
         alters="training",
     )
     importance_weight: float = key(0.0, "weight of the loss CV^2(sums of gates), Shazeer et al. 2017", ge=0, le=1e9, alters="training")

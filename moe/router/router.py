@@ -222,7 +222,8 @@ class Router(nn.Module):
     def _decide(
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
-        """Decide over whole groups. Collective if they have tokens on several ranks and decide together: it gathers their logits."""
+        """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`), and if the choice for a token
+        depends on the others of its group: the logits of whole groups are then gathered."""
         if shards is None:
             return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
         if not decides_together(self.spec):

@@ -120,7 +120,7 @@ def _nproc_on(device: str | None, nproc: int | None) -> int:
 
 
 def _with_kernels(found: list[Case], device: str) -> list[Case]:
-    """Return the cases for ranks on `device`: of one process with each kind of kernels, the others with those that the trainer takes."""
+    """Return the cases for ranks on `device`: of one process with each kind of kernels, the others with the trainer's kernels."""
     several = "auto" if device == "cuda" else Case.kernels
     return [replace(case, kernels=k) for case in found for k in (ALONE[device] if case.world == 1 else [several])]
 

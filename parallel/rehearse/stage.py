@@ -50,7 +50,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
         return mock.patch.object(pretended, "of_reducer", True)
 
     @contextmanager
-    def backward() -> Iterator[None]:
+    def backward() -> Iterator[None]:  # torch switches modes such as _Gpu off in a backward pass, so it is switched on again
         with _Gpu(), mock.patch.object(pretended.work, "passing", "backward"):
             yield
 
@@ -71,7 +71,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
             (torch.cuda, "device", lambda *_: nullcontext()),
             (torch.cuda, "Event", partial(_Event, pretended.work)),
             (FakeTensor, "tolist", partialmethod(_tolist, pretended)),
-            (torch.autograd, "_engine_run_backward", _within(backward, torch.autograd._engine_run_backward)),  # torch leaves modes there
+            (torch.autograd, "_engine_run_backward", _within(backward, torch.autograd._engine_run_backward)),
             *((kernels, "run", launches(kernels.run)) for kernels in _triton_kernels()),
         ]
     try:

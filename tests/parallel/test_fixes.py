@@ -25,6 +25,7 @@ ZERO = Set("sharding.kind", "zero") & Set("sharding.stage", 1)
         (Rename("it", "a.b"), "did you mean a.b?"),
         (guess("ring") | Set("a.b", 1), "did you mean ring?, or set a.b to 1"),
         (typed({"a.b": 2, "c.d": None}), "add --a.b 2 --c.d null"),
+        (typed({"a.b": ["x", "y"]}), "add --a.b '[x, y]'"),
         (any_of([Set("a.b", 1), Set("a.b", 4, said="4 or more")]), "set a.b to one of [1, 4]"),
         (any_of([Set("a.b", 1), Set("c.d", 4)]), "set a.b to 1, or c.d to 4"),
     ],

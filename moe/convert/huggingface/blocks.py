@@ -44,7 +44,7 @@ class Plain:
         return self.file.places[self.key].shape
 
     def read(self, box: Box) -> Tensor:
-        """Return a box of the tensor."""
+        """Return the part of the tensor in the box, which has a range of indices for each dim."""
         return self.file.read(self.key, box)
 
 

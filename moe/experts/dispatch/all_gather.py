@@ -65,8 +65,8 @@ class Gathered(Exchange):
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
     def _agree(self, place_TK: Tensor, held: int) -> tuple[int, int, list[int]]:
-        """Return the largest T and K of all ranks (experts that choose give ranks different K), and the rows that this rank and the other
-        etp ranks will compute. The host waits once.
+        """Return the largest T and K of all ranks, and the number of rows that each rank of etp will compute. Ranks have different K if
+        experts choose tokens. `held`: experts on a rank. The host waits once.
         """
         import torch
 

@@ -141,7 +141,8 @@ def _chunks(whole: int, own: int) -> Iterator[tuple[Tensor, tuple[int, int, int]
 
 
 def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Iterator[dict[int, Tensor]]:
-    """Yield dim -> indices of the one's tensor for the dims that samples or tokens run along."""
+    """Yield each way in which samples or tokens could be laid out: dim -> indices into the one process's tensor that this rank holds.
+    one, here: shapes of the tensor in the one process and on this rank. The last is {}: no dim has samples or tokens."""
     rows, cols, b, width = of.rows, of.cols, len(of.rows), len(of.cols)
     tokens = (rows[:, None] * of.length + cols).flatten()
     for batch_dim, token_dim in ((0, 1), (1, 0)):

@@ -36,7 +36,8 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 
 
 class _Block(NamedTuple):
-    """Building block on one rank: time slots of micro-batch 0. forward: (F of chunk 0, F of chunk 1). input: the same for I."""
+    """Building block on one rank: time slots of micro-batch 0. forward: slots of the forward passes (F) of chunks 0 and 1. input: slots of
+    the backward passes for inputs (I) of chunks 0 and 1."""
 
     forward: tuple[int, int]
     input: tuple[int, int]

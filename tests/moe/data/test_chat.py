@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,13 @@ def test_a_template_without_end_is_one_line(source: str, monkeypatch: pytest.Mon
         with pytest.raises(BadInput, match="chat template: got more than 1 s of work for one text, needed a text; fix: ") as bad:
             template.render(MESSAGES)
         assert "\n" not in str(bad.value)
+
+
+def test_threads_get_their_own_texts() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    contents = [str(number) for number in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda content: template.render([{"role": "user", "content": content}]), contents)) == contents
 
 
 def test_templates_compute_as_without_limits() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe.checks.together import check_run
-from moe.recipe.load import build_run
+from moe.recipe.load import build_run, load
 from moe.recipe.sections import Run
 from moe.verify.cases import Case
 from moe.verify.compare import compare
@@ -106,6 +106,18 @@ def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, hom
 def test_bad_parts_are_one_line(parts: list[str], others: dict[str, Any], said: str, home: Path) -> None:
     with pytest.raises(BadInput, match=said):
         check_run(trained.recipe(home, train={"freeze": parts}, **others), others.get("degrees", {}).get("pp", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"), [("router", ["router"]), ("[router, layers.0-3]", ["router", "layers.0-3"]), ('["norms"]', ["norms"]), ("[]", [])]
+)
+def test_the_command_line_takes_one_part_or_a_list(text: str, parts: list[str]) -> None:
+    assert load("switch_tiny", {"train.freeze": text})[0].train.freeze == tuple(parts)
+
+
+def test_the_fix_of_a_list_with_a_number_can_be_typed() -> None:
+    with pytest.raises(BadInput, match="train.freeze: got 1, needed .*; fix: set train.freeze to a value like \\[\\]$"):
+        load("switch_tiny", {"train.freeze": "[1]"})
 
 
 def test_a_frozen_weight_has_no_gradient_and_no_state() -> None:
