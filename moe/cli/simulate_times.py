@@ -206,7 +206,7 @@ def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], siz
             raise BadInput(f"--{flag}", got=speed, needed="a speed above 0", fix=f"--{flag} {WITH_RECIPE[flag]:g}")
     run, _ = load(recipe, overrides)
     if run.model.kind == "encoder_decoder":
-        needed = "a decoder: pipelines of an encoder-decoder are not supported yet"
+        needed = "a decoder: durations follow from one length, and the halves have two; moe plan counts both"
         raise BadInput("--recipe", got=f"{recipe}, an encoder-decoder", needed=needed, fix="--recipe switch_tiny")
     if file is None:
         size["stages"] = size["stages"] or (run.degrees.pp if run.degrees.pp > 1 else None)
