@@ -88,7 +88,9 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
         yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b = b + a
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once
-        yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES)
+        sizes = twin.run().model
+        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # slices divide both halves
+        yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES if shared % slices == 0)
 
 
 def own_order(case: Case) -> Case:

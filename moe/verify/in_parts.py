@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -116,10 +116,15 @@ def in_slices(model: Transformer, case: Case) -> None:
     form = Sequence(**attentions()[case.attention])
     kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
     slices = case.slices // form.heads_of(case.slices)  # ring with ulysses: ranks that exchange heads use one slice
-    order = Order(form.position_order, slices, case.length)
+    sizes, alone = case.run().model, Axis("alone")
+    decoder = Order(form.position_order, slices, sizes.read_length - sizes.source_length)
     for block in model.layers:
         assert isinstance(block, Block)
-        block.attention.core = Exchanging(kind(Axis("alone"), order, block.attention.window), keep=None)
+        encodes = block.layer < sizes.decoder_begins
+        order = Order("contiguous", slices, sizes.source_length, causal=False) if encodes else decoder
+        block.attention.core = Exchanging(kind(alone, order, block.attention.window), None, block.attention.core_scale)
+        if block.cross is not None:
+            block.cross.core = Exchanging(kind(alone, replace(order, causal=False)), None, block.cross.core_scale)
 
 
 class _InSlices(Method):
@@ -127,7 +132,7 @@ class _InSlices(Method):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
-        for here, work in self._ranks(q, known):
+        for here, work in self._ranks(q, known, k.shape[2]):
             q_here = q[:, :, here]
             merged = nothing(q_here, known.sink_H)
             for rows, there, about in work:
@@ -137,7 +142,7 @@ class _InSlices(Method):
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: SavedTensors, known: Known) -> Gradients:
         (out, lse), total = kept, Gradients.zeros(q, k, v, known.bias)
-        for here, work in self._ranks(q, known):
+        for here, work in self._ranks(q, known, k.shape[2]):
             for rows, there, about in work:
                 queries = here[rows]
                 block = grad[:, :, queries], q[:, :, queries], k[:, :, there], v[:, :, there]
@@ -148,15 +153,18 @@ class _InSlices(Method):
                 total.add(found, queries=None, keys=None)  # here adds only the gradient of the table of position biases
         return total
 
-    def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Yield for each rank (positions of its queries, blocks). A block: (slice of its queries, positions of keys, other arguments)."""
+    def _ranks(self, like: Tensor, known: Known, num_keys: int) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
+        """Yield for each rank (positions of its queries, blocks). A block: (slice of its queries, positions of keys, other arguments).
+        num_keys: in cross attention, the length of the other half, of which each rank has a contiguous slice."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
+        other = torch.arange(num_keys, device=like.device).chunk(self.order.size)
+        places = [own.place_L for own in tokens] if num_keys == self.order.length else other
         for rank, mine in enumerate(tokens):
             work = []
             for source in ((rank - step) % self.order.size for step in range(self.order.size)):
                 for rows, columns, triangle in self.order.blocks(rank, source):
                     about = {"triangle": triangle, "queries": mine[rows], "keys": tokens[source][columns], "bias": known.bias}
-                    work.append((rows, tokens[source].place_L[columns], about))
+                    work.append((rows, places[source][columns], about))
             yield mine.place_L, work
 
 
