@@ -37,16 +37,11 @@ def _check_part(run: Run, part: str) -> None:
         raise BadInput(_KEY, got=part, needed=needed, fix=_with(run, part, near) if near else Remove(_KEY))
     if layers is not None and not 0 <= layers.start < layers.stop <= depth:
         raise BadInput(_KEY, got=part, needed=f"layers from 0 to {depth - 1}, the first not after the last", fix=_without(run, part))
-    x, sparse = run.experts, run.model.layers_with_experts()
-    missing = {
-        "head": (run.model.tied_embeddings, "an output layer of its own: it is the embedding"),
-        "experts": (not sparse, "layers with experts"),
-        "router": (not sparse, "layers with experts"),
-        "dense": (len(sparse) == depth and not x.shared and not x.residual, "layers without experts, shared experts or a residual network"),
-    }
-    absent, needed = missing.get(part, (False, ""))
-    if absent:
-        raise BadInput(_KEY, got=part, needed=needed, fix=_with(run, part, "embedding") if part == "head" else _without(run, part))
+    if part == "head" and run.model.tied_embeddings:
+        raise BadInput(_KEY, got=part, needed="an output layer of its own: it is the embedding", fix=_with(run, part, "embedding"))
+    if part in _lacking(run):
+        needed = "layers without experts, shared experts or a residual network" if part == "dense" else "layers with experts"
+        raise BadInput(_KEY, got=part, needed=needed, fix=_without(run, part))
 
 
 def _check_left(run: Run) -> None:
@@ -66,9 +61,7 @@ def _check_left(run: Run) -> None:
 
 def _lacking(run: Run) -> set[str]:
     """Return the parts that a layer of this model can have, but that no layer has."""
-    x, sparse = run.experts, run.model.layers_with_experts()
-    found = set() if sparse else {"experts", "router"}
-    return found | ({"dense"} if len(sparse) == run.model.num_layers and not x.shared and not x.residual else set())
+    return (set() if run.model.layers_with_experts() else {"experts", "router"}) | (set() if run.has_dense_networks else {"dense"})
 
 
 def _with(run: Run, part: str, other: str) -> Fix:

@@ -30,14 +30,13 @@ def check_lora(run: Run) -> None:
 
 
 def _check_targets(run: Run) -> None:
-    m, x, targets = run.model, run.experts, run.lora.targets
+    targets = run.lora.targets
     if not targets or len(set(targets)) < len(targets):
         needed = "some of attention, experts, dense, each once"
         raise BadInput("lora.targets", got=list(targets), needed=needed, fix=Set("it", ["attention"]))
-    sparse = m.layers_with_experts()
-    if "experts" in targets and not sparse:
+    if "experts" in targets and not run.model.layers_with_experts():
         raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix=_without("experts", targets))
-    if "dense" in targets and len(sparse) == m.num_layers and not x.shared and not x.residual:
+    if "dense" in targets and not run.has_dense_networks:
         needed = "layers without experts, shared experts or a residual network"
         raise BadInput("lora.targets", got="dense with experts in every layer", needed=needed, fix=_without("dense", targets))
 

@@ -18,7 +18,7 @@ PARTS = {  # name in train.freeze -> pattern of parameters' names in checkpoints
     "router": r"layers\.\d+\.router\..*",
     "norms": r"(.*[._])?norm\.(weight|bias)",
 }
-_LAYERS = re.compile(r"layers\.(\d{1,6})(?:-(\d{1,6}))?")  # one layer, or the first and the last of several
+_LAYERS = re.compile(r"layers\.(0|[1-9]\d{0,5})(?:-(0|[1-9]\d{0,5}))?")  # one layer, or the first and the last of several
 
 
 def layers_of(part: str) -> range | None:
@@ -30,9 +30,12 @@ def layers_of(part: str) -> range | None:
 
 def is_frozen(name: str, parts: Sequence[str]) -> bool:
     """Return whether `parts` freezes the parameter with this name in checkpoints."""
+    return any(_has(part, name) for part in parts)
+
+
+def _has(part: str, name: str) -> bool:
+    layers = layers_of(part)
+    if layers is None:
+        return re.fullmatch(PARTS[part], name) is not None
     words = name.split(".")
-    for part in parts:
-        layers = layers_of(part)
-        if words[0] == "layers" and int(words[1]) in layers if layers is not None else re.fullmatch(PARTS[part], name):
-            return True
-    return False
+    return words[0] == "layers" and int(words[1]) in layers

@@ -68,7 +68,7 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     n, t = network, plan.grid.matrix
     attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
     of_norms = dense(n, (attentions + 1) * norm(n), "norms") + dense(n, attentions * inner_gains(n), "attention", "norms")
-    found = of_norms + dense(n, attentions * (attention(n, t, over=plan.grid.units) - inner_gains(n)), "attention")
+    found = of_norms + dense(n, attentions * attention(n, t, over=plan.grid.units), "attention")
     if n.experts is None or index not in n.sparse_layers:
         biases = n.width + n.hidden / t if n.biases else 0
         return found + dense(n, network_elements(n, n.hidden, gated=n.gated) / t + biases, "dense")
@@ -98,13 +98,13 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 
 
 def attention(network: Network, t: int, *, over: int) -> float:
-    """Parameters of one layer's attention on a rank, if `t` ranks divide its matrices and `over` its heads (on grids, over < t). With fewer
-    key-value heads than `over`, several ranks hold a copy of each."""
+    """Parameters of one layer's attention on a rank, without norms, if `t` ranks divide its matrices and `over` its heads (on grids,
+    over < t). With fewer key-value heads than `over`, several ranks hold a copy of each."""
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
     others = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
-    return attention_matrices(n, t, over=over) + biases + inner_gains(n) + others
+    return attention_matrices(n, t, over=over) + biases + others
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:

@@ -41,6 +41,11 @@ class Run(Section):
         return self.model.vocab_size or self.least_vocab_size
 
     @property
+    def has_dense_networks(self) -> bool:
+        """Whether a layer has a feed-forward network other than its experts: its own, a shared or a residual one."""
+        return len(self.model.layers_with_experts()) < self.model.num_layers or bool(self.experts.shared or self.experts.residual)
+
+    @property
     def least_vocab_size(self) -> int:
         """Smallest possible size of the vocabulary: the tokenizer's ids and span corruption's sentinels."""
         return (256 if self.data.tokenizer == "bytes" else self.data.vocab_size) + self.num_sentinels

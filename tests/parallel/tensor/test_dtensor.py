@@ -235,6 +235,6 @@ def test_the_plan_is_laid_out_without_processes_and_as_1d() -> None:
     """The table of `moe show --plan` has the same shards and copies for `dtensor` as for `1d`."""
     for one, other in (("1d", "dtensor"), ("sliced", "dtensor_sliced")):
         rows = [plan_rows(check_run(Case("gshard", "ddp", 2, 2, 1, "fp32", tp=2, tensor=t).run(), 2), rank=1) for t in (one, other)]
-        assert {row["style"] for row in rows[1]} >= {"DTensorColumn", "DTensorRow", "VocabularyRows", "Copied"}
+        assert {row["style"] for row in rows[1]} >= {"DTensorColumn", "DTensorRow", "VocabularyRows", "SpreadExperts"}
         alike = ("parameter", "tile", "whole", "here", "copies", "summed_over", "bytes")
         assert [[row[key] for key in alike] for row in rows[0]] == [[row[key] for key in alike] for row in rows[1]]
