@@ -22,7 +22,7 @@ def check_optimizer(run: Run) -> None:
         needed = "adamw: DeepSpeed updates flat ranges of elements, not matrices"
         raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.kind", PLAIN if o.kind == "adafactor" else CUT) | _ADAMW)
     if o.kind != "adamw" and s.offload.optimizer != "none":
-        got, needed = f"{o.kind} with sharding.offload.optimizer={s.offload.optimizer}", "adamw, the only step that the host makes"
+        got, needed = f"{o.kind} with sharding.offload.optimizer={s.offload.optimizer}", "adamw, the only optimizer with a step on the host"
         raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.offload.optimizer", "none") | _ADAMW)
     if o.kind in ("muon", "adafactor"):
         _check_matrices(run)

@@ -79,7 +79,7 @@ def as_json(found: Covering) -> dict[str, dict[str, Any]]:
 
 
 def completed(chosen: Choice) -> Choice:
-    """Complete a row by the simplest value of each other feature with which the chosen dispatcher or split of experts can run."""
+    """Add the missing features of a row: the simplest value with which the chosen dispatcher or split of experts can run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)

@@ -102,7 +102,7 @@ def _on_a_line(kind: str, ranks: int, of: DenseLayer) -> tuple[Fraction, Fractio
 def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fraction, Fraction]:
     held = of.tokens if kind == "3d" else Fraction(of.tokens, depth)
     part, wide = Fraction(side - 1, side**3 if kind == "3d" else side**2), max(WIDE, of.itemsize)
-    row = Fraction(2 * of.tokens, depth * side)  # two norms of the tokens in a row of the grid
+    row = Fraction(2 * of.tokens, depth * side)  # tokens that a row of ranks normalises, in two norms
     forward, backward = row * 2 * (side - 1) * wide, row * 2 * Fraction(2 * (side - 1), side) * wide
     for inputs, outputs in of.fused_products:
         x, w, y = held * inputs, inputs * outputs, held * outputs if kind == "3d" else 0
