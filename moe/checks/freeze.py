@@ -12,7 +12,7 @@ _KEY = "train.freeze"
 
 
 def check_freeze(run: Run) -> None:
-    """Refuse parts that the model lacks, and combinations in which frozen weights cannot be trained around. Raises BadInput."""
+    """Refuse parts that the model lacks, and settings that do not work with frozen weights. Raises BadInput."""
     parts = run.train.freeze
     if not parts:
         return

@@ -107,8 +107,8 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """Refuse a training or evaluation batch whose sequences cannot be divided equally among the rows of a grid, each of which reads other
-    sequences, in whole capacity groups. In a MoE model, also refuse sequences that do not give each rank of tp a token to route."""
+    """Refuse a training or evaluation batch whose sequences do not divide equally, in whole capacity groups, among the rows of a grid.
+    In a MoE model, also refuse sequences that do not give each rank of tp a token to route."""
     tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if m.layers_with_experts():

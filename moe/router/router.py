@@ -348,7 +348,7 @@ def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | N
 
 
 def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
-    """Return logits [T, E], fp32 on the CPU, by which every expert is chosen equally often: for a rehearsal, which computes no values.
+    """Return logits [T, E], fp32 on the CPU, with an equal load of all experts: for a rehearsal, which computes no values.
     Token t chooses K experts in a row from expert t K (modulo E). For E = 6 and K = 2: 0 1, 2 3, 4 5.
     """
     choice_K = torch.arange(num_choices)

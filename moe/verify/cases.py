@@ -259,8 +259,8 @@ class Case:
 
 
 def as_written(values: dict[str, Any], world: int, *, name: str) -> Case:
-    """Return the case of a recipe as it is, given by its values, on `world` processes: three steps, of which the second and third read the
-    state that the ones before left. Raises BadInput if the recipe is refused."""
+    """Return the case of a recipe as it is, given by its values, on `world` processes: three steps, so that later ones
+    read the state of earlier ones. Raises BadInput if the recipe is refused."""
     run = check_run(build_run(values), world)
     d, p, kind = run.degrees, run.pipeline, run.sharding.carrier(pp=run.degrees.pp)
     kernels = Case.kernels if run.experts.kernels == "auto" else run.experts.kernels
