@@ -157,7 +157,7 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses experts, unless a record or an earlier pass gives them, or gates decide which are dropped."""
+        """Route by one kernel. It also chooses experts, unless a record or an earlier pass gives them, or drops depend on gates."""
         from moe.kernels.triton.router import Given
 
         spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()
