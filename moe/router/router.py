@@ -337,7 +337,7 @@ class Router(nn.Module):
             return max(1, sequences // each)
         if self.training:
             fix = Set("router.group", "sequence")
-            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the {sequences} sequences in this pass", fix=fix)
+            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the pass's {sequences}", fix=fix)
         return 1  # in evaluation, one group: there may be fewer sequences than in a training group
 
 
