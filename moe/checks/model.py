@@ -14,8 +14,6 @@ from parallel.fixes import Fix, Remove, Set
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
 
-_UNCUT = "an encoder-decoder is not cut in this way"
-
 
 def check_model(run: Run) -> None:
     """Refuse sizes that do not divide, layers that do not exist, and keys that this model does not read. Raises BadInput."""
@@ -187,8 +185,3 @@ def check_encoder_decoder(run: Run) -> None:
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"
         raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix=Set("model.vocab_size", None))
     _check_shards_of_halves(run)
-    if run.degrees.tp > 1 and run.tensor.kind not in ("1d", "copied"):
-        raise clash(run, "tensor.kind", "model.kind", "1d", _UNCUT)
-    if run.optimizer.kind == "kfac":
-        needed = "adamw, muon, adafactor or sgd: in cross-attention a K-FAC factor would belong to two inputs"
-        raise clash(run, "optimizer.kind", "model.kind", "adamw", needed=needed)

@@ -92,7 +92,7 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     """Bytes that a layer's cross-attention keeps, without the encoder's output, which `ends_kept` counts once for all layers."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
     inner, keys = n.heads * n.channels, _key_heads(n, stack, c) * n.channels
-    of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
+    of_norm = (norm_kept(n, plan, stack) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
     core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
     kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))

@@ -1,4 +1,4 @@
-"""An encoder-decoder over stages, over shards of both halves' sequences and over slices between layers equals its plain twin."""
+"""An encoder-decoder over stages, over shards of both halves' sequences and over ranks of tp equals its plain twin."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ CASES = {
     "lightseq": replace(HALVES, sp=2, attention="lightseq"),
     "colossal": replace(HALVES, sp=2, attention="colossal"),
     "slices": replace(HALVES, tp=2, tensor="sliced"),
+    "dtensor": replace(HALVES, tp=2, tensor="dtensor"),
+    "2d": replace(HALVES, world=4, tp=4, tensor="2d", ep=2),
     "1f1b": replace(STAGED, stages=(3, 1)),
     "interleaved": replace(STAGED, schedule="interleaved"),
     "zero bubble": replace(STAGED, schedule="zb_h1"),
@@ -45,7 +47,7 @@ def twin() -> Result:
 
 @pytest.mark.parametrize("name", CASES)
 def test_output_gradients_and_step_are_those_of_the_plain_twin(name: str) -> None:
-    ((_, ran),) = run_world([CASES[name]], 2)
+    ((_, ran),) = run_world([CASES[name]], CASES[name].world)
     assert not isinstance(ran, str), ran
     found = compare(ran[0], twin())
     assert all(found[number] <= FP32_TOLERANCE for number in NUMBERS if number != "ten_step"), found
