@@ -45,8 +45,8 @@ def _line_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders, in all kinds of tensor parallelism: cross attention's keys come from the encoder, and the layers of encoder
-    or decoder share a position bias, which is split by heads."""
+    """Cases of encoder-decoders in all kinds of tensor parallelism: cross attention's keys come from the encoder, and the layers of a half
+    share a position bias, which is split by heads."""
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
