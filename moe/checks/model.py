@@ -178,8 +178,9 @@ def check_encoder_decoder(run: Run) -> None:
     if m.spans.inputs != m.max_length:
         needed = f"at least {m.spans.inputs}, for one hidden span"
         raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
-    if m.document_mask:
-        raise clash(run, "model.document_mask", "model.kind", False, "hidden spans and sentinels separate documents")
+    if m.document_mask and run.degrees.sp > 1:
+        why = "in cross attention a query's document and a key's are of different sequences, and methods of sp have one list"
+        raise clash(run, "degrees.sp", "model.document_mask", 1, why)
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"

@@ -62,9 +62,13 @@ def _halves_cases() -> list[Case]:
     for grid in grids.values():
         found += [grid("t5", ep=2), grid("t5_untied", ep=4, kind="fsdp", recompute="full"), grid("t5", ep=1, precision="bf16")]
     found += [grids["2d"]("t5", kind="zero3", ep=2, recompute="selective"), grids["2.5d"]("t5_untied", kind="zero1", ep=1, **TILED)]
-    found += [grids["3d"]("t5_untied", ep=1, etp=2, microbatches=3)]
+    found += [
+        grids["3d"]("t5_untied", ep=1, etp=2, microbatches=3),
+        grids["3d"]("t5_packed", ep=2),
+        two("t5_packed", ep=2, tensor="sliced"),
+    ]
     flat = partial(one, "t5", world=8, tp=4, tensor="2d", batch=24, ep=2)
-    found += [flat(sp=2, attention=attention, length=SLICED) for attention in ("zigzag", "ulysses")] + [flat(kind="zero2", length=SOURCE)]
+    found += [flat(sp=2, attention=attention, length=32) for attention in ("zigzag", "ulysses")] + [flat(kind="zero2", length=SOURCE)]
     return found + [
         replace(staged("t5", "ddp", 4, 2, schedule, "fp32"), world=8, microbatches=6, batch=24, ep=2, tp=4, tensor="2d", length=SOURCE)
         for schedule in ("1f1b", "zb_h1", "chimera")

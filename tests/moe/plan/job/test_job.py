@@ -31,6 +31,7 @@ SPARSE = {"experts": {"num_experts": 4, "d_ff": 56}, "router": {"preset": "switc
 HALVES: dict[str, dict[str, Any]] = {
     "dense": {},
     "gated, dropout, grouped queries": {"model": {"ffn": "geglu", "dropout": 0.1, "num_kv_heads": 2, "qk_norm": "heads"}},
+    "documents": {"model": {"document_mask": True}},
     "tied, layernorm, experts": {"model": {"moe_every": 2, "tied_embeddings": True, "norm": "layernorm"}, **SPARSE},
 }
 

@@ -110,7 +110,9 @@ def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype
         adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert adapters.keys() == trained_of(dict(model.named_parameters())) and not adapters.keys() & base.keys()
         attends = {name for name in base if re.search(r"\.(attention|cross)\.(q|k|v|out|\w+_down|\w+_up)\.", name)}
-        assert attends == {name for name in base if re.search(r"\.(attention|cross)\.", name) and f"{name.removesuffix('.weight')}.lora_a" in adapters}
+        assert attends == {
+            name for name in base if re.search(r"\.(attention|cross)\.", name) and f"{name.removesuffix('.weight')}.lora_a" in adapters
+        }
         generator = torch.Generator().manual_seed(2)
         for name, p in adapters.items():
             zero = name.endswith("lora_b") or name.endswith("_b") and ".experts." in name
