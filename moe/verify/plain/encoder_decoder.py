@@ -84,10 +84,11 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the document of each token that the encoder reads, and of each that the decoder reads, in each row of the batch."""
-    model, found = run.model, ([], [])  # type: ignore[var-annotated]
-    first_sentinel = run.vocab_size - model.spans.num_spans
+    model, first_sentinel = run.model, run.vocab_size - run.model.spans.num_spans
+    found: tuple[list[list[int]], list[list[int]]] = ([], [])
     for row in rows:
-        document, of_sentinel, of_read, of_written, spans = 0, {}, [], [], 0
+        document, spans, of_read, of_written = 0, 0, list[int](), list[int]()
+        of_sentinel: dict[int, int] = {}
         for place, token in enumerate(row[: model.max_length]):
             if token == (model.document_separator or 0) and place < model.max_length - 1:
                 document += 1
