@@ -14,8 +14,6 @@ from parallel.fixes import Fix, Remove, Set
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
 
-_UNCUT = "an encoder-decoder is not cut in this way"
-
 
 def check_model(run: Run) -> None:
     """Refuse sizes that do not divide, layers that do not exist, and keys that this model does not read. Raises BadInput."""
@@ -180,15 +178,11 @@ def check_encoder_decoder(run: Run) -> None:
     if m.spans.inputs != m.max_length:
         needed = f"at least {m.spans.inputs}, for one hidden span"
         raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
-    if m.document_mask:
-        raise clash(run, "model.document_mask", "model.kind", False, "hidden spans and sentinels separate documents")
+    if m.document_mask and run.degrees.sp > 1:
+        why = "in cross attention a query's document and a key's are of different sequences, and methods of sp have one list"
+        raise clash(run, "degrees.sp", "model.document_mask", 1, why)
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"
         raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix=Set("model.vocab_size", None))
     _check_shards_of_halves(run)
-    if run.degrees.tp > 1 and run.tensor.kind not in ("1d", "copied"):
-        raise clash(run, "tensor.kind", "model.kind", "1d", _UNCUT)
-    if run.optimizer.kind == "kfac":
-        needed = "adamw, muon, adafactor or sgd: in cross-attention a K-FAC factor would belong to two inputs"
-        raise clash(run, "optimizer.kind", "model.kind", "adamw", needed=needed)

@@ -118,14 +118,19 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
     """Return (pattern of parameters, style) for a grid. `keys`: style of k and v; `second`: of out and w2; `first`: of all other matrices.
     `heads`: the axis over which heads are sharded.
     """
+    of_attention = (
+        *_weights(OF_HEADS, "*_norm"),
+        *_weights(keys, "k", "v"),
+        *_weights(second, "out"),
+        *_weights(Channels(heads, dim=1), "bias"),
+        *_weights(Channels(heads), "sinks"),
+        *_weights(first, "*"),
+    )
     return (
-        *_weights(OF_HEADS, "layers.*.attention.*_norm"),
-        *_weights(keys, "layers.*.attention.k", "layers.*.attention.v"),
-        *_weights(second, "layers.*.attention.out", "layers.*.ffn.w2"),
-        *_weights(Channels(heads, dim=1), "layers.*.attention.bias"),
-        *_weights(Channels(heads), "layers.*.attention.sinks"),
-        *_weights(first, "layers.*.attention.*", "layers.*.ffn.*"),
-        *_weights(ChannelsNorm(), "layers.*.attention_norm", "layers.*.ffn_norm", "norm"),
+        *((f"layers.*.{of}.{pattern}", style) for of in ("attention", "cross") for pattern, style in of_attention),
+        *_weights(second, "layers.*.ffn.w2"),
+        *_weights(first, "layers.*.ffn.*"),
+        *_weights(ChannelsNorm(), "layers.*.*_norm", "norm", "encoder_norm"),
         *_weights(vocabulary, "embedding", "head"),
     )
 

@@ -116,6 +116,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         },
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
+    "t5_packed": {
+        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+        "data": {"objective": "span_corruption"},
+    },
 }  # fmt: skip
 AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more tokens, with latent attention without a query latent
     "ahead": {

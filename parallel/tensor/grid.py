@@ -77,7 +77,7 @@ class Channels(Style):
 
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
-    """A norm between layers, with channels over tp_col. Fills the norm's slot `normed`, and sets `first_channel` of its block, if any."""
+    """A norm between layers, with channels over tp_col. Fills the norm's slot `normed`, and sets `first_channel` of its block or model."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
@@ -86,8 +86,7 @@ class ChannelsNorm(Style):
         for name, layout in layouts.items():
             path = name.rpartition(".")[0]
             model.get_submodule(path).normed = partial(normed, axis=mesh.axis("tp_col", label=path))  # type: ignore[assignment]
-            if "." in path:
-                model.get_submodule(path.rpartition(".")[0]).first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
+            model.get_submodule(path.rpartition(".")[0]).first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:

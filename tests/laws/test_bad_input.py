@@ -163,11 +163,6 @@ CASES: list[tuple[str, str, str]] = [
         "set pipeline.schedule to",
     ),
     (
-        "train switch_t5_tiny --nproc 2 --degrees.tp 2 --tensor.kind dtensor",
-        "tensor.kind: got dtensor with model.kind",
-        "tensor.kind to 1d",
-    ),
-    (
         "train switch_t5_tiny --nproc 4 --degrees.tp 4 --tensor.sequence_parallel true",
         "model.max_length: got 256, with 58 tokens for the decoder, needed a multiple of 4, and of 4 for the decoder",
         "set it to",

@@ -87,8 +87,8 @@ def _halves(network: Network, plan: Plan) -> Iterator[str]:
         return
     if plan.pp > 1 and SCHEDULES[plan.schedule].continuous:
         yield f"pipeline.schedule={plan.schedule} does not go with model.kind=encoder_decoder"
-    if plan.tp > 1 and plan.tensor not in ("1d", "sliced", "copied"):
-        yield f"tensor.kind={plan.tensor} does not go with model.kind=encoder_decoder"
+    if network.documents and plan.sp > 1:
+        yield f"degrees.sp={plan.sp} does not go with model.document_mask and an encoder"
     ways = plan.sp * (plan.tp if plan.tensor == "sliced" else 1)
     if network.encoder.length % ways:
         yield f"slices over {ways} ranks do not divide model.max_length={network.encoder.length}"

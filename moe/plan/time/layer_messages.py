@@ -117,6 +117,7 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
     of = tensor_parallel.DenseLayer(
         *(round(tokens_of(network, plan)), network.width, network.heads, network.channels),
         *(max(network.groups, plan.grid.units), network.hidden, network.gated, plan.compute_bytes),
+        source=0 if network.encoder is None else round(tokens_of(network.encoder, plan)),
     )
     cost = tensor_parallel.cost(plan.grid, of)
     messages = len(of.products) * plan.grid.columns
@@ -129,8 +130,8 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention's all-reduces in 1D: of its output; of the gradients of decoder's and encoder's tokens."""
-    if plan.grid.units == 1:
+    """Passes of cross-attention's all-reduces in 1D: of its output; of the gradients of decoder's and encoder's tokens. On grids none."""
+    if plan.grid.units == 1 or plan.tensor in GRIDS:
         return Passes()
     sizes = (tokens_of(half, plan) * network.width * plan.compute_bytes for half in (network, encoder))
     own, other = (all_reduce(cluster, _tp_group(plan, cluster), size) for size in sizes)

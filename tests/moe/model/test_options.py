@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
+from moe.nn.context import Context
 from moe.nn.rotary import DEFAULT, rates, rotate
 from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Rope, Run, Scales
@@ -95,6 +97,28 @@ def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
         assert not isinstance(ran, str), ran
         assert isinstance(case, Chosen)
         assert farthest(case, ran[0], replace(twin, biased=case.biased, rope=case.rope)) < 1e-5, case.layout
+
+
+@torch.no_grad()
+def test_documents_packed_for_an_encoder_and_a_decoder_have_the_logits_of_each_alone() -> None:
+    """Spans of each document are written to the decoder's part of it. The last token that the encoder reads begins no document. A decoder
+    that writes a sentinel which the encoder lacks sees the last document."""
+    sizes = Model(kind="encoder_decoder", positions="t5", d_model=24, num_heads=4, d_ff=20, max_length=72, document_mask=True)
+    first, second, third, fourth = range(63, 59, -1)  # sentinels of max_length 72
+    model = Transformer(sizes.model_copy(update={"moe_every": 0}), vocab_size=64).eval()
+    documents = [
+        ([0, 5, 6, first, 7], [0, first, 8, 9]),
+        ([0, 10, second, 11, third], [second, 13, 14, third, 16]),
+        ([0, 17, 18, 0], [fourth, 19]),
+    ]
+
+    def logits(read: list[int], written: list[int]) -> Tensor:
+        tokens_BL = torch.tensor([read + written])
+        return model(tokens_BL, Context.of(tokens_BL, source=len(read))).logits_BLV[0]
+
+    packed = logits(*([token for document in documents for token in document[half]] for half in (0, 1)))
+    alone = torch.cat([logits(read, written) for read, written in documents])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_rates_equal_transformers() -> None:
