@@ -6,7 +6,7 @@ from moe.checks.clash import check_others, clash
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
-from parallel.data.kinds.catalog import CUT, PLAIN
+from parallel.data.kinds.catalog import PLAIN
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.pipeline.schedules.catalog import ADVISED
@@ -17,10 +17,11 @@ _ADAMW = Set("optimizer.kind", "adamw")
 def check_optimizer(run: Run) -> None:
     """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
-    if (o.kind in ("muon", "adafactor", "sgd") or o.is_own) and s.carrier(pp=run.degrees.pp).steps == "elements":
-        got = f"{o.kind} with sharding.kind=zero and stage {s.stage}"
+    if (o.kind == "adafactor" or o.of_matrices) and run.carrier.steps == "elements":
+        got = f"{o.kind} with sharding.kind=zero and stage {s.stage}" + (f", engine {s.engine}" if s.engine != "auto" else "")
+        fix = Set("sharding.kind", PLAIN) if o.kind == "adafactor" else Set("sharding.engine", "auto", said="auto, which is FSDP")
         needed = "adamw: DeepSpeed updates flat ranges of elements, not matrices"
-        raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.kind", PLAIN if o.kind == "adafactor" else CUT) | _ADAMW)
+        raise BadInput("optimizer.kind", got=got, needed=needed, fix=fix | _ADAMW)
     if o.kind != "adamw" and s.offload.optimizer != "none":
         got, needed = f"{o.kind} with sharding.offload.optimizer={s.offload.optimizer}", "adamw, the only step that the host makes"
         raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.offload.optimizer", "none") | _ADAMW)

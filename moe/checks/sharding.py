@@ -41,7 +41,7 @@ def _check_zero(run: Run) -> None:
     if s.engine == "deepspeed" and s.named.stage == 0:
         why = "stage 0 shards nothing, which is data parallelism as torch's DDP does it"
         raise clash(run, "sharding.engine", "sharding.stage", "auto", why, Set("sharding.stage", 1, 2, 3))
-    if run.precision.master != "fp32" and s.named.stage > 0:
+    if run.precision.master != "fp32" and run.carrier.steps == "elements":
         why = "its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute"
         raise clash(run, "precision.master", "sharding.kind", "fp32", why, Set("sharding.kind", "ddp"))
     for key, place in _places(s.offload).items():

@@ -204,11 +204,6 @@ def test_a_cache_of_keys_gives_the_logits_of_recomputation() -> None:
             {"model": {"scales": {"attention": 0.2}, "latent": {"key_rank": 8}}},
             "model.scales.attention: got 0.2 with model.latent.key_rank=8",
         ),
-        ({"model": {"qk_norm": "whole"}, "degrees": {"tp": 2, "dp": 1}}, "degrees.tp: got 2 with model.qk_norm=whole"),
-        (
-            {"model": {"qkv_bias": True}, "degrees": {"tp": 4, "dp": 1}, "tensor": {"kind": "2d"}},
-            "tensor.kind: got 2d with model.qkv_bias, needed 1d or dtensor",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
