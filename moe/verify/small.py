@@ -95,9 +95,9 @@ def not_compared(run: Run) -> list[str]:
 
 
 def known(run: Run) -> bool:
-    """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW, and no plug-ins that change numbers."""
+    """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW or Muon, and no plug-ins that change numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
-    return run.optimizer.kind == "adamw" and not named
+    return run.optimizer.kind in ("adamw", "muon") and not named
 
 
 def not_in_the_twin(run: Run) -> str | None:
