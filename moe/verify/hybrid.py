@@ -7,6 +7,7 @@ data-parallel; ep and etp use the same ranks as the other axes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -93,11 +94,17 @@ def described(found: Covering) -> list[str]:
     return lines
 
 
-def as_json(found: Covering) -> dict[str, dict[str, Any]]:
+def as_json(*coverings: Covering) -> dict[str, dict[str, Any]]:
     """Return {"pairs": pair -> number of rows with it, "refused_pairs": pair -> reason}. Pairs are text "FEATURE VALUE x FEATURE VALUE"."""
-    named = {pair: " x ".join(" ".join(value) for value in pair) for pair in (*found.met, *found.refused)}
-    pairs: dict[str, Any] = {named[pair]: times for pair, times in found.met.items()}
-    return {"pairs": pairs, "refused_pairs": {named[pair]: str(refused) for pair, refused in found.refused.items()}}
+    pairs, refused = Counter[str](), dict[str, Any]()
+    for found in coverings:
+        pairs.update({_named(pair): times for pair, times in found.met.items()})
+        refused |= {_named(pair): str(reason) for pair, reason in found.refused.items()}
+    return {"pairs": dict(pairs), "refused_pairs": refused}
+
+
+def _named(pair: Pair) -> str:
+    return " x ".join(" ".join(value) for value in pair)
 
 
 def completed(chosen: Choice) -> Choice:
