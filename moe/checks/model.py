@@ -133,7 +133,6 @@ def _check_ahead(run: Run) -> None:
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.embedding": (1, ""),
         "model.scales.head": (1, ""),
-        "model.logit_cap": (None, ""),
         "model.sliding_window": (None, "no key says which blocks of multi-token prediction have a window"),
         "sharding.offload.parameters": ("none", ""),
     }

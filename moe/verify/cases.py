@@ -119,10 +119,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more tokens, with latent attention without a query latent
     "ahead": {
-        "model": {"ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5}, "dropout": 0.1},
+        "model": {
+            "ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5},
+            "dropout": 0.1, "logit_cap": 2.0,
+        },
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
-}
+}  # fmt: skip
 OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; Muon; frozen parts
     "olmoe": {
         "optimizer": LINEAR,

@@ -198,7 +198,6 @@ def test_a_cache_of_keys_gives_the_logits_of_recomputation() -> None:
         ({"model": {"clip_qkv": 8.0, "latent": {"key_rank": 8}}}, "model.clip_qkv: got 8.0 with model.latent.key_rank=8, needed null"),
         ({"model": {"clip_qkv": 8.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.clip_qkv: got 8.0 with model.kind=enc"),
         ({"model": {"logit_cap": 30.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.logit_cap: got 30.0 with model.kind=enc"),
-        ({"model": {"logit_cap": 30.0, "ahead": 1}}, "model.logit_cap: got 30.0 with model.ahead=1, needed null"),
         ({"model": {"scales": {"head": 2.0}, "kind": "encoder_decoder", "positions": "t5"}}, "model.scales.head: got 2.0 with model.kind="),
         (
             {"model": {"scales": {"attention": 0.2}, "latent": {"key_rank": 8}}},
