@@ -126,7 +126,7 @@ AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more token
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
 }  # fmt: skip
-OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; Muon; frozen parts
+OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; frozen parts
     "olmoe": {
         "optimizer": LINEAR,
         "model": {"qk_norm": "whole", "qkv_bias": True, "out_bias": True, "attention_sinks": True},
@@ -136,6 +136,11 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; Muon; frozen parts
         "optimizer": {"kind": "muon"},
         "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
         "experts": {"shared": 1, "shared_gate": True},
+    },
+    "adafactor": {
+        "optimizer": {"kind": "adafactor"},
+        "router": {"preset": "glam", "min_capacity": 1},
+        "model": {"num_heads": 8, "d_model": 32, "d_ff": 24},
     },
     "frozen": {
         "train": {"freeze": ["experts", "embedding", "router"]},

@@ -213,9 +213,8 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
         if what != "weight" and not engine.module.get_parameter(name).requires_grad:
             continue  # frozen parameters have neither gradients nor moments
         held = {"gradient": engine.gradient(name)} if what == "gradient" else engine.state(name)
-        tensor = held.get(what, held.get(MOMENTUM))  # Muon's momentum instead of exp_avg
-        assert tensor is not None
-        if layout.is_owner(mesh):
+        tensor = held.get(what, held.get(MOMENTUM))  # Muon's momentum instead of exp_avg; Adafactor has neither
+        if tensor is not None and layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):
                 whole = found.setdefault(p.name, torch.zeros(p.shape))
                 whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = (

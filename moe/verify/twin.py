@@ -1,7 +1,7 @@
 """Trains the plain twin, with which `moe verify` compares layouts: ten steps of whole batches, with its own model and its own update.
 
     moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
-    moe/verify/plain/step.py    weight decay, clipping, AdamW, Muon, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
+    moe/verify/plain/step.py    weight decay, clipping, optimizers, the biases      moe/verify/plain/encoder_decoder.py   T5's two halves
 
 It shares with the trainer only the recipe and the first values of parameters. It computes in float64, because in fp32 its own rounding
 could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient into lr d / eps = 300 d. For PipeDream

@@ -106,7 +106,7 @@ class Optimizer(Section, alters="training"):
     @property
     def of_matrices(self) -> bool:
         """Whether the optimizer steps matrices, or shards of them, and not flat ranges of elements."""
-        return self.kind in ("muon", "sgd") or self.is_own
+        return self.kind in ("muon", "adafactor", "sgd") or self.is_own
 
 
 class Lora(Section, alters="shape"):

@@ -1,7 +1,8 @@
-"""Computes the twin's update in plain code: weight decay, gradient norm, clipping, AdamW, Muon, and the selection biases of routers.
+"""Computes the twin's update in plain code: weight decay, gradient norm, clipping, AdamW, Muon, Adafactor, and selection biases of routers.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     p <- p - lr wd p - lr s X                          X: g + mu m made orthogonal, with Muon               arXiv 2502.16982
+    p <- p - lr wd p - lr rms(p) U                     U: g over the root of factored squares, Adafactor    arXiv 1804.04235
     b_e <- b_e + rate * sign(mean load - load_e)                                                            arXiv 2408.15664
 
 It uses nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses.py.
@@ -52,7 +53,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class PlainStep:
-    """AdamW or Muon. exp_avg: parameter name -> first moment, or Muon's momentum; exp_avg_sq: parameter name -> second moment."""
+    """AdamW, Muon or Adafactor. exp_avg: parameter name -> first moment, or Muon's momentum; exp_avg_sq: parameter name -> second moment;
+    of Adafactor also "<name> rows", "<name> columns" and "<name> all" -> means of squares."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps = settings, 0
@@ -69,7 +71,11 @@ class PlainStep:
         for name, p in parameters.items():
             by_muon = s.kind == "muon" and p.ndim == 2 and not {"embedding", "head", "bias", *_GATES} & set(name.split("."))
             lr = s.lr * s.muon.lr_factor if by_muon else s.lr
-            moved = (self._by_muon if by_muon else self._by_adamw)(name, gradients[name] * factor)
+            gradient = gradients[name] * factor
+            if s.kind == "adafactor":
+                moved = self._by_adafactor(name, gradient, p)
+            else:
+                moved = (self._by_muon if by_muon else self._by_adamw)(name, gradient)
             shrunk = p * (1 - lr * s.weight_decay) if decayed(name) else p
             p.copy_(shrunk - lr * moved)
 
@@ -87,6 +93,22 @@ class PlainStep:
         outputs, inputs = gradient.shape[::-1] if "experts" in name.split(".") else gradient.shape
         scale = 0.2 * max(outputs, inputs) ** 0.5 if s.scale == "rms" else max(1.0, outputs / inputs) ** 0.5
         return scale * orthogonal(gradient + s.momentum * m)
+
+    def _by_adafactor(self, name: str, gradient: Tensor, p: Tensor) -> Tensor:
+        def mean(kind: str, now: Tensor) -> Tensor:
+            held = self.exp_avg_sq.setdefault(f"{name} {kind}", torch.zeros_like(now))
+            held.copy_(held + (now - held) * self.steps**-0.8)
+            return held
+
+        square = gradient**2 + 1e-30
+        if p.ndim == 1:
+            squares = mean("all", square)
+        else:
+            rows, columns = mean("rows", square.mean(1)), mean("columns", square.mean(0))
+            squares = torch.outer(rows, columns) / rows.mean()
+        update = gradient / squares.sqrt()
+        update = update / max(1.0, update.square().mean().sqrt().item())
+        return update * max(1e-3, p.square().mean().sqrt().item()) if self.settings.adafactor.step == "relative" else update
 
 
 def moved_bias(bias: Tensor, load: list[int], rate: float) -> Tensor:
