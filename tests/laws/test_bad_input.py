@@ -255,7 +255,7 @@ CASES: list[tuple[str, str, str]] = [
     (Z + "2 --sharding.engine fsdp", "sharding.engine: got fsdp with sharding.stage=2", "auto"),
     (Z + "0 --sharding.engine deepspeed", "sharding.engine: got deepspeed with sharding.stage=0", "auto"),
     (Z + "1 --sharding.reshard false", "sharding.reshard: got false with sharding.kind=zero", "fsdp"),
-    (Z + "1 --precision.master bf16 --precision.compute bf16", "precision.master: got bf16 with sharding.kind=zero", "fp32"),
+    (Z + "1 --sharding.engine deepspeed --precision.master bf16 --precision.compute bf16", "precision.master: got bf16 with", "fp32"),
     (Z + "0 --sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.stage=0", "set sharding.stage to 1"),
     (
         Z + "1 --sharding.offload.optimizer nvme",

@@ -95,8 +95,6 @@ def _ahead(network: Network, plan: Plan) -> Iterator[str]:
         return
     if plan.tensor in GRIDS:
         yield f"tensor.kind={plan.tensor} does not go with model.ahead={network.ahead}"
-    if plan.offload_parameters != "none":
-        yield f"offload of the parameters does not go with model.ahead={network.ahead}"
 
 
 def _frozen(network: Network, plan: Plan) -> Iterator[str]:

@@ -153,7 +153,7 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
 
 def plan_of(run: Run) -> Plan:
     """Return the plan of a recipe with resolved degrees (`run.resolve(world)`)."""
-    d, engine = run.mesh_degrees(), run.carrier if run.optimizer.of_matrices else run.sharding.named
+    d, engine = run.mesh_degrees(), run.sharding.named if run.is_flat else run.carrier
     replicas = d.dp * run.pipeline.microbatches
     return Plan(
         dp=d.dp,

@@ -51,11 +51,11 @@ class Sharding(Section, alters="cost"):
         """The engine of `kind` and `stage`."""
         return engine_named(self.kind, self.stage)
 
-    def carrier(self, *, pp: int = 1, of_matrices: bool = False) -> EngineKind:
+    def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
         """Return the engine that runs: the one of sharding.engine, or `named`. Another may replace it with pipeline stages (pp > 1), or
-        with an optimizer that steps matrices."""
+        if the optimizer does not step flat ranges of fp32 elements (`flat` False)."""
         chosen = ENGINES.get(self.engine, self.named)
-        other = (chosen.with_stages if pp > 1 else None) or (chosen.of_matrices if of_matrices and self.engine == "auto" else None)
+        other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen
 
 

@@ -85,7 +85,12 @@ class Run(Section):
     @property
     def carrier(self) -> EngineKind:
         """The data-parallel engine that runs."""
-        return self.sharding.carrier(pp=self.degrees.pp, of_matrices=self.optimizer.of_matrices)
+        return self.sharding.carrier(pp=self.degrees.pp, flat=self.is_flat)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the optimizer can step flat ranges of fp32 elements, as DeepSpeed does: no matrices, no master weights in 16 bits."""
+        return not self.optimizer.of_matrices and self.precision.master == "fp32"
 
     @property
     def reshards(self) -> bool:
