@@ -48,12 +48,8 @@ def _check_zero(run: Run) -> None:
         if place == "none":
             continue
         if run.degrees.pp == 1 and run.carrier is not s.named and (key, place) not in run.carrier.offloads:
-            got, needed = f"{place} with sharding.engine={s.engine}, which is FSDP", "DeepSpeed: FSDP offloads the optimizer to cpu alone"
-            fix = (
-                Set("sharding.engine", "auto")
-                if s.engine == "fsdp"
-                else Set("precision.master", "fp32") | Set(f"sharding.offload.{key}", "none")
-            )
+            got, needed = f"{place} with sharding.engine={run.carrier.name}", "DeepSpeed: FSDP offloads the optimizer to cpu alone"
+            fix = Set("sharding.engine", "auto") | Set("precision.master", "fp32") | Set(f"sharding.offload.{key}", "none")
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=fix)
         if (key, place) not in s.named.offloads:
             lowest, got = offloading(key, place).stage, f"{place} with sharding.stage={s.stage}"
