@@ -55,12 +55,12 @@ def check_model(run: Run) -> None:
 def _check_latent(run: Run) -> None:
     m, by = run.model, "model.latent.key_rank"
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", ""),
-        "model.positions": ("rotary", ""),
+        "model.kind": ("decoder", "T5 and Switch have none"),
+        "model.positions": ("rotary", "keys have rotary channels"),
         "model.num_kv_heads": (None, "keys and values of all heads are made of the latent"),
         "model.qk_norm": ("none", "the latents are normed"),
-        "model.qkv_bias": (False, ""),
-        "model.clip_qkv": (None, ""),
+        "model.qkv_bias": (False, "the latents are normed"),
+        "model.clip_qkv": (None, "the latents are normed"),
         "model.scales.attention": (None, "the scale of latent attention is YaRN's alone"),
     }
     if m.num_kv_heads == m.num_heads:
@@ -127,13 +127,11 @@ def _check_fraction(m: Model) -> None:
 def _check_ahead(run: Run) -> None:
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", ""),
+        "model.kind": ("decoder", "T5 and Switch have none"),
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
-        "model.scales.embedding": (1, ""),
-        "model.scales.head": (1, ""),
-        "model.logit_cap": (None, ""),
+        "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
+        "model.scales.head": (1, "blocks of multi-token prediction are not scaled"),
         "model.sliding_window": (None, "no key says which blocks of multi-token prediction have a window"),
-        "sharding.offload.parameters": ("none", ""),
     }
     check_others(run, "model.ahead", works, off)
     if run.degrees.tp > 1 and run.tensor.kind in GRIDS:

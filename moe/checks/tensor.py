@@ -29,15 +29,9 @@ def check_tensor(run: Run) -> None:
     if run.optimizer.kind == "kfac" and kind != "copied":
         why = "a direction is made of a whole matrix, and ranks of tp hold parts"
         raise clash(run, "optimizer.kind", "degrees.tp", "adamw", why, Set("degrees.tp", 1))
-    if m.qk_norm == "whole" and kind != "copied":
-        why = "the mean is over all heads, of which each rank of tp would have some"
-        raise clash(run, "degrees.tp", "model.qk_norm", 1, why, Set("tensor.kind", "copied"))
     if m.latent.key_rank is not None and kind not in ("copied", "1d"):
         why = "neither a grid nor DTensor cuts latent attention, whose latents belong to all heads"
         raise clash(run, "tensor.kind", "model.latent.key_rank", "1d", why)
-    if kind in GRIDS and (m.qkv_bias or m.out_bias):
-        got, needed = f"{kind} with model.{'qkv_bias' if m.qkv_bias else 'out_bias'}", f"{' or '.join(LINES)}: no grid cuts biases"
-        raise BadInput("tensor.kind", got=got, needed=needed, fix=Set("tensor.kind", "1d"))
     _check_sequences(run)
 
 

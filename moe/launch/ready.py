@@ -148,7 +148,7 @@ def _load(words: list[str]) -> None:
     run, _ = load(given.recipe, given.overrides)
     for name in ("moe.launch.launch", "moe.train.loop.trainer", *_LATER):
         importlib.import_module(name)
-    run.sharding.carrier(pp=run.degrees.pp).load()
+    run.carrier.load()
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a forked rank writes to all objects, so that the shared memory is copied
 

@@ -31,7 +31,7 @@ _GATES = ("shared_gate", "coefficient")  # linears with one or two outputs a tok
 
 
 def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, settings: Settings, experts: bool) -> Kfac:
-    """Return K-FAC over the model's linears, which pass it their inputs and gradients by hooks. `experts`: also the experts' matrices."""
+    """Return K-FAC over trained linears, which pass it their inputs and gradients by hooks. `experts`: also over the experts' matrices."""
     linears: dict[str, Linear] = {}
     plain: list[tuple[str, Plain]] = []
     stacks: list[tuple[str, Experts]] = []
@@ -41,11 +41,11 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
     for path, module in model.named_modules():
         stem, _, last = path.rpartition(".")
-        if isinstance(module, Plain) and last not in _GATES:
+        if isinstance(module, Plain) and last not in _GATES and module.weight.requires_grad:
             reads = _CROSS_READS if stem.endswith(".cross") else _READS_WHAT
             add(f"{path}.weight", module.weight, f"{stem}.{reads.get(last, last)}.weight".removeprefix("."))
             plain.append((f"{path}.weight", module))
-        elif isinstance(module, Experts) and experts and module.num_tiles == 1:
+        elif isinstance(module, Experts) and experts and module.num_tiles == 1 and module.w1.requires_grad:
             for name in MATRICES if module.w3 is not None else MATRICES[:2]:
                 weight = getattr(module, name)
                 add(f"{path}.{name}", weight, f"{path}.{_READS_WHAT.get(name, name)}")

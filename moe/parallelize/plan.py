@@ -123,7 +123,9 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
         *_weights(keys, "k", "v"),
         *_weights(second, "out"),
         *_weights(Channels(heads, dim=1), "bias"),
-        *_weights(Channels(heads), "sinks"),
+        *_weights(Channels(heads), "sinks", "q_bias"),
+        *_weights(Channels(f"{heads}_heads"), "k_bias", "v_bias"),
+        *_weights(Channels(), "out_bias"),
         *_weights(first, "*"),
     )
     return (
@@ -170,7 +172,12 @@ def _kind(run: sections.Run) -> str:
 
 
 def plan_for(run: sections.Run) -> Plan:
-    return plan_of(run.dispatch, tensor=_kind(run), chunks=run.tensor.overlap_chunks)
+    plan = plan_of(run.dispatch, tensor=_kind(run), chunks=run.tensor.overlap_chunks)
+    if run.model.qk_norm != "whole" or _kind(run) == "copied":
+        return plan
+    heads = "tp_col" if run.tensor.kind in ("2d", "2.5d") else "tp_row"
+    norms = (("q_norm", ChannelsNorm(heads)), ("k_norm", ChannelsNorm(f"{heads}_heads")))
+    return Plan((*((f"**.attention.{name}.weight", kind) for name, kind in norms), *plan.rows))
 
 
 def axes_of_tokens(run: sections.Run, mesh: Mesh) -> None:

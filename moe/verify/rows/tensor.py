@@ -40,8 +40,12 @@ def _line_cases() -> list[Case]:
     options = partial(Case, world=2, tp=2, ep=2, kind="ddp", microbatches=1)
     found += [options("mixer", tensor="sliced", precision=precision) for precision in ("fp32", "bf16")]
     found += [options("gpt_oss", tensor=tensor, precision="fp32") for tensor in ("dtensor", "sliced")]
-    found += [options("free", tensor="1d", precision="fp32")]
-    return [*found, options("gpt_oss", world=4, tp=4, tensor="1d", precision="fp32")]  # biases of fewer key heads than ranks of tp
+    found += [
+        options("free", tensor="1d", precision="fp32"),
+        *(options("olmoe", tensor=kind, precision="fp32") for kind in ("sliced", "dtensor")),
+    ]
+    # fewer key heads than ranks of tp: biases, and norms over all heads
+    return found + [options(model, world=4, tp=4, tensor="1d", precision="fp32") for model in ("gpt_oss", "olmoe")]
 
 
 def _halves_cases() -> list[Case]:
@@ -90,6 +94,7 @@ def _grid_cases() -> list[Case]:
         found += [one("one_head", kind, ep=2, precision="fp32") for kind in planned()] + [plain("one_head", ep=4, recompute="full")]
         found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
         found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
+        found += [plain("olmoe", ep=2)]
     flat = partial(Case, world=8, tp=4, tensor="2d", precision="fp32", batch=24, microbatches=1)
     found += [flat("gshard", "ddp", ep=4), flat("dense", "zero1", ep=1), *(flat("one_head", kind, ep=2) for kind in ("fsdp", "zero2"))]
     sliced = partial(flat, kind="ddp", ep=2, recompute="full", sp=2, length=SLICED)

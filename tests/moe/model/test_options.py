@@ -222,16 +222,10 @@ def test_a_cache_of_keys_gives_the_logits_of_recomputation() -> None:
         ({"model": {"clip_qkv": 8.0, "latent": {"key_rank": 8}}}, "model.clip_qkv: got 8.0 with model.latent.key_rank=8, needed null"),
         ({"model": {"clip_qkv": 8.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.clip_qkv: got 8.0 with model.kind=enc"),
         ({"model": {"logit_cap": 30.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.logit_cap: got 30.0 with model.kind=enc"),
-        ({"model": {"logit_cap": 30.0, "ahead": 1}}, "model.logit_cap: got 30.0 with model.ahead=1, needed null"),
         ({"model": {"scales": {"head": 2.0}, "kind": "encoder_decoder", "positions": "t5"}}, "model.scales.head: got 2.0 with model.kind="),
         (
             {"model": {"scales": {"attention": 0.2}, "latent": {"key_rank": 8}}},
             "model.scales.attention: got 0.2 with model.latent.key_rank=8",
-        ),
-        ({"model": {"qk_norm": "whole"}, "degrees": {"tp": 2, "dp": 1}}, "degrees.tp: got 2 with model.qk_norm=whole"),
-        (
-            {"model": {"qkv_bias": True}, "degrees": {"tp": 4, "dp": 1}, "tensor": {"kind": "2d"}},
-            "tensor.kind: got 2d with model.qkv_bias, needed 1d or dtensor",
         ),
     ],
 )
