@@ -69,10 +69,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what `moe verify` takes: moments, loss scale and biases have moved, and what a step leaves has been read again."""
+    _take_steps(5, monkeypatch)
+
+
+@pytest.fixture
+def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few as read what a step leaves, also a skipped one. With stages that use older weights, five are needed."""
+    _take_steps(3, monkeypatch)
+
+
+def _take_steps(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe.verify import layouts, twin
 
-    monkeypatch.setattr(layouts, "STEPS", 5)
-    monkeypatch.setitem(twin.reference.__kwdefaults__, "steps", 5)
+    monkeypatch.setattr(layouts, "STEPS", number)
+    monkeypatch.setitem(twin.reference.__kwdefaults__, "steps", number)
 
 
 @pytest.fixture(autouse=True)
