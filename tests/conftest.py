@@ -22,7 +22,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for GPUs must not st
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 # Without a GPU Triton's kernels run in its interpreter. Triton decides so as it is first imported, its own library included, by
 # whichever test comes first; so for the whole process, and here. Nothing else runs Triton on a CPU. With a GPU they are compiled.
@@ -50,8 +51,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts `pytest 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared machine makes any single example slow, and no suite should fail by the luck of a draw: `MOE_SEARCH=1 pytest` draws anew.
-settings.register_profile("here", deadline=None, derandomize="MOE_SEARCH" not in os.environ)
+settings.register_profile("here", deadline=None, derandomize="MOE_SEARCH" not in os.environ, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
+# Hypothesis would also draw the constants of all loaded modules: each process would parse 500 files, and examples would change with them.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +69,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what `moe verify` takes: moments, loss scale and biases have moved, and what a step leaves has been read again."""
+    _take_steps(5, monkeypatch)
+
+
+@pytest.fixture
+def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few as read what a step leaves, also a skipped one. With stages that use older weights, five are needed."""
+    _take_steps(3, monkeypatch)
+
+
+def _take_steps(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe.verify import layouts, twin
 
-    monkeypatch.setattr(layouts, "STEPS", 5)
-    monkeypatch.setitem(twin.reference.__kwdefaults__, "steps", 5)
+    monkeypatch.setattr(layouts, "STEPS", number)
+    monkeypatch.setitem(twin.reference.__kwdefaults__, "steps", number)
 
 
 @pytest.fixture(autouse=True)

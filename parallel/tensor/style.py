@@ -91,10 +91,10 @@ class Plan:
 
     def by_style(self, layouts: Mapping[str, Layout]) -> Iterator[tuple[Style, dict[str, Layout]]]:
         """Yield (style, name -> layout of the parameters with this style), each style once."""
-        for style in {id(style): style for _, style in self._all()}.values():
-            mine = {name: layout for name, layout in layouts.items() if self.style_of(name) is style}
-            if mine:
-                yield style, mine
+        found: dict[int, tuple[Style, dict[str, Layout]]] = {id(style): (style, {}) for _, style in self._all()}
+        for name, layout in layouts.items():
+            found[id(self.style_of(name))][1][name] = layout
+        yield from ((style, mine) for style, mine in found.values() if mine)
 
     def _all(self) -> tuple[tuple[str, Style], ...]:
         return (*self.rows, ("**", _REST))

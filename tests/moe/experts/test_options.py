@@ -17,8 +17,8 @@ from moe.recipe.sections import Run
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
-from moe.verify.twin import reference
 from parallel.errors import BadInput
+from tests.support.twins import five_steps_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
@@ -91,7 +91,7 @@ def farthest(ran: Any, twin: Case) -> float:
     gradients. The losses of later steps check the updates.
     """
     assert not isinstance(ran, str), ran
-    return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
+    return max(value for name, value in compare(ran, five_steps_of(twin)).items() if name != "update")
 
 
 @pytest.mark.usefixtures("five_steps")

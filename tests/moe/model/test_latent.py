@@ -21,8 +21,8 @@ from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
-from moe.verify.twin import reference
 from parallel.errors import BadInput
+from tests.support.twins import five_steps_of
 
 YARN = {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "high": 3.0, "mscale": 0.7, "mscale_all": 1.3}
 SIZES = {"head_size": 6, "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}}
@@ -48,7 +48,7 @@ def farthest(case: Low, ran: Any) -> float:
     gradients.
     """
     assert not isinstance(ran, str), ran
-    numbers = compare(ran, reference(Low(case.model, "ddp", 1, 1, 1, "fp32", length=case.length, full=case.full)))
+    numbers = compare(ran, five_steps_of(Low(case.model, "ddp", 1, 1, 1, "fp32", length=case.length, full=case.full)))
     return max(value for name, value in numbers.items() if not (case.full and name == "update"))
 
 

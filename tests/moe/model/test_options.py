@@ -24,8 +24,8 @@ from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
-from moe.verify.twin import reference
 from parallel.errors import BadInput
+from tests.support.twins import five_steps_of
 
 ROPES: dict[str, dict[str, Any]] = {
     "none": {"base": 400.0},
@@ -64,7 +64,7 @@ def farthest(case: Chosen, ran: Any, twin: Case) -> float:
     gradients. The losses of later steps check the updates.
     """
     assert not isinstance(ran, str), ran
-    numbers = compare(ran, reference(twin))
+    numbers = compare(ran, five_steps_of(twin))
     return max(value for name, value in numbers.items() if not (case.biased and name == "update"))
 
 

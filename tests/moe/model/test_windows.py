@@ -24,8 +24,8 @@ from moe.train.use.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
-from moe.verify.twin import reference
 from parallel.errors import BadInput
+from tests.support.twins import five_steps_of
 
 # B batch, L length, H heads, K key-value heads, C channels of a head
 
@@ -73,7 +73,7 @@ def farthest(case: Windowed, ran: Any) -> float:
     """Return the largest error. With sinks and biases, updates are left out: these start at 0, and Adam amplifies rounding errors."""
     assert not isinstance(ran, str), ran
     twin = Windowed(case.model, "ddp", 1, 1, 1, "fp32", window=case.window, only=case.only, length=case.length, more=case.more)
-    return max(value for name, value in compare(ran, reference(twin)).items() if not (case.more and name == "update"))
+    return max(value for name, value in compare(ran, five_steps_of(twin)).items() if not (case.more and name == "update"))
 
 
 @pytest.mark.usefixtures("five_steps")

@@ -235,7 +235,7 @@ def two_processes() -> list[Case]:
     return exact + rounded + words + cut
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = two_processes()
     monkeypatch.setattr(verify, "cases", lambda nproc, kinds: chosen)
@@ -250,7 +250,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("way", ["dp2 ep2 m3 overlapped", "dp2 ep1 etp2 m1"])
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, way: str, recompute: str) -> None:
     code, rows, _ = judged(tmp_path, f"{way} {recompute}", kinds="expert")
     assert code == 0 and 2 * len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)

@@ -16,10 +16,10 @@ from moe.recipe.sections import Run
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
-from moe.verify.twin import reference
 from parallel.errors import BadInput
 from parallel.store.stored import Reader
 from tests.support import trained
+from tests.support.twins import five_steps_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Frozen(Case):
 
 def farthest(ran: Any, twin: Case) -> float:
     assert not isinstance(ran, str), ran
-    return max(compare(ran, reference(twin)).values())
+    return max(compare(ran, five_steps_of(twin)).values())
 
 
 @pytest.mark.usefixtures("five_steps")

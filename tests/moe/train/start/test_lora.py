@@ -33,12 +33,12 @@ from moe.train.use.decode import Cached
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
-from moe.verify.twin import reference
 from parallel.errors import BadInput
 from parallel.numerics.weight_gradient import linear
 from parallel.store.stored import Reader
 from tests.support import trained
 from tests.support.networks import network_of
+from tests.support.twins import five_steps_of
 
 ALL = ("attention", "experts", "dense")
 
@@ -57,7 +57,7 @@ class Adapted(Case):
 def farthest(ran: Any, twin: Case) -> float:
     """Return the largest error against the reference. The error of the update is left out: B begins at 0, so all of B is update."""
     assert not isinstance(ran, str), ran
-    return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
+    return max(value for name, value in compare(ran, five_steps_of(twin)).items() if name != "update")
 
 
 @pytest.mark.usefixtures("five_steps")
