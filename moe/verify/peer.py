@@ -1,6 +1,6 @@
 """`moe verify --peer NAME`: other people's parallel programs on gloo ranks of a CPU, each compared with its own single process.
 
-    adapter   moe/verify/peers/NAME.py: PACKAGES that it needs, MODELS, DEGREES, load(), pairs(models, degrees, pin)
+    adapter   moe/verify/peers/NAME.py, found by its name; moe/verify/pair.py says what it has
     pair      one tiny model in one layout: `one` records a step on one process, `many` the same step on ranks (moe/verify/yours)
     row       what `moe verify --compare` finds first, in forward order, or else in backward order
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,8 @@ from parallel.process.fork import run_on_ranks
 
 Say = Callable[[str], None]
 Row = dict[str, Any]
+say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
+_WITHOUT_ADAPTER = ("torchtitan", "megatron-core")
 
 
 def names() -> list[str]:
@@ -44,7 +47,7 @@ def main(
     pin: bool = False,
     json: str | None = None,
     timeout_s: float | None = None,
-    say: Say = print,
+    say: Say = say_now,
 ) -> int:
     """Run `moe verify --peer`: print a row for each pair. Returns 1 if one deviates, or none could be compared.
 
@@ -56,7 +59,7 @@ def main(
         needed = f"only --{' and --'.join(adapter.DEGREES)} with {peer}"
         raise BadInput(f"--{name}", got=known[name], needed=needed, fix=f"remove --{name}")
     torch.set_num_threads(1)  # ranks are forked from this process
-    pairs = list(adapter.pairs(_models(model, adapter), known, pin))
+    pairs = list(adapter.pairs(_models(model, adapter, peer, pin), known, pin))
     if not (chosen := [pair for pair in pairs if only is None or only in f"{pair.model} {pair.layout}"]):
         titles = cut(", ".join(f"{pair.model} {pair.layout}" for pair in pairs))
         raise BadInput("--only", got=only, needed=f"a part of a row's text: {titles}", fix=f'--only "{pairs[0].layout}"')
@@ -112,13 +115,17 @@ def _call(function: Callable[[Path], None], folder: Path) -> Callable[[int], Non
 
 
 def _reason(error: str) -> str:
-    """Return the last line of the first rank's traceback, without the lines of other ranks."""
-    lines = [line for line in error.partition("\nrank 1 failed")[0].splitlines() if line and not line.startswith((" ", "["))]
-    return lines[-1][:200]
+    """Return the error of the first rank's traceback: what follows its last indented line."""
+    lines = error.partition("\nrank 1 failed")[0].rstrip().splitlines()
+    last = max((number for number, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    return " ".join(lines[last + 1 :])[:200]
 
 
 def _adapter(peer: str) -> Any:
     """Return the adapter's module. Raises BadInput for an unknown name, and if a package is not installed."""
+    if peer in _WITHOUT_ADAPTER:
+        needed = f"one of {', '.join(names())}: {peer}'s programs are compared by record and --compare"
+        raise BadInput("--peer", got=peer, needed=needed, fix="see: docs/use/verify_yours.md")
     if peer not in names():
         meant = did_you_mean(peer, names())
         raise BadInput("--peer", got=peer, needed=f"one of {', '.join(names())}", fix=f"--peer {meant or 'transformers'}")
@@ -129,12 +136,15 @@ def _adapter(peer: str) -> Any:
     return adapter
 
 
-def _models(model: str | None, adapter: Any) -> tuple[str, ...]:
-    chosen = adapter.MODELS if model is None else tuple(model.split(","))
-    for name in chosen:
-        if name not in adapter.MODELS:
-            meant = did_you_mean(name, adapter.MODELS)
-            raise BadInput("--model", got=name, needed=f"some of {','.join(adapter.MODELS)}", fix=f"--model {meant or adapter.MODELS[0]}")
+def _models(model: str | None, adapter: Any, peer: str, pin: bool) -> tuple[str, ...]:
+    """Return the chosen models; with pin, of those that have a router."""
+    known = adapter.ROUTED if pin else adapter.MODELS
+    if not known:
+        raise BadInput("--pin_routing", got=f"it with {peer}", needed="a peer whose models have a router", fix="remove --pin_routing")
+    chosen = known if model is None else tuple(model.split(","))
+    for name in (name for name in chosen if name not in known):
+        meant = did_you_mean(name, known)
+        raise BadInput("--model", got=name, needed=f"some of {','.join(known)}", fix=f"--model {meant or known[0]}")
     return chosen
 
 
@@ -143,4 +153,4 @@ def _version(adapter: Any) -> str:
 
 
 def _line(model: str, layout: str, *cells: str) -> str:
-    return f"{model:<14} {layout:<16} {cells[0]:>5} {cells[1]:>6} {cells[2]:>6} {cells[3]:>5}  {cells[4]}"
+    return f"{model:<14} {layout:<20} {cells[0]:>5} {cells[1]:>6} {cells[2]:>6} {cells[3]:>5}  {cells[4]}"

@@ -23,7 +23,7 @@ from moe.verify.yours.recorder import record
 PACKAGES = {"torch": "torch"}
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 MODELS = ("ddp", "fsdp2", "tensor", "sequence", *SCHEDULES)
-DEGREES = ("tp", "fsdp")
+DEGREES, ROUTED = ("tp", "fsdp"), ()
 _WIDTH, _HEADS, _BLOCKS, _STAGES = 32, 4, 4, 2
 
 
@@ -56,8 +56,9 @@ class Block(nn.Module):
         y = self.attention_norm(x)
         q, k, v = (p(y).unflatten(-1, (-1, _WIDTH // _HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        y = self.down(F.gelu(self.up(self.ffn_norm(x))))
-        return x + y
+        hidden: Tensor = F.gelu(self.up(self.ffn_norm(x)))
+        x = x + self.down(hidden)
+        return x
 
 
 class Model(nn.Module):
@@ -71,7 +72,7 @@ class Model(nn.Module):
         each = _BLOCKS // stages
         self.embedding = embedding if index == 0 else None
         self.blocks = nn.ModuleDict({str(n): blocks[n] for n in range(index * each, (index + 1) * each)})
-        self.norm, self.head = ends if index == stages - 1 else (None, None)
+        self.norm, self.head = ends if index == stages - 1 else (None, None)  # type: ignore[var-annotated]
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.embedding is None else self.embedding(x)

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from moe.verify.pair import VOCABULARY, Pair, batch, train
 PACKAGES = {"transformers": "moe-parallel[hf]"}
 MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 DEGREES = ("ep", "tp", "fsdp")
-_EXPERTS = 4
+ROUTED = MODELS
+_EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # the one process has transformers' default
 _SIZES: dict[str, Any] = {  # of every family; a configuration takes the keys that it knows
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
@@ -45,16 +45,16 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield each model with each subset of the degrees, such as ep 2, tp 2, ep 2 with tp 2."""
+    """Yield each model with each subset of the degrees; two axes with ep also with each implementation of the experts' products."""
     for model in models:
-        for size in range(1, len(degrees) + 1):
-            for names in combinations(degrees, size):
-                chosen = {name: degrees[name] for name in names}
-                tp = chosen.get("tp", 1)
-                shared = tp * chosen.get("fsdp", 1)
-                ranks = shared if shared > 1 else chosen.get("ep", 1)
-                layout = " ".join(f"{name}{degree}" for name, degree in chosen.items())
-                yield Pair(model, layout, lcm(ranks, 1), partial(_one, model, pin), partial(_many, model, chosen, pin))
+        for names in (names for size in range(1, len(degrees) + 1) for names in combinations(degrees, size)):
+            chosen = {name: degrees[name] for name in names}
+            shared = chosen.get("tp", 1) * chosen.get("fsdp", 1)
+            layout = " ".join(f"{name}{degree}" for name, degree in chosen.items())
+            for products in (None, *(_PRODUCTS if "ep" in chosen and len(chosen) == 2 else ())):
+                many = partial(_many, model, chosen, pin, products)
+                title = layout if products is None else f"{layout} {products}"
+                yield Pair(model, title, shared if shared > 1 else chosen["ep"], partial(_one, model, pin), many)
 
 
 def config_of(model: str) -> Any:
@@ -81,7 +81,7 @@ def _one(model: str, pin: bool, folder: Path) -> None:
     _train(net, folder, pin, batch())
 
 
-def _many(model: str, degrees: dict[str, int], pin: bool, folder: Path) -> None:
+def _many(model: str, degrees: dict[str, int], pin: bool, products: str | None, folder: Path) -> None:
     import transformers
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.integrations import accelerate
@@ -93,8 +93,9 @@ def _many(model: str, degrees: dict[str, int], pin: bool, folder: Path) -> None:
     given: dict[str, Any] = {f"{name}_size": degree for name, degree in degrees.items()}
     if "ep" in degrees and not {"tp", "fsdp"} & degrees.keys():
         given |= {"tp_size": degrees["ep"], "tp_plan": {}}
+    own = {} if products is None else {"experts_implementation": products}
     net = transformers.AutoModelForCausalLM.from_pretrained(
-        folder.parent / "one" / "weights", distributed_config=DistributedConfig(**given), dtype=torch.float32
+        folder.parent / "one" / "weights", distributed_config=DistributedConfig(**given), dtype=torch.float32, **own
     )
     fsdp = degrees.get("fsdp", 1)
     tokens = batch().chunk(fsdp)[rank // (world // fsdp)]
