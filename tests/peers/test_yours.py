@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moe.cli.main import main as moe
 from moe.verify import record
 from moe.verify.yours.align import common, nearest, parts
+from moe.verify.yours.judge import Comparison
 from moe.verify.yours.recorder import Step
 from moe.verify.yours.values import Key, Piece, Recorded, Recording
 from parallel.errors import BadInput
@@ -127,6 +128,24 @@ def test_a_strided_shard_has_the_elements_that_torch_gives_it() -> None:
     for rank, held in enumerate(run_on_ranks(work, 4)):
         first = 6 * (rank % 2)
         assert held == [*range(first, first + 6), *range(first + 12, first + 18)]
+
+
+@pytest.mark.parametrize(("error", "passed"), [(1e-8, True), (5e-8, False)])
+def test_rounding_of_a_ranks_small_rows_is_relative_to_these_rows(error: float, passed: bool) -> None:
+    """Found with GPT-OSS on four ranks: a rank held the router's rows of experts that few tokens choose."""
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    gradient = weight / weight.abs().amax(1, keepdim=True) * torch.tensor([[0.01], [0.01], [1.0], [1.0]])
+
+    def of(rank: int, w: Tensor, g: Tensor) -> Recorded:
+        values = {"weight": w, "gradient": g}
+        return Recorded(rank, 2, pieces={Key(kind, "w"): [Piece.of(value, "w", 99)] for kind, value in values.items()})
+
+    off = torch.zeros(4, 3)
+    off[0, 0] = 1
+    ranks = [of(rank, weight.chunk(2)[rank], (gradient + error * off).chunk(2)[rank]) for rank in range(2)]
+    comparison = Comparison(of(0, weight, gradient), ranks, [of(0, weight, gradient - 1e-8 * off)])
+    comparison.run(lambda *_: (None, ""))
+    assert [d.passed for d, _ in comparison.found if d.kind == "gradient"] == [passed]
 
 
 def test_rows_left_over_are_padding_only_if_they_are_alike() -> None:

@@ -54,8 +54,10 @@ class Seen:
     deviation: float
 
 
-def joined(pieces: list[Piece]) -> Piece | None:
-    """Return the calls of one module, such as micro-batches, as one tensor along dim 0. None if their shapes do not allow it."""
+def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None) -> Piece | None:
+    """Return the calls of one module, such as micro-batches, as one tensor along dim 0. None if their shapes do not allow it. kind, whole:
+    of a rank's value, its kind and the one process's calls."""
+    pieces = pieces if not whole else _calls(pieces, kind, whole)
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -65,6 +67,16 @@ def joined(pieces: list[Piece]) -> Piece | None:
     shape = (sum(p.shape[0] for p in pieces), *first.shape[1:])
     rows = tuple(row for p in pieces for row in p.rows)
     return replace(first, values=torch.cat([p.values for p in pieces]), shape=shape, whole=shape, rows=rows)
+
+
+def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
+    """A module without samples computes the same in each micro-batch, and gets a term of its gradient from each."""
+    alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
+    if len(calls) <= len(whole) or not alike:
+        return calls
+    if kind == "output gradient":
+        return [replace(calls[0], values=torch.stack([p.values for p in calls]).sum(0))]
+    return calls[:1] if all(torch.equal(p.values, calls[0].values) for p in calls) else calls
 
 
 def samples(one: Piece, here: Piece, rank: int) -> Samples:

@@ -3,7 +3,8 @@
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
                 earlier one, plus one rounding on each side. A weight before the step: these roundings. A weight after it: in this value
-                alone, after the differences that the bound of its gradient explains (Adam turns the sign of a tiny gradient into a step)
+                alone, after the differences that the bound of its gradient explains (Adam turns the sign of a tiny gradient into a step).
+                The rounding of a rank's part of a gradient is also measured relative to this part, which may be small
 
 A rank's activation gradients may be a multiple of the one's, because its loss is a mean over its own samples. That multiple is measured
 at the first gradient of backward. Reduced gradients must be equal without it.
@@ -63,6 +64,8 @@ class Comparison:
             if seen is None:
                 continue
             if key.kind == "gradient":
+                if any(s.deviation > bound for s in seen):
+                    bound = max(bound, 2 * self._noise_of_parts(key, seen) + roundoff([self._whole(key)]))
                 self.bounds[key.name] = bound
             seen = self._updates(key, seen) if key.kind == "weight after" else seen
             worst = max((s.deviation for s in seen), default=0.0)
@@ -104,6 +107,12 @@ class Comparison:
                         here = self._settled(key.name, *sides)
                     most = max(most, self.deviation(key.kind, a.values.double(), here))
         return most
+
+    def _noise_of_parts(self, key: Key, seen: list[Seen]) -> float:
+        """Return the rounding of the ranks' parts, relative to the largest element of each part, as their deviations are."""
+        held = [(s, s.part, self.ranks[s.rank].pieces[key][0]) for s in seen if s.part and key in self.ranks[s.rank].pieces]
+        both = [(s, common(other.pieces[key][0], piece, part.maps)) for s, part, piece in held for other in self.rounded]
+        return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
         """Return weights after the step without the differences that their gradients' bounds explain."""
@@ -193,22 +202,13 @@ class Comparison:
 
     def _pieces(self, key: Key) -> list[Piece | None]:
         """Each rank's calls as one tensor. Terms of a DTensor's sum are added up."""
-        own = [joined(self._calls(key, r.pieces[key])) if key in r.pieces else None for r in self.ranks]
+        own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
         for piece in own:
             terms = [own[r] for r in piece.summed_over] if piece is not None else []
             values = [t.values for t in terms if t is not None]
             summed.append(replace(piece, values=torch.stack(values).sum(0)) if piece is not None and values else piece)
         return summed
-
-    def _calls(self, key: Key, calls: list[Piece]) -> list[Piece]:
-        """A module without samples computes the same in each micro-batch, and gets a term of its gradient from each."""
-        alike = all(p.whole == self._whole(key)[0].whole and p.values.shape == calls[0].values.shape for p in calls)
-        if key not in self.one.pieces or len(calls) <= len(self._whole(key)) or not alike:
-            return calls
-        if key.kind == "output gradient":
-            return [replace(calls[0], values=torch.stack([p.values for p in calls]).sum(0))]
-        return calls[:1] if all(torch.equal(p.values, calls[0].values) for p in calls) else calls
 
     def seen(self, key: Key, bound: float) -> list[Seen] | None:
         """Return each rank's elements next to the one's, aligned; None if they cannot be aligned (then `refused` has the reason)."""
