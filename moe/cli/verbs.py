@@ -55,10 +55,16 @@ class Train:
 @dataclasses.dataclass(frozen=True)
 class Verify:
     """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if one differs.
-    --compare ONE MANY: compare two recorded steps of any PyTorch program."""
+    --compare ONE MANY: compare two recorded steps of any PyTorch program. --peer NAME: compare another project's parallel forms."""
 
     many: str | None = _word_or_none("with --compare ONE: the folder that the same step wrote on several ranks (moe.verify.record)")
     compare: str | None = _flag("ONE, the folder that a step of a program of yours wrote on one process: name what differs in MANY")
+    peer: str | None = _flag("compare a tiny model of another project in its own parallel form: transformers, deepspeed, torch")
+    model: str | None = _flag("with --peer: comma-separated names of its models, all by default")
+    ep: int | None = _flag("with --peer: ranks over which experts are spread; with none of --ep, --tp and --fsdp, 2 of each")
+    tp: int | None = _flag("with --peer: ranks of tensor parallelism")
+    fsdp: int | None = _flag("with --peer: ranks with samples of their own")
+    pin_routing: bool = _flag("with --peer: replay the one process's choices of experts, so that a tie is no deviation", False)
     nproc: int | None = _flag("test layouts of up to N processes, 2 by default")
     json: Path | None = _flag("also write the table as JSON")
     device: str | None = _flag("cuda or cpu: start the processes on this device as moe train does; if not given, fork them on the CPU")

@@ -114,6 +114,12 @@ class Expected:
     tolerance: dict[str, float]
     bound: Bound | None = None
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """Tolerances to print. If only the Bound limits a number, its limit."""
+        largest = {} if self.bound is None else self.bound.largest
+        return {name: largest.get(name, limit) if math.isinf(limit) else limit for name, limit in self.tolerance.items()}
+
     def by_rounding(self) -> Expected:
         """Return a copy for a recipe in fp32 that magnifies rounding, such as a norm of one channel: its limits are the Bound's."""
         free = NUMBERS if known(self.twin.run()) else ("loss", "gradient", "norm")

@@ -47,7 +47,8 @@ _TINY: Values = {
     },  # a preset's may depend on the layout by definition
 }
 _NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # degrees have a rule of their own; the training loop reads the others
-_DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every")
+_DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")
+_NEVER = ("given", "triton")  # an object from Python; kernels that need a GPU, as ranks here are forked on the CPU
 _KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}  # drawn if the axis has ranks
 _FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to these
 _ROUNDS = 40  # largest number of refusals of one recipe
@@ -139,7 +140,7 @@ def _set(rng: random.Random, values: Values, key: str) -> None:
 def _value(rng: random.Random, key: str, base: Any) -> Any:
     """Return a random value of the key's type, near `base` if that is a number."""
     kind = field_of(key).annotation
-    options: list[Any] = [yaml_text.load(name) for name in choices_of(kind)]
+    options: list[Any] = [yaml_text.load(name) for name in choices_of(kind) if name not in _NEVER]
     if key == "pipeline.schedule":
         options = list(SCHEDULES)
     if key == "train.freeze":

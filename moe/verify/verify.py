@@ -91,7 +91,7 @@ def main(
                 expected[twin] = next(made)
             row = judged(case, ran, expected[twin])
             if rounds(twin):
-                table.tolerances[name_of(twin)] = expected[twin].tolerance
+                table.tolerances[name_of(twin)] = expected[twin].limits
             table.add(case, row)
             failed += [] if row["passed"] else [(case, row)]
             cells = [f"{row[n]:.1e}" for n in NUMBERS] + ["" if row["of_bound"] is None else f"{row['of_bound']:.2f}"]
@@ -199,7 +199,7 @@ def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int
     yield "tolerances: fp32 1e-5 for every number; in lower precision twice the effect of rounding, as measured in this run:"
     for twin, e in expected.items():
         if rounds(twin):
-            yield f"  {name_of(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in e.tolerance.items())
+            yield f"  {name_of(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in e.limits.items())
 
 
 def name_of(twin: Case) -> str:

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from moe.cli.main import main as moe
 from moe.verify import record
-from moe.verify.yours.align import common, parts
+from moe.verify.yours.align import common, nearest, parts
+from moe.verify.yours.judge import Comparison
 from moe.verify.yours.recorder import Step
 from moe.verify.yours.values import Key, Piece, Recorded, Recording
 from parallel.errors import BadInput
 from tests.peers.programs.run import compared, program, record_many, record_one
+from tests.support.ranks import run_on_ranks
 
 TRIED = {
     "ddp": ["", "own number of tokens"],
@@ -106,6 +108,53 @@ def test_samples_of_parts_have_elements_of_the_sample_of_the_whole() -> None:
         pairs = [common(one, here, part.maps) for part in parts(one.shape, here.shape, None)]
         assert torch.equal(*pairs[number]) and pairs[number][0].numel() >= 2**8  # of 2**10: one step of halving less along each dim
         assert not torch.equal(*pairs[1 - number])
+
+
+def test_a_strided_shard_has_the_elements_that_torch_gives_it() -> None:
+    """A fused weight is cut in each half, and FSDP2 cuts a tensor-parallel shard again: its elements are not contiguous."""
+
+    def work(rank: int) -> list[int]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        whole = torch.arange(7.0 * 24).reshape(7, 24)
+        tensor = distribute_tensor(whole, init_device_mesh("cpu", (2, 2)), [Shard(0), _StridedShard(1, split_factor=2)])
+        piece = Piece.of(tensor, "w", 2**10)
+        expected = whole[piece.places[0]][:, piece.places[1]]
+        assert torch.equal(piece.values, expected) and torch.equal(piece.values, piece.cut(whole))
+        return piece.places[1].tolist()
+
+    for rank, held in enumerate(run_on_ranks(work, 4)):
+        first = 6 * (rank % 2)
+        assert held == [*range(first, first + 6), *range(first + 12, first + 18)]
+
+
+@pytest.mark.parametrize(("error", "passed"), [(1e-8, True), (5e-8, False)])
+def test_rounding_of_a_ranks_small_rows_is_relative_to_these_rows(error: float, passed: bool) -> None:
+    """Found with GPT-OSS on four ranks: a rank held the router's rows of experts that few tokens choose."""
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    gradient = weight / weight.abs().amax(1, keepdim=True) * torch.tensor([[0.01], [0.01], [1.0], [1.0]])
+
+    def of(rank: int, w: Tensor, g: Tensor) -> Recorded:
+        values = {"weight": w, "gradient": g}
+        return Recorded(rank, 2, pieces={Key(kind, "w"): [Piece.of(value, "w", 99)] for kind, value in values.items()})
+
+    off = torch.zeros(4, 3)
+    off[0, 0] = 1
+    ranks = [of(rank, weight.chunk(2)[rank], (gradient + error * off).chunk(2)[rank]) for rank in range(2)]
+    comparison = Comparison(of(0, weight, gradient), ranks, [of(0, weight, gradient - 1e-8 * off)])
+    comparison.run(lambda *_: (None, ""))
+    assert [d.passed for d, _ in comparison.found if d.kind == "gradient"] == [passed]
+
+
+def test_rows_left_over_are_padding_only_if_they_are_alike() -> None:
+    one = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    padded = torch.cat((one[[3, 1]], torch.ones(2, 3), one[[0, 4, 2]], torch.ones(1, 3)))
+    order = nearest(one, padded)
+    assert order is not None and torch.equal(padded[order], one)
+    padded[-1] = 2
+    assert nearest(one, padded) is None and nearest(padded, one) is None
 
 
 @pytest.mark.parametrize(

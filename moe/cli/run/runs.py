@@ -14,18 +14,23 @@ from moe.convert.huggingface import PREFIX
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 
+_OF_PEER = ("model", "ep", "tp", "fsdp", "pin_routing")
+
 
 def verify(flags: Verify, _: dict[str, str]) -> int:
     if flags.compare is not None or flags.many is not None:
         return _compare(flags)
-    if flags.nproc is not None and flags.nproc < 1:
-        raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.timeout_s is not None and not 0 < flags.timeout_s < float("inf"):
         raise BadInput("--timeout_s", got=flags.timeout_s, needed="seconds, more than 0", fix="--timeout_s 600")
+    if flags.peer is not None:
+        return _peer(flags)
+    refuse({name: getattr(flags, name) or None for name in _OF_PEER}, got="it without --peer", needed="--peer NAME")
+    if flags.nproc is not None and flags.nproc < 1:
+        raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.recipe is not None and flags.kinds != Verify.kinds:
         needed = "no --kinds: the recipe decides which methods run"
         raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed=needed, fix="remove --kinds")
-    given = {name: value for name, value in dataclasses.asdict(flags).items() if name not in ("compare", "many")}
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if name not in ("compare", "many", "peer", *_OF_PEER)}
     if flags.device != "cuda":
         os.environ["DS_ACCELERATOR"] = "cpu"  # on a machine with a GPU too, in this process and all that it starts
     if given.pop("debug_collectives"):
@@ -48,6 +53,15 @@ def _compare(flags: Verify) -> int:
         raise BadInput("--compare", got=got, needed="two folders of moe.verify.record", fix="moe verify --compare ONE MANY")
     refuse_others(flags, ("compare", "many", "json"), got="it with --compare", needed="no flags but --json")
     return call("moe.verify.yours.compare", flags.compare, flags.many, json=flags.json)
+
+
+def _peer(flags: Verify) -> int:
+    refuse_others(flags, ("peer", *_OF_PEER, "only", "json", "timeout_s"), got="it with --peer", needed="no --peer")
+    check_least(flags, ep=2, tp=2, fsdp=2)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    degrees = {name: degree for name in ("ep", "tp", "fsdp") if (degree := getattr(flags, name)) is not None}
+    given = {"model": flags.model, "degrees": degrees, "only": flags.only, "pin": flags.pin_routing}
+    return call("moe.verify.peer", flags.peer, **given, json=flags.json, timeout_s=flags.timeout_s)
 
 
 def generate(flags: Generate, _: dict[str, str]) -> int:

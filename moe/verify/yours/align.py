@@ -43,8 +43,21 @@ class Part:
     by_samples: bool = False
 
 
-def joined(pieces: list[Piece]) -> Piece | None:
-    """Return the calls of one module, such as micro-batches, as one tensor along dim 0. None if their shapes do not allow it."""
+@dataclass(frozen=True)
+class Seen:
+    """Elements of one rank in one value, next to the one process's. part: how they were aligned; None: rows of all ranks."""
+
+    rank: int
+    one: Tensor
+    here: Tensor
+    part: Part | None
+    deviation: float
+
+
+def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None) -> Piece | None:
+    """Return the calls of one module, such as micro-batches, as one tensor along dim 0. None if their shapes do not allow it. kind, whole:
+    of a rank's value, its kind and the one process's calls."""
+    pieces = pieces if not whole else _calls(pieces, kind, whole)
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -54,6 +67,16 @@ def joined(pieces: list[Piece]) -> Piece | None:
     shape = (sum(p.shape[0] for p in pieces), *first.shape[1:])
     rows = tuple(row for p in pieces for row in p.rows)
     return replace(first, values=torch.cat([p.values for p in pieces]), shape=shape, whole=shape, rows=rows)
+
+
+def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
+    """A module without samples computes the same in each micro-batch, and gets a term of its gradient from each."""
+    alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
+    if len(calls) <= len(whole) or not alike:
+        return calls
+    if kind == "output gradient":
+        return [replace(calls[0], values=torch.stack([p.values for p in calls]).sum(0))]
+    return calls[:1] if all(torch.equal(p.values, calls[0].values) for p in calls) else calls
 
 
 def samples(one: Piece, here: Piece, rank: int) -> Samples:
@@ -172,15 +195,16 @@ def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
 
 
 def nearest(one: Tensor, here: Tensor) -> Tensor | None:
-    """Return for each row of `one` [rows, width] its row of `here`, so that the sum of distances is smallest; rows of zeros in `here` are
-    padding. None if the numbers of rows differ."""
-    filled = here.abs().amax(-1).nonzero().flatten() if len(here) != len(one) else torch.arange(len(here))
-    if len(one) != len(filled) or not 0 < len(one) <= _NEAREST or one.shape[1:] != here.shape[1:]:
+    """Return for each row of `one` [rows, width] its row of `here`, so that the sum of distances is smallest. Rows of `here` that are left
+    over must be alike: padding. None otherwise, and if there are too few rows."""
+    if not 0 < len(one) <= len(here) <= _NEAREST or one.shape[1:] != here.shape[1:]:
         return None
     from scipy.optimize import linear_sum_assignment
 
-    distances = torch.cdist(one, here[filled], compute_mode="donot_use_mm_for_euclid_dist").nan_to_num(torch.inf)
-    return filled[torch.from_numpy(linear_sum_assignment(distances.clamp(max=1e30).numpy())[1])]
+    distances = torch.cdist(one, here, compute_mode="donot_use_mm_for_euclid_dist").nan_to_num(torch.inf)
+    order = torch.from_numpy(linear_sum_assignment(distances.clamp(max=1e30).numpy())[1])
+    left = here[~torch.isin(torch.arange(len(here)), order)]
+    return order if bool((left == left[:1]).all()) else None
 
 
 def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
@@ -221,8 +245,27 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
     return name
 
 
-def stacked(pieces: list[Piece | None], scales: list[float]) -> Tensor | None:
-    """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes."""
+def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
+    """Join chunks of the last dim, which ranks with the same samples hold under tensor parallelism, on the first of these ranks.
+    readers: groups of ranks with the same samples."""
+    full = list(own)
+    for ranks in readers:
+        held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]
+        if len(held) > 1 and sum(p.shape[-1] for p in held) == whole.shape[-1] and len({p.values.shape for p in held}) == 1:
+            shape = (*held[0].shape[:-1], whole.shape[-1])
+            for rank in ranks:
+                full[rank] = None
+            full[ranks[0]] = replace(held[0], values=torch.cat([p.values for p in held], -1), shape=shape, whole=shape)
+    return full
+
+
+def stacked(
+    pieces: list[Piece | None], scales: list[float], whole: Piece | None = None, readers: list[list[int]] | None = None
+) -> Tensor | None:
+    """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes.
+    whole, readers: join parts of the whole's width, which ranks with the same samples hold."""
+    if whole is not None and readers is not None:
+        pieces = _full_width(whole, pieces, readers)
     held = [
         (p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1
     ]

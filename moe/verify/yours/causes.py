@@ -7,8 +7,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from moe.verify.yours.align import factor_of, nearest, parts
-from moe.verify.yours.judge import OF_PARAMETERS, Comparison, Seen
+from moe.verify.yours.align import Seen, factor_of, nearest, parts
+from moe.verify.yours.judge import OF_PARAMETERS, Comparison
 from moe.verify.yours.values import Key
 
 
@@ -158,6 +158,8 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
     one, here = torch.cat([s.one.flatten() for s in bad]), torch.cat([s.here.flatten() for s in bad])
     if key.kind == "input" and not of.samples[bad[0].rank].found:
         return "other samples: these are not in the batch of the one process"
+    if key.kind == "output" and of.one.pieces[key][0].dtype.startswith("int"):
+        return "other choices: a tie if its scores are equal (record with pin, or --pin-routing)"
     zeros = (one == 0) != (here == 0)
     ratio = (here / one)[(one != 0) & (here != 0)]
     if key.kind == "output" and int(zeros.sum()) > len(one) // 100 and len(ratio) and float((ratio - ratio.median()).abs().max()) < 1e-2:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.verify.yours.causes import explain
 from moe.verify.yours.judge import FORWARD, TOO_LOOSE, Comparison
-from moe.verify.yours.values import Recorded, Recording
+from moe.verify.yours.values import Deviation, Recorded, Recording
 from parallel.errors import BadInput, counted
 
 Say = Callable[[str], None]
@@ -18,46 +19,53 @@ _CLASS = {"weight": "parameter", "weight after": "parameter", "gradient": "gradi
 _SHOWN = 5  # reasons and names that are printed; --json has all
 
 
-def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
-    """Compare two folders of `record`. Prints a table; returns 0 if gradients were compared and all values are equal within bounds."""
+def judged(one: str | Path, many: str | Path) -> tuple[Comparison, str]:
+    """Compare two folders of `record`. Return the comparison, and why it shows nothing of gradients, or ""."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
         got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"
         raise BadInput("ONE", got=got, needed=needed, fix="record it in one process, without torchrun")
     comparison = Comparison.of(first, second)
     comparison.run(explain)
+    return comparison, _without_gradients(comparison)
+
+
+def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
+    """Compare two folders of `record`. Prints a table; returns 0 if all compared values, gradients among them, are equal within bounds."""
+    comparison, lacking = judged(one, many)
     deviations = [deviation for deviation, _ in comparison.found]
     wrong = [deviation for deviation in deviations if not deviation.passed]
     say(_line("", "module or parameter", "value", "deviation", "bound", "factor", "likely cause"))
-    for title, forward in (("first forward", True), ("first backward", False)):
-        worst = next((d for d in wrong if (d.kind in FORWARD) == forward), None)
-        if worst is None:
-            say(f"{title:<15} none")
-            continue
-        kind = comparison.one.modules.get(worst.name)
-        name = (worst.name or "the model") + (f" ({kind})" if kind and worst.kind in ("input", "output", "output gradient") else "")
-        follows = "may follow from forward: " if not forward and any(d.kind in FORWARD for d in wrong) else ""
-        factor = "" if worst.factor is None else f"{worst.factor:.4g}"
-        say(
-            _line(
-                title,
-                name,
-                _NAMES.get(worst.kind, worst.kind),
-                f"{worst.deviation:.1e}",
-                f"{worst.bound:.1e}",
-                factor,
-                follows + worst.cause,
-            )
-        )
+    for title, worst in zip(("first forward", "first backward"), first_deviations(comparison), strict=True):
+        say(f"{title:<15} none" if worst is None else _line(title, *worst))
     say(f"{len(deviations) - len(wrong)} values equal, {len(wrong)} differ, {len(comparison.refused)} not compared")
-    lacking = _without_gradients(comparison)
-    for line in (*_not_compared(comparison), _cost(one, first.ranks), _cost(many, second.ranks), *([lacking] if lacking else [])):
+    costs = _cost(one, [comparison.one]), _cost(many, comparison.ranks)
+    for line in (*_not_compared(comparison), *costs, *([lacking] if lacking else [])):
         say(line)
     if json is not None:
         rows = [{**d.row(), "value": d.kind, "kind": _CLASS.get(d.kind, "activation")} for d in deviations]
         refused = [{"name": key.name, "value": key.kind, "slot": key.slot, "reason": why} for key, why in comparison.refused.items()]
         write_json(json, verb="verify", rows=rows, not_compared=refused)
     return exit_codes.of(not wrong and not lacking)
+
+
+def first_deviations(comparison: Comparison) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+    """Return the cells of the first deviation in forward and in backward order: name, value, deviation, bound, factor, cause."""
+    wrong = [deviation for deviation, _ in comparison.found if not deviation.passed]
+    forward, backward = (next((d for d in wrong if (d.kind in FORWARD) == way), None) for way in (True, False))
+    follows = "may follow from forward: " if forward is not None else ""
+    return (
+        None if forward is None else _cells(comparison, forward, ""),
+        None if backward is None else _cells(comparison, backward, follows),
+    )
+
+
+def _cells(comparison: Comparison, worst: Deviation, before: str) -> tuple[str, ...]:
+    kind = comparison.one.modules.get(worst.name)
+    name = (worst.name or "the model") + (f" ({kind})" if kind and worst.kind in ("input", "output", "output gradient") else "")
+    factor = "" if worst.factor is None else f"{worst.factor:.4g}"
+    value = _NAMES.get(worst.kind, worst.kind)
+    return name, value, f"{worst.deviation:.1e}", f"{worst.bound:.1e}", factor, before + worst.cause
 
 
 def _not_compared(comparison: Comparison) -> list[str]:

@@ -3,7 +3,8 @@
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
                 earlier one, plus one rounding on each side. A weight before the step: these roundings. A weight after it: in this value
-                alone, after the differences that the bound of its gradient explains (Adam turns the sign of a tiny gradient into a step)
+                alone, after the differences that the bound of its gradient explains (Adam turns the sign of a tiny gradient into a step).
+                The rounding of a rank's part of a gradient is also measured relative to this part, which may be small
 
 A rank's activation gradients may be a multiple of the one's, because its loss is a mean over its own samples. That multiple is measured
 at the first gradient of backward. Reduced gradients must be equal without it.
@@ -19,25 +20,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe.verify.yours.align import Part, Samples, common, joined, multiple, nearest, parts, renamed, samples, shifted, stacked
-from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording
+from moe.verify.yours.align import Part, Samples, Seen, common, joined, multiple, nearest, parts, renamed, samples, shifted, stacked
+from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording, roundoff
 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
 LOOSE = 0.25  # a larger bound hides a missing term of four
 TOO_LOOSE = "rounding alone moves it, or its gradient, by more than 12.5 %"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Elements of one rank in one value, next to the one process's. part: how they were aligned; None: rows of all ranks."""
-
-    rank: int
-    one: Tensor
-    here: Tensor
-    part: Part | None
-    deviation: float
 
 
 @dataclass
@@ -69,14 +59,15 @@ class Comparison:
             if key.kind not in ("weight", "weight after") and not exact:
                 noise = max(noise, mine)
             limit = mine if exact or key.kind == "weight after" else 0.0 if key.kind == "weight" else noise
-            bound = 2 * limit + (0.0 if exact else _roundoff([self._whole(key), *(r.pieces.get(key, []) for r in self.ranks)]))
+            bound = 2 * limit + (0.0 if exact else roundoff([self._whole(key), *(r.pieces.get(key, []) for r in self.ranks)]))
             seen = self.seen(key, bound)
             if seen is None:
                 continue
             if key.kind == "gradient":
+                if any(s.deviation > bound for s in seen):
+                    bound = max(bound, 2 * self._noise_of_parts(key, seen) + roundoff([self._whole(key)]))
                 self.bounds[key.name] = bound
-            if key.kind == "weight after":
-                seen = self._updates(key, seen)
+            seen = self._updates(key, seen) if key.kind == "weight after" else seen
             worst = max((s.deviation for s in seen), default=0.0)
             factor, cause = (None, "") if worst <= bound else explain(self, key, seen, bound)
             if (lacking := self._lacking(key, seen)) and worst <= bound:
@@ -117,13 +108,20 @@ class Comparison:
                     most = max(most, self.deviation(key.kind, a.values.double(), here))
         return most
 
+    def _noise_of_parts(self, key: Key, seen: list[Seen]) -> float:
+        """Return the rounding of the ranks' parts, relative to the largest element of each part, as their deviations are."""
+        held = [(s, s.part, self.ranks[s.rank].pieces[key][0]) for s in seen if s.part and key in self.ranks[s.rank].pieces]
+        both = [(s, common(other.pieces[key][0], piece, part.maps)) for s, part, piece in held for other in self.rounded]
+        return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)
+
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
         """Return weights after the step without the differences that their gradients' bounds explain."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or []} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled = []
         for s in seen:
             if all(s.rank in other for other in others):
-                mine = [other[s.rank] for other in others]
+                held = self.ranks[s.rank].pieces[key][0]
+                mine = [replace(m, one=held.cut(m.one), here=held.cut(m.here)) for m in (other[s.rank] for other in others)]
                 here = self._settled(key.name, [s.one, *(m.one for m in mine)], [s.here, *(m.here for m in mine)])
                 s = replace(s, here=here, deviation=self.deviation(key.kind, s.one, here))
             settled.append(s)
@@ -177,33 +175,40 @@ class Comparison:
         return [samples(whole, o, rank) for rank, o in enumerate(own) if o is not None]
 
     @cached_property
+    def _readers(self) -> list[list[int]]:
+        """Groups of ranks that read the same samples."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, of in enumerate(self.samples):
+            groups.setdefault((*of.rows.tolist(), -1, *of.cols.tolist()), []).append(rank)
+        return list(groups.values())
+
+    @cached_property
     def scales(self) -> list[float]:
         """Multiple of the one's activation gradients on each rank."""
-        for key in self.order:
-            if key.kind == "output gradient" and all(key in r.pieces for r in self.ranks):
-                seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self._pieces(key)) if piece is not None]
-                if len(seen) == len(self.ranks) and all(s is not None and s.part and s.part.by_samples for s in seen):
-                    return [multiple(s.one, s.here) for s in seen if s is not None]
-        return [1.0] * len(self.ranks)
+        shared = [k for k in self.order if k.kind == "output gradient" and all(k in r.pieces for r in self.ranks)]
+        for key in shared:
+            seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self._pieces(key)) if piece is not None]
+            if len(seen) == len(self.ranks) and all(s is not None and s.part and s.part.by_samples for s in seen):
+                return [multiple(s.one, s.here) for s in seen if s is not None]
+        return [1.0 if shared else self._scale_of(rank) for rank in range(len(self.ranks))]
+
+    def _scale_of(self, rank: int) -> float:
+        """Return the multiple on a rank that has no module in common with all others: a pipeline's stage."""
+        for key in (k for k in self.order if k.kind == "output gradient" and k in self.ranks[rank].pieces):
+            piece = self._pieces(key)[rank]
+            if piece is not None and (best := self._best(key, rank, piece, 0.0, scale=False)) is not None:
+                return multiple(best.one, best.here)
+        return 1.0
 
     def _pieces(self, key: Key) -> list[Piece | None]:
         """Each rank's calls as one tensor. Terms of a DTensor's sum are added up."""
-        own = [joined(self._calls(key, r.pieces[key])) if key in r.pieces else None for r in self.ranks]
+        own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
         for piece in own:
             terms = [own[r] for r in piece.summed_over] if piece is not None else []
             values = [t.values for t in terms if t is not None]
             summed.append(replace(piece, values=torch.stack(values).sum(0)) if piece is not None and values else piece)
         return summed
-
-    def _calls(self, key: Key, calls: list[Piece]) -> list[Piece]:
-        """A module without samples computes the same in each micro-batch, and gets a term of its gradient from each."""
-        alike = all(p.whole == self._whole(key)[0].whole and p.values.shape == calls[0].values.shape for p in calls)
-        if key not in self.one.pieces or len(calls) <= len(self._whole(key)) or not alike:
-            return calls
-        if key.kind == "output gradient":
-            return [replace(calls[0], values=torch.stack([p.values for p in calls]).sum(0))]
-        return calls[:1] if all(torch.equal(p.values, calls[0].values) for p in calls) else calls
 
     def seen(self, key: Key, bound: float) -> list[Seen] | None:
         """Return each rank's elements next to the one's, aligned; None if they cannot be aligned (then `refused` has the reason)."""
@@ -268,10 +273,7 @@ class Comparison:
 
     def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
         """Ranks may hold terms of a sum: ranks with the same samples, or all, as the gradient of what has no samples."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, of in enumerate(self.samples):
-            groups.setdefault((*of.rows.tolist(), -1, *of.cols.tolist()), []).append(rank)
-        for together in (list(groups.values()), [list(range(len(own)))]):
+        for together in (groups := self._readers, [list(range(len(own)))]):
             seen = [self._sum(key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
             apart = len(groups) > 1 and len(together) == 1  # then the sum is over samples, and has none of its own
             if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
@@ -286,7 +288,7 @@ class Comparison:
 
     def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
         """Rows of all ranks in any order, such as an expert's inputs."""
-        one, here = stacked([whole], [1.0]), stacked(own, self.scales if key.kind == "output gradient" else [])
+        one, here = stacked([whole], [1.0]), stacked(own, self.scales if key.kind == "output gradient" else [], whole, self._readers)
         order = None if one is None or here is None else self._order_of_rows(key.name, bound)
         if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
             return None
@@ -298,7 +300,9 @@ class Comparison:
             sides: list[tuple[Tensor, Tensor]] = []
             for key in (k for k in self.order if k.name == module and k.kind in ("input", "output")):
                 whole = joined(self._whole(key))
-                one, here = (None, None) if whole is None else (stacked([whole], [1.0]), stacked(self._pieces(key), []))
+                one, here = (
+                    (None, None) if whole is None else (stacked([whole], [1.0]), stacked(self._pieces(key), [], whole, self._readers))
+                )
                 if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
                     size = (1e3 if key.kind == "output" else 1.0) * (float(one.abs().max()) or 1.0)
                     sides.append((one / size, here / size))
@@ -334,7 +338,7 @@ class Comparison:
         for rank, piece in own.items() if whole.norm is not None else ():
             part = self.layout(key.name, rank)
             if part is not None and piece.whole == tuple(len(m) for m in part.maps) and piece.values.numel():
-                ends = ((m[start], m[start + size - 1]) for m, start, size in zip(part.maps, piece.offset, piece.shape, strict=True))
+                ends = ((m[at[0]], m[at[-1]]) for m, at in zip(part.maps, piece.places, strict=True))
                 squares[tuple(int(end) for pair in ends for end in pair)] = (piece.norm or float(piece.values.double().norm())) ** 2
         if not squares:
             return []
@@ -371,7 +375,7 @@ class Comparison:
         """Return the ways to see the rank's parameter as a part, each with its deviation."""
         if (name, rank) not in self.layouts:
             piece, whole = (of.pieces[Key("weight", name)][0] for of in (self.ranks[rank], self.one))
-            both = [(part, common(whole, piece, part.maps)) for part in parts(whole.shape, piece.whole, None)]
+            both = ((part, common(whole, piece, part.maps)) for part in parts(whole.shape, piece.whole, None))
             self.layouts[name, rank] = [(part, self.deviation("weight", *b)) for part, b in both if b is not None]
         return self.layouts[name, rank]
 
@@ -386,11 +390,6 @@ class Comparison:
                 if len({part.cut[2] for part in exact if part.cut}) == 1 and exact[0].cut:
                     votes[rank].setdefault(exact[0].cut[1], Counter())[exact[0].cut[2]] += 1
         return votes
-
-
-def _roundoff(of: list[list[Piece]]) -> float:
-    dtypes = {p.dtype for pieces in of for p in pieces}
-    return max((torch.finfo(getattr(torch, d)).eps for d in dtypes if d.startswith(("float", "bfloat"))), default=0.0)
 
 
 def _of_update(key: Key) -> tuple[Key, Key, Key]:

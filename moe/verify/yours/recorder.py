@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from moe.verify.yours.choices import Choices, Given, read
 from moe.verify.yours.reordered import Reordered
 from moe.verify.yours.values import MOST, Key, Piece, Recorded
 from parallel.errors import BadInput
@@ -43,12 +44,15 @@ _WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint
 _ORDERS = (2, 3, 4)  # numbers of parts into which sums are cut, in the runs that measure rounding
 
 
-def record(folder: str | Path, model: nn.Module, *others: Any, on: bool = True, most: int = MOST) -> Iterator[Step]:
+def record(
+    folder: str | Path, model: nn.Module, *others: Any, on: bool = True, most: int = MOST, pin: str | Path | None = None
+) -> Iterator[Step]:
     """Record the step in the body of `for step in record(...)` into files of this rank in `folder`, which replace earlier ones.
 
     model: as the step calls it, wrapped or not. others: the optimizers, and whatever else the body changes that has a state_dict
-    (GradScaler, scheduler). on: False runs the body once and does nothing else. most: larger tensors are sampled. Raises BadInput if a
-    gradient is not finite with sums in other orders.
+    (GradScaler, scheduler). on: False runs the body once and does nothing else. most: larger tensors are sampled. pin: folder of the one
+    process, there its own, whose routers' choices all runs replay (choices.py); one process then runs the body once more, to find them.
+    Raises BadInput if a gradient is not finite with sums in other orders.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -64,15 +68,23 @@ def record(folder: str | Path, model: nn.Module, *others: Any, on: bool = True, 
     if world > 1:
         torch.distributed.broadcast_object_list(shared, src=0)
     before = _State(model, others) if world == 1 else None
+    given = read(pin) if pin is not None and before is None else None
+    if pin is not None and before is not None:
+        step = Step(model, optimizers, Recorded(rank, world), most)
+        step.choices = Choices(None, step._chosen)
+        with step.hooks():
+            yield step
+        before.restore()
+        given = step.choices.write(pin)
     for parts in _ORDERS if before else ():
-        step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most)
+        step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most, given)
         with step.hooks(), Reordered(parts):
             yield step
         if before:
             before.restore()
         _refuse_infinite(step.record)
         step.record.write(home, f"rounded-{parts}")
-    step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most)
+    step = Step(model, optimizers, Recorded(rank, world, step=shared[0]), most, given)
     with step.hooks():
         yield step
     step.record.write(home, f"rank-{rank}")
@@ -86,10 +98,13 @@ def _refuse_infinite(record: Recorded) -> None:
 
 
 class Step:
-    """Records one run of the loop's body."""
+    """Records one run of the loop's body. given: choices of routers that it replays."""
 
-    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...], record: Recorded, most: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: tuple[Optimizer, ...], record: Recorded, most: int, given: Given | None = None
+    ) -> None:
         self.model, self.optimizers, self.record, self.most = model, optimizers, record, most
+        self.choices = None if given is None else Choices(given, self._chosen)
         self._read = False
         self._open = ExitStack()
         self._hooked: set[int] = set()
@@ -104,13 +119,13 @@ class Step:
         if not self._read:
             self._read = True
             for name, parameter in self._parameters():
-                if parameter.grad is not None:
-                    self._keep(Key("gradient", name), parameter.grad)
+                if (gradient := _of_engine(parameter, "safe_get_full_grad", parameter.grad)) is not None:
+                    self._keep(Key("gradient", name), gradient)
 
     def hooks(self) -> ExitStack:
         """Return a context in which this step is recorded."""
         for name, tensor in [*self._parameters(), *((_name(n), b) for n, b in self.model.named_buffers())]:
-            self._keep(Key("weight", name), tensor)
+            self._keep(Key("weight", name), _whole(tensor))
         for name, parameter in self._parameters():
             self._hook(name, parameter)
         for name, module in self.model.named_modules():
@@ -122,8 +137,13 @@ class Step:
             self._until_the_end(optimizer.register_step_pre_hook(lambda *_: self.gradients()))
         norm = clip_grad._get_total_norm
         self._open.enter_context(mock.patch.object(clip_grad, "_get_total_norm", partial(self._clipped, norm)))
+        if self.choices is not None:
+            self._open.enter_context(self.choices)
         self._open.push(self._ended)
         return self._open
+
+    def _chosen(self, module: str, number: int, scores: Tensor) -> None:
+        self._keep(Key("output", module, f"choice {number}"), scores)
 
     def _ended(self, kind: Any, *_: Any) -> None:
         if kind is None:
@@ -131,7 +151,7 @@ class Step:
             for key, pieces in self._by_call.items():
                 self.record.pieces[key] = [pieces[call] for call in sorted(pieces)]
             for name, parameter in [*self._parameters(), *((_name(n), b) for n, b in self.model.named_buffers())]:
-                self._keep(Key("weight after", name), parameter)
+                self._keep(Key("weight after", name), _whole(parameter))
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(_name(name), parameter) for name, parameter in self.model.named_parameters()]
@@ -159,11 +179,16 @@ class Step:
         for own, parameter in module.named_parameters(name, recurse=False):
             self._hook(_name(own), parameter)  # FSDP2 accumulates in gathered parameters, which exist from here on
         if not _in_backward():
-            for slot, tensor in _tensors((args, kwargs)):
+            given = list(_tensors((args, kwargs)))
+            if self.choices is not None:
+                self.choices.enter(name, [tensor for _, tensor in given])
+            for slot, tensor in given:
                 self._keep(Key("input", name, slot), tensor)
 
     def _left(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not _in_backward():  # activation checkpointing computes a second time
+            if self.choices is not None:
+                self.choices.leave()
             for slot, tensor in _tensors(output):
                 self._keep(Key("output", name, slot), tensor)
                 if tensor.requires_grad and tensor.grad_fn is not None:
@@ -212,6 +237,21 @@ class _State:
         random.setstate(self.random[2])
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def _of_engine(parameter: Tensor, function: str, own: Tensor | None) -> Tensor | None:
+    """Return what DeepSpeed's function gathers for a parameter of ZeRO, which hides its gradient and, in stage 3, its value; else `own`."""
+    if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
+        return own
+    import deepspeed.utils
+
+    found: Tensor | None = getattr(deepspeed.utils, function)(parameter)
+    return found
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    found = _of_engine(parameter, "safe_get_full_fp32_param", None) if hasattr(parameter, "ds_id") else None
+    return parameter if found is None else found
 
 
 def _name(name: str) -> str:

@@ -27,7 +27,7 @@ from parallel.errors import BadInput
 
 PERIOD = 64
 MOST = 2**14
-VERSION = 2
+VERSION = 3
 
 
 class Key(NamedTuple):
@@ -41,8 +41,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's tensor, or its sample. whole: shape of the DTensor that it is a part of; offset: where in it the part begins; summed_over:
-    ranks that hold terms of one sum (Partial); kept: indices kept of each PERIOD, by dim."""
+    """A rank's tensor, or its sample. whole: shape of the DTensor that it is a part of; offset: where in it the part begins; index: its
+    indices in the whole by dim, if they are not contiguous; summed_over: ranks that hold terms of one sum (Partial); kept: indices kept
+    of each PERIOD, by dim."""
 
     values: Tensor
     shape: tuple[int, ...]
@@ -54,50 +55,65 @@ class Piece:
     norm: float | None = None  # of all elements, if this is a sample
     name: str = ""
     rows: tuple[str, ...] = ()  # of the first input: a hash of each sample
+    index: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def of(tensor: Tensor, name: str, most: int, *, hashed: bool = False) -> Piece:
         """Copy a tensor to the host, or a sample of at most about `most` elements of it. hashed: keep a hash of each index of dim 0."""
-        whole, offset, summed, local = _place(tensor.detach())
+        whole, index, summed, local = _place(tensor.detach())
         shape, dtype = tuple(local.shape), str(local.dtype).removeprefix("torch.")
         kept = _kept(shape, most if local.is_floating_point() else 64 * most)
-        piece = Piece(local, shape, whole, offset, kept, dtype, summed, name=re.sub(r"\d+", "#", name))
+        offset = tuple(int(at[0]) if len(at) else 0 for at in index) or (0,) * len(shape)
+        strided = any(len(at) and int(at[-1] - at[0]) >= len(at) for at in index)
+        places = tuple(tuple(at.tolist()) for at in index) if strided else ()
+        piece = Piece(local, shape, whole, offset, kept, dtype, summed, name=re.sub(r"\d+", "#", name), index=places)
         if hashed and local.dim():
             samples = [row.flatten().view(torch.uint8).numpy().tobytes() for row in local.cpu()]
             piece = replace(piece, rows=tuple(hashlib.blake2b(sample, digest_size=8).hexdigest() for sample in samples))
         if local.numel() == 0 or all(k == PERIOD for k in kept):
             return replace(piece, values=local.to("cpu", copy=True))
         values = local
-        for dim, at in enumerate(piece.at):
-            values = values if kept[dim] == PERIOD else values.index_select(dim, (at - offset[dim]).to(local.device))
+        for dim, (held, at) in enumerate(zip(piece.places, piece.at, strict=True)):
+            values = values if kept[dim] == PERIOD else values.index_select(dim, torch.searchsorted(held, at).to(local.device))
         rows = torch.linalg.vector_norm(local, dim=-1) if local.is_floating_point() else torch.zeros(())
         return replace(piece, values=values.to("cpu", copy=True), norm=float(rows.double().norm()))
 
     @property
     def at(self) -> list[Tensor]:
         """Indices of the kept elements in the DTensor, for each dim."""
-        return [
-            _sampled(torch.arange(start, start + size), self.name, dim, kept)
-            for dim, (start, size, kept) in enumerate(zip(self.offset, self.shape, self.kept, strict=True))
-        ]
+        return [_sampled(at, self.name, dim, kept) for dim, (at, kept) in enumerate(zip(self.places, self.kept, strict=True))]
+
+    @property
+    def places(self) -> list[Tensor]:
+        """Indices of all elements in the DTensor, ascending, for each dim."""
+        if self.index:
+            return [torch.tensor(at) for at in self.index]
+        return [torch.arange(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)]
+
+    def cut(self, gradient: Tensor) -> Tensor:
+        """Return the elements of a gradient that this part of the weight has: DTensor styles may leave the whole gradient on each rank."""
+        for dim, at in enumerate(self.places if gradient.shape == self.whole and not self.sampled else ()):
+            gradient = gradient.index_select(dim, at)
+        return gradient
 
     @property
     def sampled(self) -> bool:
         return any(k < PERIOD for k in self.kept)
 
 
-def _place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return (shape of the whole, offset, ranks that hold terms of a sum, local tensor)."""
+def _place(tensor: Any) -> tuple[tuple[int, ...], list[Tensor], tuple[int, ...], Tensor]:
+    """Return (shape of the whole, indices in it of each dim if this is a DTensor, ranks that hold terms of a sum, local tensor)."""
     if not hasattr(tensor, "placements"):
-        return tuple(tensor.shape), (0,) * tensor.dim(), (), tensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        return tuple(tensor.shape), [], (), tensor
+    mesh, placements, here = tensor.device_mesh, tensor.placements, tensor.device_mesh.get_coordinate() or []
+    index = [torch.arange(size).reshape([-1 if d == dim else 1 for d in range(tensor.dim())]) for dim, size in enumerate(tensor.shape)]
+    for number, placement in enumerate(placements):
+        if (dim := getattr(placement, "dim", None)) is not None:  # Shard, or a strided one: fused weights, FSDP2 with tensor parallelism
+            index[dim] = placement._split_tensor(index[dim], mesh.size(number), with_padding=False, contiguous=False)[0][here[number]]
     partial = [p.is_partial() for p in placements]
-    here = mesh.get_coordinate() or []
     ranks = mesh.mesh[tuple(slice(None) if p else c for p, c in zip(partial, here, strict=True))]
-    return tuple(tensor.shape), tuple(offset), tuple(ranks.flatten().tolist()) if any(partial) else (), tensor.to_local()
+    summed = tuple(ranks.flatten().tolist()) if any(partial) else ()
+    return tuple(tensor.shape), [at.flatten() for at in index], summed, tensor.to_local()
 
 
 def _kept(shape: Sequence[int], most: int) -> tuple[int, ...]:
@@ -118,6 +134,12 @@ def _sampled(index: Tensor, name: str, dim: int, kept: int) -> Tensor:
         return index
     order = sorted(range(PERIOD), key=lambda i: hashlib.blake2b(f"{name} {dim} {i}".encode()).digest())
     return index[torch.isin(index % PERIOD, torch.tensor(order[:kept]))]
+
+
+def roundoff(of: list[list[Piece]]) -> float:
+    """Return the largest unit of rounding, eps, of the pieces' dtypes."""
+    dtypes = {p.dtype for pieces in of for p in pieces}
+    return max((torch.finfo(getattr(torch, d)).eps for d in dtypes if d.startswith(("float", "bfloat"))), default=0.0)
 
 
 @dataclass

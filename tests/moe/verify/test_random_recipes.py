@@ -56,6 +56,13 @@ def test_every_key_of_numbers_or_choices_gets_another_legal_value() -> None:
         assert any(value != default for value in found), key
 
 
+def test_drawn_values_need_no_object_and_no_gpu_and_weights_are_frozen() -> None:
+    """Found by --draws: the twin failed on `optimizer.kind: given` and on Triton's kernels. Frozen weights were never drawn."""
+    for key in ("optimizer.kind", "experts.kernels"):
+        assert not {"given", "triton"} & {str(random_recipe._value(random.Random(n), key, None)) for n in range(60)}
+    assert any(draw(f"freeze/{number}", 2).values.get("train", {}).get("freeze") for number in range(40))
+
+
 def test_a_failure_is_shrunk_to_the_key_that_fails_and_its_yaml_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A twin that ignores model.scales.residual deviates. Of two drawn keys only this one stays."""
     values: Any = copy.deepcopy(random_recipe._TINY)

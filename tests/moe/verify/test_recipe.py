@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from moe.recipe.load import load
+from moe.verify.cases import as_written
+from moe.verify.expected import Expected, twin_of
 from moe.verify.kinds import recipe_cases
 from moe.verify.small import known
-from moe.verify.verify import main
+from moe.verify.verify import _sums, main
 
 PARTS = """
 from moe.experts.dispatch.all_to_all import AllToAll
@@ -66,6 +68,19 @@ def test_biases_that_begin_at_zero_pass(tmp_path: Path) -> None:
     path = tmp_path / "biases.yaml"
     path.write_text("model: {qkv_bias: true}\n")
     assert main(nproc=1, recipe=str(path)) == 0
+
+
+def test_a_recipe_as_it_is_in_bf16_prints_the_limits_that_its_rows_have() -> None:
+    """Its tolerances were printed as inf, because only the bound to the twin in fp32 limits such a row."""
+    model = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "max_length": 12, "moe_every": 0}
+    train = {"freeze": ["attention"], "global_batch": 4, "eval_sequences": 4}
+    values = {"model": model, "train": train, "precision": {"compute": "bf16"}, "degrees": {"dp": 1, "ep": 1}}
+    case = as_written(values, 1, name="as-it-is")
+    expected = Expected.of(twin_of(case))
+    assert expected.bound is not None
+    expected.bound.draw()
+    limits = list(_sums([], {twin_of(case): expected}, 1, 0.0))[-1]
+    assert limits.startswith("  as-it-is bf16") and "update" in limits and "inf" not in limits and "nan" not in limits, limits
 
 
 def test_a_small_recipe_rotates_an_even_number_of_a_heads_6_channels(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Tools for the adapters of `moe verify --peer NAME`. An adapter is a file moe/verify/peers/NAME.py with
+
+PACKAGES  what it imports -> what pip installs      load()   imports it, before ranks are forked
+MODELS    names for --model                         pairs(models, degrees, pin)   the runs that are compared
+DEGREES   which of ep, tp, fsdp it has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.verify.yours.recorder import record
+
+VOCABULARY = 264
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model in a layout. one, many: record its step into a folder, on one process and on each of `world` ranks. `many` may read what
+    `one` wrote into the folder `one` next to its own."""
+
+    model: str
+    layout: str
+    world: int
+    one: Callable[[Path], None]
+    many: Callable[[Path], None]
+
+
+def batch() -> Tensor:
+    """Return the global batch [4, 11] of token ids."""
+    return torch.randint(0, VOCABULARY, (4, 11), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits [B, L, V]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def train(folder: Path, model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor, *, pin: bool = False) -> None:
+    """Record a step of AdamW on these token ids into the folder. pin: with the routers' choices of the one process."""
+    optimizer = adamw(model)
+    for step in record(folder, model, optimizer, pin=folder.parent / "one" if pin else None):
+        loss = loss_of(logits(tokens[:, :-1]), tokens[:, 1:])
+        step.note("loss", loss)
+        loss.backward()
+        optimizer.step()
+
+
+def adamw(model: nn.Module) -> Any:
+    """Return the optimizer of all programs. With eps, a tiny gradient is no step of full length."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6, foreach=False)

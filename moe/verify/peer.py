@@ -1,0 +1,156 @@
+"""`moe verify --peer NAME`: other people's parallel programs on gloo ranks of a CPU, each compared with its own single process.
+
+    adapter   moe/verify/peers/NAME.py, found by its name; moe/verify/pair.py says what it has
+    pair      one tiny model in one layout: `one` records a step on one process, `many` the same step on ranks (moe/verify/yours)
+    row       what `moe verify --compare` finds first, in forward order, or else in backward order
+
+The recordings of a model's one process are shared by all its layouts. A pair that cannot run on a CPU gets a row with the reason.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.launch import exit_codes
+from moe.records.results import write_json
+from moe.verify.pair import Pair
+from moe.verify.yours.compare import first_deviations, judged
+from parallel.errors import BadInput, counted, cut, did_you_mean
+from parallel.process.fork import run_on_ranks
+
+Say = Callable[[str], None]
+Row = dict[str, Any]
+say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
+_WITHOUT_ADAPTER = ("torchtitan", "megatron-core")
+
+
+def names() -> list[str]:
+    """Return the names of all adapters."""
+    return sorted(file.stem for file in (Path(__file__).parent / "peers").glob("[a-z]*.py"))
+
+
+def main(
+    peer: str,
+    *,
+    model: str | None = None,
+    degrees: dict[str, int] | None = None,
+    only: str | None = None,
+    pin: bool = False,
+    json: str | None = None,
+    timeout_s: float | None = None,
+    say: Say = say_now,
+) -> int:
+    """Run `moe verify --peer`: print a row for each pair. Returns 1 if one deviates, or none could be compared.
+
+    model: comma-separated names, all by default. degrees: ep, tp, fsdp -> number of ranks; by default 2 of each that the peer has.
+    only: text in a row's name. pin: replay the one process's choices of experts. timeout_s: limit for a layout."""
+    adapter = _adapter(peer)
+    known = degrees or dict.fromkeys(adapter.DEGREES, 2)
+    for name in (name for name in known if name not in adapter.DEGREES):
+        needed = f"only --{' and --'.join(adapter.DEGREES)} with {peer}"
+        raise BadInput(f"--{name}", got=known[name], needed=needed, fix=f"remove --{name}")
+    torch.set_num_threads(1)  # ranks are forked from this process
+    pairs = list(adapter.pairs(_models(model, adapter, peer, pin), known, pin))
+    if not (chosen := [pair for pair in pairs if only is None or only in f"{pair.model} {pair.layout}"]):
+        titles = cut(", ".join(f"{pair.model} {pair.layout}" for pair in pairs))
+        raise BadInput("--only", got=only, needed=f"a part of a row's text: {titles}", fix=f'--only "{pairs[0].layout}"')
+    adapter.load()
+    rows, started = list[Row](), time.perf_counter()
+    say(f"{peer} {_version(adapter)}" + (", with the one process's choices of experts" if pin else ""))
+    say(_line("model", "layout", "ranks", "equal", "differ", "open", "first deviation"))
+    with tempfile.TemporaryDirectory(prefix="peers-") as home:
+        for row in _rows(chosen, Path(home), 300.0 if timeout_s is None else timeout_s):
+            rows.append(row)
+            say(_line(*(str(row[n]) for n in ("model", "layout", "world", "equal", "differ", "open", "said"))))
+    states = [row["passed"] for row in rows]
+    say(
+        f"{states.count(True)} passed, {states.count(False)} failed, {states.count(None)} did not run: "
+        f"{counted(len(rows), 'pair')} in {time.perf_counter() - started:.0f} s"
+    )
+    if json is not None:
+        write_json(json, verb="verify peer", rows=rows, peer=peer, version=_version(adapter))
+    return exit_codes.of(any(states) and False not in states)
+
+
+def _rows(pairs: list[Pair], home: Path, timeout_s: float) -> Iterator[Row]:
+    """Run the pairs and yield their rows. `passed` is None for a pair that did not run."""
+    failed: dict[str, str] = {}
+    for pair in pairs:
+        one, many = home / pair.model / "one", home / pair.model / pair.layout.replace(" ", "-")
+        row: Row = {"model": pair.model, "layout": pair.layout, "world": pair.world, "equal": "", "differ": "", "open": "", "passed": None}
+        try:
+            if pair.model in failed:
+                raise RuntimeError(failed[pair.model])
+            if not one.exists():
+                run_on_ranks(_call(pair.one, one), 1, timeout_s=timeout_s)
+            run_on_ranks(_call(pair.many, many), pair.world, timeout_s=timeout_s)
+        except RuntimeError as error:
+            if not list(one.glob("rank-0.json")):
+                failed[pair.model] = str(error)
+            yield row | {"said": f"did not run: {_reason(str(error))}"}
+            continue
+        comparison, lacking = judged(one, many)
+        wrong = [deviation for deviation, _ in comparison.found if not deviation.passed]
+        numbers = {"equal": len(comparison.found) - len(wrong), "differ": len(wrong), "open": len(comparison.refused)}
+        first = next((cells for cells in first_deviations(comparison) if cells is not None), None)
+        said = _said(*first) if first is not None else lacking or "none"
+        yield row | numbers | {"said": said, "passed": not wrong and not lacking, "rows": [deviation.row() for deviation in wrong]}
+
+
+def _said(name: str, value: str, deviation: str, bound: str, factor: str, cause: str) -> str:
+    return f"{name}: {value} off by {deviation} (bound {bound}): {cause}"
+
+
+def _call(function: Callable[[Path], None], folder: Path) -> Callable[[int], None]:
+    return lambda rank: function(folder)
+
+
+def _reason(error: str) -> str:
+    """Return the error of the first rank's traceback: what follows its last indented line."""
+    lines = error.partition("\nrank 1 failed")[0].rstrip().splitlines()
+    last = max((number for number, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    return " ".join(lines[last + 1 :])[:200]
+
+
+def _adapter(peer: str) -> Any:
+    """Return the adapter's module. Raises BadInput for an unknown name, and if a package is not installed."""
+    if peer in _WITHOUT_ADAPTER:
+        needed = f"one of {', '.join(names())}: {peer}'s programs are compared by record and --compare"
+        raise BadInput("--peer", got=peer, needed=needed, fix="see: docs/use/verify_yours.md")
+    if peer not in names():
+        meant = did_you_mean(peer, names())
+        raise BadInput("--peer", got=peer, needed=f"one of {', '.join(names())}", fix=f"--peer {meant or 'transformers'}")
+    adapter = import_module(f"moe.verify.peers.{peer}")
+    if lacking := [name for name in adapter.PACKAGES if find_spec(name) is None]:
+        needed, fix = f"the package {lacking[0]}", f"pip install {adapter.PACKAGES[lacking[0]]}"
+        raise BadInput("--peer", got=f"{peer} without {lacking[0]}", needed=needed, fix=fix)
+    return adapter
+
+
+def _models(model: str | None, adapter: Any, peer: str, pin: bool) -> tuple[str, ...]:
+    """Return the chosen models; with pin, of those that have a router."""
+    known = adapter.ROUTED if pin else adapter.MODELS
+    if not known:
+        raise BadInput("--pin_routing", got=f"it with {peer}", needed="a peer whose models have a router", fix="remove --pin_routing")
+    chosen = known if model is None else tuple(model.split(","))
+    for name in (name for name in chosen if name not in known):
+        meant = did_you_mean(name, known)
+        raise BadInput("--model", got=name, needed=f"some of {','.join(known)}", fix=f"--model {meant or known[0]}")
+    return chosen
+
+
+def _version(adapter: Any) -> str:
+    return str(import_module(next(iter(adapter.PACKAGES))).__version__)
+
+
+def _line(model: str, layout: str, *cells: str) -> str:
+    return f"{model:<14} {layout:<20} {cells[0]:>5} {cells[1]:>6} {cells[2]:>6} {cells[3]:>5}  {cells[4]}"

@@ -1,0 +1,117 @@
+"""Replays the routers' choices of the one process, so that a tie between two experts neither hides nor fakes an error (`record(pin=...)`).
+
+    one process   each topk or argmax over a token's scores keeps its indices: module, number of the call in it -> [tokens, choices]
+    elsewhere     the indices of this rank's tokens replace its own; the values are its own scores at these places, with their gradients
+
+The scores that the rank would have chosen are recorded as outputs of the router. They are equal at a tie, and differ if a choice is
+wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moe.verify.yours.align import samples
+from moe.verify.yours.values import Piece
+from parallel.errors import BadInput
+
+_FILE = "choices.pt"
+_DIM = {"topk": (2, -1), "argmax": (1, None)}  # -> place and default of the argument `dim`
+Given = dict[str, Tensor]  # "tokens": the one's first input [B, L]; "MODULE NUMBER": its choices [B L, ...]
+
+
+class Choices(TorchFunctionMode):
+    """Keeps the choices of a step, or replays `given` ones. keep: called with (module, number of its choice, the rank's best scores)."""
+
+    def __init__(self, given: Given | None, keep: Callable[[str, int, Tensor], None]) -> None:
+        super().__init__()
+        self.given, self.keep = given, keep
+        self.kept: dict[str, list[Tensor]] = {}
+        self.inside: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self.tokens: Tensor | None = None  # of the current call of the model [b, l]
+        self.at: Tensor | None = None  # their places among the one's tokens [b l]
+
+    def enter(self, module: str, tensors: list[Tensor]) -> None:
+        """Note that a module is called. The model's own first input of whole numbers says which tokens this rank has."""
+        self.inside.append(module)
+        tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
+        if len(self.inside) > 1 or tokens is None:
+            return
+        self.calls.clear()
+        self.tokens = tokens.detach().cpu()
+        if self.given is None:
+            self.kept.setdefault("tokens", []).append(self.tokens)
+            return
+        one, here = (Piece.of(t, "", t.numel()) for t in (self.given["tokens"], self.tokens))
+        found = samples(one, here, 0)
+        if not found.found:
+            raise BadInput("pin", got="tokens that the one process did not read", needed="a part of its batch", fix="record without pin")
+        self.at = (found.rows[:, None] * found.length + found.cols).flatten()
+
+    def leave(self) -> None:
+        self.inside.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, name = kwargs or {}, getattr(func, "__name__", "")
+        out = func(*args, **given)
+        if name not in _DIM or not self.inside or torch._C._current_graph_task_id() != -1:
+            return out
+        scores = args[0] if args else given["input"]
+        place, default = _DIM[name]
+        dim = given.get("dim", args[place] if len(args) > place else default)
+        if dim not in (-1, scores.dim() - 1) or scores.dim() < 2 or hasattr(scores, "placements"):
+            return out
+        chosen = self._replayed(scores, out.indices if name == "topk" else out, out.values if name == "topk" else scores.amax(-1))
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen)) if name == "topk" else chosen
+
+    def _replayed(self, scores: Tensor, own: Tensor, best: Tensor) -> Tensor:
+        """Return the choices to use instead of the rank's own. Choices of anything but this rank's tokens stay as they are."""
+        if self.tokens is None:
+            fix = "record without pin"
+            raise BadInput("pin", got="a router in a model whose input has no token ids", needed="token ids [B, L]", fix=fix)
+        lead = 2 if scores.shape[:2] == self.tokens.shape else 1
+        if lead == 1 and scores.shape[0] != self.tokens.numel():
+            return own
+        module = self.inside[-1]
+        key = f"{module} {self.calls[module]}"
+        self.keep(module, self.calls[module], best.detach())
+        self.calls[module] += 1
+        if self.given is None:
+            self.kept.setdefault(key, []).append(own.detach().flatten(0, lead - 1).cpu())
+            return own
+        theirs = self.given.get(key)
+        if theirs is None or self.at is None or theirs.shape[1:] != own.shape[lead:]:
+            got = f"a choice in {module} that the one process did not make"
+            raise BadInput("pin", got=got, needed="the same model", fix="record without pin")
+        return theirs[self.at].reshape(own.shape).to(own.device)
+
+    def write(self, folder: str | Path) -> Given:
+        """Write the kept choices into the folder, and return them."""
+        given = {key: torch.cat(parts) for key, parts in self.kept.items()}
+        if len(given) < 2:
+            raise BadInput("pin", got="a step in which no topk or argmax chooses for tokens", needed="a router", fix="record without pin")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(given, Path(folder) / _FILE)
+        return given
+
+
+def read(folder: str | Path) -> Given:
+    """Return the choices that the one process wrote. Raises BadInput if it wrote none."""
+    try:
+        given: Given = torch.load(Path(folder) / _FILE, weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        needed, fix = (
+            "the folder of a step that one process recorded with pin",
+            f"in one process: record(..., pin={str(folder)!r})",
+        )
+        raise BadInput("pin", got=f"{folder} without {_FILE}", needed=needed, fix=fix) from error
+    return given

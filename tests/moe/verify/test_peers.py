@@ -1,0 +1,175 @@
+"""`moe verify --peer`: a clean pair of each adapter passes, and a fault put into the other project's code is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe.cli.main import main as moe
+from moe.verify.peer import main, names
+from moe.verify.yours.choices import read
+from moe.verify.yours.compare import first_deviations, judged
+from moe.verify.yours.recorder import Step, record
+from moe.verify.yours.values import Recorded
+from parallel.errors import BadInput
+
+
+def _unreduced() -> AbstractContextManager[Any]:
+    """DDP that leaves one weight's gradient out of its reduction."""
+    ddp = nn.parallel.DistributedDataParallel
+
+    def wrap(model: nn.Module) -> nn.Module:
+        ddp._set_params_and_buffers_to_ignore_for_model(model, ["blocks.2.up.weight"])
+        return ddp(model)
+
+    return mock.patch.object(nn.parallel, "DistributedDataParallel", wrap)
+
+
+def _doubled() -> AbstractContextManager[Any]:
+    """An exchange of tokens whose backward gives twice the gradient."""
+    from deepspeed.moe import sharded_moe
+
+    right: Callable[..., Any] = sharded_moe._AllToAll.backward
+    return mock.patch.object(sharded_moe._AllToAll, "backward", staticmethod(lambda ctx, g: (None, 2 * right(ctx, g)[1])))
+
+
+def _not_summed() -> AbstractContextManager[Any]:
+    """Experts cut over ranks whose gradients of gates are not summed."""
+    from transformers.distributed import tensor_parallel
+
+    own = mock.Mock(apply=lambda x, group: x)
+    return mock.patch.object(tensor_parallel, "_AllReduceBackward", own)
+
+
+FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str, str]] = {
+    "torch": ("ddp", _unreduced, "blocks.2.up.weight: gradient", "not reduced"),
+    "deepspeed": ("moe", _doubled, "layers.1.moe", "x"),
+    "transformers": ("olmoe tp2", _not_summed, "model.layers.1.", "not summed"),
+}
+
+
+def test_each_adapter_has_a_fault() -> None:
+    assert names() == sorted(FAULTS)
+
+
+@pytest.mark.parametrize("peer", FAULTS)
+def test_a_clean_pair_passes_and_a_fault_is_named(peer: str, tmp_path: Path) -> None:
+    pytest.importorskip(peer, reason=f"pip install {peer}")
+    only, fault, where, word = FAULTS[peer]
+    given = {"model": only.split()[0], "only": only, "degrees": {"tp": 2} if "tp" in only else None}
+    for wrong in (False, True):
+        said: list[str] = []
+        with fault() if wrong else nullcontext():
+            code = main(peer, json=str(tmp_path / "rows.json"), say=said.append, **given)
+        (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+        if wrong:
+            assert code == 1 and row["said"].startswith(where) and word in row["said"], said
+        else:
+            assert code == 0 and row["passed"] and row["equal"] > 50, said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--peer torhc", "--peer: got torhc, needed one of deepspeed, torch, transformers; fix: --peer torch"),
+        ("--peer torch --model ddpp", "--model: got ddpp"),
+        ("--peer torch --ep 2", "--ep: got 2, needed only --tp and --fsdp with torch"),
+        ("--peer torchtitan", "--peer: got torchtitan, needed one of deepspeed, torch, transformers: torchtitan's programs"),
+        ("--peer torch --pin-routing", "--pin_routing: got it with torch, needed a peer whose models have a router"),
+        ("--peer deepspeed --pin-routing --model zero1", "--model: got zero1, needed some of moe"),
+        ("--peer torch --nproc 2", "--nproc: got it with --peer"),
+        ("--peer torch --only nothing", "--only: got nothing, needed a part of a row's text: ddp dp2"),
+        ("--model ddp", "--model: got it without --peer"),
+        ("--pin_routing", "--pin_routing: got it without --peer"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert moe(["verify", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from moe.verify.peers import transformers
+
+    monkeypatch.setattr(transformers, "PACKAGES", {"no_such_package": "moe-parallel[hf]"})
+    assert moe(["verify", "--peer", "transformers"]) == 2
+    assert "got transformers without no_such_package" in (said := capsys.readouterr().err) and "pip install moe-parallel[hf]" in said
+
+
+class _Routed(nn.Module):
+    """Two choices of four experts. Two experts have equal scores; `nudge` decides which of them wins."""
+
+    def __init__(self, nudge: list[float], fault: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.gate = nn.Embedding(20, 6), nn.Linear(6, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 6, 6))
+        self.gate.weight.data[1] = self.gate.weight.data[0]
+        self.nudge, self.fault = torch.tensor(nudge), fault
+        self.router = _Router(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).flatten(0, 1)
+        gates, chosen = self.router(x)
+        y = torch.einsum("td,tkdf->tkf", x, self.experts[chosen])
+        return (y * (2 * gates if self.fault == "gates" else gates)[..., None]).sum(1)
+
+
+class _Router(nn.Module):
+    def __init__(self, of: _Routed) -> None:
+        super().__init__()
+        self.of = [of]  # not a submodule
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        best = (self.of[0].gate(x).softmax(-1) + self.of[0].nudge).topk(2)
+        return best.values, best.indices
+
+
+TIE = [1e-7, 0.0, 0.0, 0.0], [0.0, 1e-7, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("pin", "nudge", "fault", "where"),
+    [
+        (False, TIE[1], "", "router"),  # the tie fakes an error
+        (True, TIE[1], "", None),
+        (True, TIE[1], "gates", "the model"),  # and hides none
+        (True, [0.0, 0.0, 0.0, 0.5], "", "router"),  # nor does a replayed choice hide a wrong one
+    ],
+)
+def test_a_tie_neither_fakes_nor_hides_an_error(pin: bool, nudge: list[float], fault: str, where: str | None, tmp_path: Path) -> None:
+    tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
+    net, one = _Routed(TIE[0]), tmp_path / "one"
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in record(one, net, optimizer, pin=one if pin else None):
+        _train(net, optimizer, tokens)
+    other = _Routed(nudge, fault)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    step = Step(other, (optimizer,), Recorded(0, 1), 2**14, read(one) if pin else None)
+    with step.hooks():
+        _train(other, optimizer, tokens.flip(0))  # the same samples in another order
+    step.record.write(tmp_path / "many", "rank-0")
+    comparison, lacking = judged(one, tmp_path / "many")
+    first = next((cells for cells in first_deviations(comparison) if cells), None)
+    assert (first is None) == (where is None), first
+    assert first is None or first[0].startswith(str(where)), first
+    assert where is not None or not lacking and not comparison.refused
+
+
+def _train(net: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    optimizer.zero_grad()
+    net(tokens).square().mean().backward()
+    optimizer.step()
+
+
+def test_choices_that_one_process_did_not_keep_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="without choices.pt"):
+        read(tmp_path)
