@@ -204,8 +204,8 @@ class Transformer(nn.Module):
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
             context = context.remembering()  # so that a recomputed layer repeats its routing
-        if self.config.document_mask:
-            separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
+        if self.config.document_mask or context.begins_T is not None:
+            separator = (self.config.document_separator or SEPARATOR) if self.config.document_mask else None
             context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
         if self.halves:
             x_BLD, reports, context = self._encode_and_decode(blocks, tokens_BL, context, part)

@@ -63,7 +63,7 @@ def network_of(run: Run) -> Network:
 
 def _decoder(run: Run) -> Network:
     """Return the model as one decoder with all layers of the recipe, even if it is an encoder-decoder."""
-    m = run.model
+    m = run.model.model_copy(update={"document_mask": run.model.document_mask or run.data.packing})
     return Network(
         layers=m.num_layers,
         width=m.d_model,
