@@ -118,7 +118,7 @@ def _experts(run: Run) -> Experts | None:
         dropout=e.dropout > 0,
         free=e.free,
         products=products.kind,
-        fused=products.fused and e.kernels not in UNFUSED,
+        fused=products.fused and e.kernels not in UNFUSED and not (run.lora.rank and "experts" in run.lora.targets),
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",
