@@ -82,14 +82,14 @@ class _Product(torch.autograd.Function):
         narrow = F.linear(x, right.to(x.dtype))
         ctx.save_for_backward(x, narrow, weight, left, right)
         ctx.scale, ctx.dtypes = scale, (gradient_dtype(left), gradient_dtype(right))
-        return F.linear(x, weight.to(x.dtype)).add_(F.linear(narrow, left.to(x.dtype)), alpha=scale)
+        return _added(F.linear(x, weight.to(x.dtype)), narrow, left.to(x.dtype).t(), scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow, weight, left, right = ctx.saved_tensors
         grad_x, grad_narrow = None, (grad @ left.to(grad.dtype)).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.to(grad.dtype)).add_(grad_narrow @ right.to(grad.dtype))
+            grad_x = _added(grad @ weight.to(grad.dtype), grad_narrow, right.to(grad.dtype), 1.0)
         grad_left = (grad.flatten(0, -2).t() @ narrow.flatten(0, -2)).to(ctx.dtypes[0]).mul_(ctx.scale)
         return grad_x, None, grad_left, (grad_narrow.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtypes[1]), None
 
@@ -109,7 +109,7 @@ class _GroupedProduct(torch.autograd.Function):
         narrow = _times(rows, first, counts)
         ctx.save_for_backward(rows, narrow, weight, first, second)
         ctx.counts, ctx.scale, ctx.dtypes = counts, scale, (gradient_dtype(first), gradient_dtype(second))
-        return _times(rows, weight, counts).add_(_times(narrow, second, counts), alpha=scale)
+        return _times(narrow, second, counts, onto=_times(rows, weight, counts), scale=scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,16 +117,23 @@ class _GroupedProduct(torch.autograd.Function):
         grad, grad_rows = grad.contiguous(), None
         grad_narrow = _times(grad, second.mT, counts).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            grad_rows = _times(grad, weight.mT, counts).add_(_times(grad_narrow, first.mT, counts))
+            grad_rows = _times(grad_narrow, first.mT, counts, onto=_times(grad, weight.mT, counts))
         grad_first, grad_second = _outer(rows, grad_narrow, counts, ctx.dtypes[0]), _outer(narrow, grad, counts, ctx.dtypes[1])
         return grad_rows, None, grad_first, grad_second.mul_(ctx.scale), None, None
 
 
-def _times(rows_RI: Tensor, matrices_EIO: Tensor, counts: list[int]) -> Tensor:
-    """Return each row times the matrix of its expert, in the rows' dtype: [R, O]."""
-    out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2])
+def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:
+    """Return y + scale * narrow matrix, in y's memory."""
+    rows = y.flatten(0, -2)
+    torch.addmm(rows, narrow.flatten(0, -2), matrix, alpha=scale, out=rows)
+    return y
+
+
+def _times(rows_RI: Tensor, matrices_EIO: Tensor, counts: list[int], *, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Return scale times each row times the matrix of its expert, in the rows' dtype: [R, O]; added to `onto`, in its memory."""
+    out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2]) if onto is None else onto
     for rows, matrix, into in zip(rows_RI.split(counts), matrices_EIO, out.split(counts), strict=True):
-        torch.mm(rows, matrix.to(rows.dtype), out=into)
+        torch.addmm(into, rows, matrix.to(rows.dtype), beta=0.0 if onto is None else 1.0, alpha=scale, out=into)
     return out
 
 
