@@ -139,18 +139,17 @@ class Experts(nn.Module):
     def _network(self, part: ExpertChunk) -> Network:
         if isinstance(part, Network):
             return part
-        return self._read() if part is None else self._read().part(part)
+        held = self._read()
+        return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
     def chunks(self, count: int) -> list[ExpertChunk]:
         """Cut the held experts into `count` equal chunks. Chunks are views of the matrices, not copies."""
         if count == 1:
             return [None]
         each = len(self.held) // count
-        ranges = [slice(i * each, (i + 1) * each) for i in range(count)]
         if self.num_tiles > 1:  # ranges only, because an engine may gather a tile's weights only in the tile's forward pass
-            return [*ranges]
-        held = self._read()
-        return [held.part(experts) for experts in ranges]
+            return [slice(i * each, (i + 1) * each) for i in range(count)]
+        return [*self._read().split(each)]
 
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: Counts | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:

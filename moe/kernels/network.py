@@ -46,10 +46,14 @@ class Network:
         assert w1 is not None and w2 is not None
         return cls(w1, w2, w3, b1, b3, activation)
 
-    def part(self, experts: slice) -> Network:
-        """Return the network of some of the experts. Its tensors are views."""
-        cut = Network.of([None if t is None else t[experts] for t in self.tensors], self.activation)
-        return replace(cut, adapters={name: (first[experts], second[experts]) for name, (first, second) in self.adapters.items()})
+    def split(self, each: int) -> list[Network]:
+        """Return the networks of `each` experts at a time. Chunks of a tensor are views that share an autograd node, which writes their
+        gradients into one tensor."""
+        count = len(self.w1) // each
+        cut = zip(*([None] * count if t is None else t.split(each) for t in self.tensors), strict=True)
+        pairs = {name: list(zip(*(t.split(each) for t in pair), strict=True)) for name, pair in self.adapters.items()}
+        adapters = ({name: chunks[i] for name, chunks in pairs.items()} for i in range(count))
+        return [replace(Network.of(chunk, self.activation), adapters=own) for chunk, own in zip(cut, adapters, strict=True)]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
