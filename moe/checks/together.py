@@ -199,7 +199,7 @@ def _check_given(d: Data) -> None:
     if d.tokenizer == "bpe" and d.source != "chat":
         needed, fix = "ids, which the samples are, or bytes", Set("it", "ids", said="ids, and data.vocab_size")
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
-    for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources)):
+    for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources if d.is_own else ())):
         if value:
             raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="one of the two", fix=Remove(f"data.{key}"))
     if d.objective != "next_token":

@@ -231,6 +231,7 @@ class Convert:
     dtype: Literal["fp32", "bf16", "fp16"] | None = _flag(
         "for RUN hf:PATH: dtype of the written weights; by default the dtype of the original files, or the run's"
     )
+    adapters: bool = _flag("for RUN hf:PATH: write the run's LoRA adapters alone, for PEFT", False)
     without_mtp: bool = _flag("for hf:PATH RUN: leave out the files' layers for multi-token prediction", False)
     json: Path | None = _flag("also write the report as JSON")
 

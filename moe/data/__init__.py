@@ -2,7 +2,8 @@
 
 corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
 tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
-chat.py    chats, of which parts are predicted    ->  given.py      samples of a program
+chat.py    chats, of which parts are predicted    ->  chats.py      kept in files, packed
+given.py   samples of a program
 ids.py     ids from other programs, read in place ->  mixture.py    sequences of several sources, with weights
                                                       span_corruption.py  for an encoder-decoder: sequences with spans hidden
 """
@@ -17,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe.data.chat import read_chats, with_template
+from moe.data.chat import with_template
+from moe.data.chats import open_chats, sequences_of
 from moe.data.corpus import find_corpus
 from moe.data.given import Stream, open_given
 from moe.data.ids import open_ids
@@ -30,7 +32,7 @@ from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Data
 from moe.recipe.shapes import START, inputs_within, spans_of
-from parallel.errors import BadInput, where
+from parallel.errors import BadInput, counted, where
 from parallel.fixes import Set
 
 __all__ = [
@@ -79,8 +81,6 @@ def open_data(
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
-    if data_config.source == "chat":
-        return _chats(data_config, tokenizer, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
     cache = cache or cache_folder()
     opened = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
     if data_config.objective == "span_corruption":
@@ -98,6 +98,8 @@ def open_data(
             sized = partial(opened, one, max_length=max_length, vocab_size=vocab_size)
             each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
+    if data_config.source == "chat":
+        return _chats(data_config, tokenizer, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, log=log)
     if data_config.tokenizer == "ids":
         files = open_ids(data_config, cache=cache, log=log)
     else:
@@ -131,7 +133,14 @@ def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: in
 
 
 def _chats(
-    data: Data, description: dict[str, Any] | None, *, max_length: int, vocab_size: int, seed: int, log: Callable[[str], object]
+    data: Data,
+    description: dict[str, Any] | None,
+    *,
+    max_length: int,
+    vocab_size: int,
+    seed: int,
+    cache: Path,
+    log: Callable[[str], object],
 ) -> Dataset:
     assert data.path is not None  # checked with the recipe
     if description is None and data.tokenizer == "bpe":
@@ -141,11 +150,12 @@ def _chats(
     if vocab_size < tokenizer.vocab_size:
         needed = f"at least the tokenizer's {tokenizer.vocab_size}"
         raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))
-    chats = read_chats(data.path, tokenizer, max_length=max_length, log=log)
-    share, ids = data.validation_share, tokenizer.vocab_size
-    found = open_given(chats, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
-    held = replace(found.validation, bytes_per_id=tokenizer.bytes_per_id)
-    return Dataset(found.train, held, tokenizer, {"key": chats.key}, chats.key)
+    field = None if data.text_key == Data.model_fields["text_key"].default else data.text_key
+    chats = open_chats(data.path, tokenizer, max_length=max_length, field=field, cache=cache, log=log)
+    train, held = sequences_of(chats, max_length=max_length, validation_share=data.validation_share, packing=data.packing)
+    holds = f"packed into {train.num_windows + held.num_windows} sequences" if data.packing else "each is a sequence, padded"
+    log(f"data: {holds} of {max_length + 1} tokens (model.max_length + 1); an epoch is {counted(train.num_windows, 'sequence')}")
+    return Dataset(TrainSet(train, seed), ValidationSet(held, tokenizer.bytes_per_id), tokenizer, {"key": chats.key}, chats.key)
 
 
 def _mixed(made: list[Dataset], weights: tuple[float, ...], seed: int) -> Dataset:

@@ -7,17 +7,16 @@
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
 
 A chat is one sample. What is longer than a sequence is cut off at its end; a chat of which no predicted token is left is left out, and a
-line says how many. All samples are held in memory by each rank: 5 bytes a token. No template can write the id that ends a text of a
-tokenizer of this project, bytes or bpe; there it follows the last assistant's message, which ends the sample.
+line says how many. No template can write the id that ends a text of a tokenizer of this project, bytes or bpe; there it follows the last
+assistant's message, which ends the sample. moe/data/chats.py keeps the samples and packs them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -26,7 +25,6 @@ import numpy.typing as npt
 from moe.data import formats
 from moe.data.chat_template import ASSISTANT, ChatTemplate, Span
 from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load
-from moe.recipe.shapes import PADDING
 from parallel.errors import BadInput, counted
 from parallel.store.files import read_text, user_path
 
@@ -44,23 +42,14 @@ class Text(NamedTuple):
     plain: bool = False
 
 
-@dataclass(frozen=True)
-class Chats:
-    """Samples with the columns input_ids and labels, int64 (moe/data/given.py). ids_N: all samples' ids, one after another. predicted_N:
-    whether an id is predicted. starts: index of each sample's first id, and the number of all ids. key: hash of the samples."""
+class Encoded(NamedTuple):
+    """Chats as ids. ids_N: all chats' ids, one after another. predicted_N: whether an id is predicted. starts: index of each chat's first
+    id, and the number of all ids. about: the sentence that tells a user what was read."""
 
     ids_N: npt.NDArray[np.uint32]
     predicted_N: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
-    key: str
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, number: int) -> dict[str, npt.NDArray[np.int64]]:
-        some = slice(self.starts[number], self.starts[number + 1])
-        ids = self.ids_N[some].astype(np.int64)
-        return {"input_ids": ids, "labels": np.where(self.predicted_N[some], ids, PADDING)}
+    about: str
 
 
 @final
@@ -82,19 +71,25 @@ class InChats(Tokenizer):
         return self._ends
 
 
-def read_chats(path: str, tokenizer: Tokenizer, *, max_length: int, log: Callable[[str], object]) -> Chats:
-    """Read a file *.jsonl (also .gz or .zst) of chats. Samples have at most max_length + 1 ids. `log` prints a line. Templates read the
-    date of the file's last change (UTC) as the current one. Raises BadInput, which names the line, for another form, and for a file
-    without chats."""
+def file_of(path: str) -> Path:
+    """Return the path of a file of chats. Raises BadInput if it is no file *.jsonl, *.jsonl.gz or *.jsonl.zst."""
     file = user_path(path, what="data.path")
     if not file.is_file() or not formats.unpacked_name(file.name).endswith(".jsonl"):
         raise BadInput("data.path", got=path, needed="a file *.jsonl of chats", fix="write one chat a line, as JSON")
+    return file
+
+
+def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None = None) -> Encoded:
+    """Read a file of chats. Samples have at most max_length + 1 ids. `field`: the field of a line that holds the messages; None: one of the
+    fields above. Templates read the date of the file's last change (UTC) as the current one. Raises BadInput, which names the line, for
+    another form, and for a file without chats."""
+    file = file_of(path)
     template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
     ids, predicted, lengths, cut, left_out = bytearray(), bytearray(), [0], 0, 0
     for number, line in enumerate(formats.lines(file), 1):
         if not line.strip():
             continue
-        found, shown = _encoded(_text(line, f"{path}, line {number}", template), tokenizer)
+        found, shown = _encoded(_text(line, f"{path}, line {number}", template, field), tokenizer)
         cut += len(found) > max_length + 1
         found, shown = found[: max_length + 1], shown[: max_length + 1]
         if not shown[1:].any():
@@ -106,16 +101,11 @@ def read_chats(path: str, tokenizer: Tokenizer, *, max_length: int, log: Callabl
     if len(lengths) == 1:
         got = f"{path} with no chat that has a predicted token" if left_out else f"{path}, which has no lines"
         raise BadInput("data.path", got=got, needed=f"lines with {_FORMS}", fix="give chats that an assistant answers")
-    starts = np.cumsum(lengths)
-    key = hashlib.sha256(f"chats {max_length}".encode())
-    for part in (starts.tobytes(), ids, predicted):
-        key.update(part)
-    made = Chats(np.frombuffer(ids, np.uint32), np.frombuffer(predicted, np.bool_), starts, key.hexdigest()[:24])
+    starts, shown = np.cumsum(lengths), np.frombuffer(predicted, np.bool_)
     dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
     cuts = f", {counted(cut, 'chat')} cut to model.max_length" if cut else ""
-    log(f"data: {path}: {counted(len(made), 'chat')}, {starts[-1]} tokens, {made.predicted_N.sum()} of them predicted{cuts}{dropped}")
-    log(f"data: the longest chat has {counted(max(lengths), 'token')}; each is padded to {max_length + 1} (model.max_length + 1)")
-    return made
+    sizes = f"{counted(len(lengths) - 1, 'chat')}, {starts[-1]} tokens, {shown.sum()} of them predicted{cuts}{dropped}"
+    return Encoded(np.frombuffer(ids, np.uint32), shown, starts, f"{sizes}; the longest chat has {counted(max(lengths), 'token')}")
 
 
 def with_template(tokenizer: Tokenizer, given: str | None) -> Tokenizer:
@@ -138,7 +128,7 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
     return ChatTemplate(own["template"], tokens, date, own.get("tool_use")) if "template" in own else None
 
 
-def _text(line: bytes, where: str, template: ChatTemplate | None) -> Text:
+def _text(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> Text:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -146,6 +136,13 @@ def _text(line: bytes, where: str, template: ChatTemplate | None) -> Text:
     if not isinstance(row, dict):
         raise BadInput(where, got=f"a {type(row).__name__}", needed="one object", fix="mend this line")
     row = {name: value for name, value in row.items() if value is not None}
+    if field is not None:
+        if field not in row:
+            fix = "name the field with the messages, or remove this key"
+            raise BadInput(
+                where, got=f"an object with {', '.join(row) or 'nothing'}", needed=f"{field}, which data.text_key names", fix=fix
+            )
+        row = {"messages": row[field]} | {name: row[name] for name in ("tools",) if name in row}
     given = next((row[name] for name in ("messages", "conversations", "prompt") if name in row), None)
     if given is None or (given is row.get("prompt") and "completion" not in row):
         raise BadInput(where, got=f"an object with {', '.join(row) or 'nothing'}", needed=_FORMS, fix=_WRITE)

@@ -73,11 +73,13 @@ class MixedValidation:
         """Return one rank's part of the sequences, and the mean bytes a token over the sequences of all ranks."""
         counts = shares(self.weights, shard.num_sequences)
         chosen = [np.arange(n, dtype=np.int64) * part.windows.num_windows // max(n, 1) for part, n in zip(self.parts, counts, strict=True)]
-        text_bytes = sum(part.predicted(windows)[0] for part, windows in zip(self.parts, chosen, strict=True))
+        text_bytes, tokens = map(
+            sum, zip(*(part.predicted(windows) for part, windows in zip(self.parts, chosen, strict=True)), strict=True)
+        )
         mine = slice(shard.sequences.start, shard.sequences.stop)
         source, windows = np.repeat(np.arange(len(self.parts)), counts)[mine], np.concatenate(chosen)[mine]
         found = [part.windows.read(windows[source == i], shard.columns) for i, part in enumerate(self.parts)]
-        return Held(gathered(found, source), text_bytes / (shard.num_sequences * self.parts[0].windows.max_length))
+        return Held(gathered(found, source), text_bytes / tokens)
 
 
 def gathered(found: Sequence[Ints], source: Ints) -> Ints:

@@ -78,7 +78,7 @@ def open_or_build(
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
         return _open_or_build(cache / key, corpus, data, found, None, verify=verify, log=log)
-    with _usable(cache), contextlib.suppress(FileNotFoundError, Damaged):
+    with usable(cache), contextlib.suppress(FileNotFoundError, Damaged):
         own = open_files(cache / key, verify=verify)
         if own.tokenizer.describe() == given:
             return own
@@ -90,11 +90,11 @@ def _open_or_build(
     folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, *, verify: bool, log: Log
 ) -> TokenFiles:
     cache = folder.parent
-    with _usable(cache):
+    with usable(cache):
         with contextlib.suppress(FileNotFoundError, Damaged):
             return open_files(folder, verify=verify)
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{folder.name}.lock", log) as locked:
+        with locked_alone(cache / f"{folder.name}.lock", log) as locked:
             try:  # another process may have built the files while this one waited for the lock
                 return open_files(folder, verify=True)
             except Damaged as damage:
@@ -107,7 +107,7 @@ def _open_or_build(
 
 
 @contextlib.contextmanager
-def _usable(cache: Path) -> Iterator[None]:
+def usable(cache: Path) -> Iterator[None]:
     """Convert OSError while reading and writing the cache to BadInput."""
     try:
         yield
@@ -330,14 +330,14 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, log: Log) -> Iterator[bool]:
+def locked_alone(path: Path, log: Log) -> Iterator[bool]:
     """Hold an exclusive lock on a file. Yields False if the file system has no locks: then only the rename keeps builders apart."""
     with path.open("a") as file:
         locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log("data: waiting for another process that builds the token files")
+            log("data: waiting for another process that builds the same files")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             locked = False

@@ -8,6 +8,8 @@ tiles, the layer is a sum of stacks, each with a chunk of the hidden units held 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +21,7 @@ from moe.kernels.activation import GATED, Activation
 from moe.kernels.network import ByProduct, Counts, Network
 from moe.kernels.products import PRODUCTS
 from moe.kernels.rows import Plan
-from moe.nn.lora import adapted
+from moe.nn.lora import grouped_product
 from parallel.data.tiling import summed, take
 from parallel.mesh.layout import Tile
 from parallel.mesh.regions import in_region
@@ -40,6 +42,10 @@ class Routed(NamedTuple):
 
     gate_TK: Tensor
     plan: Plan
+
+
+def _with_adapters(network: Network, scale: float, name: str, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+    return grouped_product(rows_RI, weight_EIO, counts, *network.adapters[name], scale=scale)
 
 
 class Experts(nn.Module):
@@ -101,16 +107,14 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_a", nn.Parameter(weight.new_empty(count, size_in, rank)))
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
-    def _read(self, dtype: torch.dtype) -> Network:
-        """Return the held experts' network. Matrices with LoRA adapters have their product added, for rows of `dtype`."""
-
-        def read(name: str) -> Tensor | None:
-            weight: Tensor | None = getattr(self, name)
-            if weight is None or not self.rank:
-                return weight
-            return adapted(weight, getattr(self, f"{name}_a"), getattr(self, f"{name}_b"), scale=self.scale, dtype=dtype)
-
-        return Network.of([*map(read, MATRICES), self.b1, self.b3], self.activation)
+    def _read(self) -> Network:
+        """Return the held experts' network."""
+        matrices = {name: getattr(self, name) for name in MATRICES}
+        network = Network.of([*matrices.values(), self.b1, self.b3], self.activation)
+        if not self.rank:
+            return network
+        pairs = {name: (getattr(self, f"{name}_a"), getattr(self, f"{name}_b")) for name, one in matrices.items() if one is not None}
+        return replace(network, adapters=pairs)
 
     @property
     def _form(self) -> dict[str, Any]:
@@ -132,22 +136,20 @@ class Experts(nn.Module):
             take(tile, self, lambda name, i=i: Tile(HIDDEN_DIM[name], i, count))  # type: ignore[misc]
         return made
 
-    def _network(self, part: ExpertChunk, dtype: torch.dtype) -> Network:
+    def _network(self, part: ExpertChunk) -> Network:
         if isinstance(part, Network):
             return part
-        held = self._read(dtype)
+        held = self._read()
         return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
-    def chunks(self, count: int, dtype: torch.dtype) -> list[ExpertChunk]:
-        """Cut the held experts into `count` equal chunks, for rows of `dtype`. Chunks are views of the matrices, not copies."""
+    def chunks(self, count: int) -> list[ExpertChunk]:
+        """Cut the held experts into `count` equal chunks. Chunks are views of the matrices, not copies."""
         if count == 1:
             return [None]
         each = len(self.held) // count
         if self.num_tiles > 1:  # ranges only, because an engine may gather a tile's weights only in the tile's forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]
-        held = self._read(dtype)
-        cut = [[None] * count if t is None else t.split(each) for t in held.tensors]
-        return [Network.of(chunk, held.activation) for chunk in zip(*cut, strict=True)]
+        return [*self._read().split(each)]
 
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: Counts | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
@@ -163,9 +165,11 @@ class Experts(nn.Module):
                 return out
 
             return summed(self.tiles, x, one_tile)
-        network = self._network(weights, x.dtype)
+        network, kernels = self._network(weights), self.kernels
+        if network.adapters:
+            kernels = ByProduct(kernels, partial(_with_adapters, network, self.scale))
         if isinstance(counts, Routed):
-            out: Tensor = self.kernels.routed_ffn(x, counts.gate_TK, counts.plan, network, dropped_RF=dropped_RF)
+            out: Tensor = kernels.routed_ffn(x, counts.gate_TK, counts.plan, network, dropped_RF=dropped_RF)
         else:
-            out = self.kernels.grouped_ffn(x, network, counts=counts, dropped_RF=dropped_RF)
+            out = kernels.grouped_ffn(x, network, counts=counts, dropped_RF=dropped_RF)
         return out

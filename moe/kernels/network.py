@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +29,7 @@ Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I]
 @dataclass(frozen=True)
 class Network:
     """Feed-forward networks of E experts: `w1`, `w3` [E, D, F] and `w2` [E, F, D]; `w3` is None without a gated activation.
-    `b1`, `b3` [E, F] are added after w1 and w3.
+    `b1`, `b3` [E, F] are added after w1 and w3. `adapters`: LoRA's two matrices of each matrix, by its name; only `ByProduct` reads them.
     """
 
     w1: Tensor
@@ -38,12 +38,22 @@ class Network:
     b1: Tensor | None
     b3: Tensor | None
     activation: Activation
+    adapters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], activation: Activation) -> Network:
         w1, w2, w3, b1, b3 = tensors
         assert w1 is not None and w2 is not None
         return cls(w1, w2, w3, b1, b3, activation)
+
+    def split(self, each: int) -> list[Network]:
+        """Return the networks of `each` experts at a time. Chunks of a tensor are views that share an autograd node, which writes their
+        gradients into one tensor."""
+        count = len(self.w1) // each
+        cut = zip(*([None] * count if t is None else t.split(each) for t in self.tensors), strict=True)
+        pairs = {name: list(zip(*(t.split(each) for t in pair), strict=True)) for name, pair in self.adapters.items()}
+        adapters = ({name: chunks[i] for name, chunks in pairs.items()} for i in range(count))
+        return [replace(Network.of(chunk, self.activation), adapters=own) for chunk, own in zip(cut, adapters, strict=True)]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:

@@ -204,8 +204,9 @@ class Transformer(nn.Module):
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
             context = context.remembering()  # so that a recomputed layer repeats its routing
-        if self.config.document_mask and not self.halves:
-            context = context.with_documents(self._separator, self._whole_inner_sequences)
+        if not self.halves and (self.config.document_mask or context.begins_T is not None):
+            separator = self._separator if self.config.document_mask else None
+            context = context.with_documents(separator, self._whole_inner_sequences)
         if self.halves:
             x_BLD, reports, context = self._encode_and_decode(blocks, tokens_BL, context, part)
         else:

@@ -20,7 +20,7 @@ from parallel.numerics.recompute import Replay
 from parallel.numerics.supposed import supposed_as
 
 Value = TypeVar("Value")
-_OF_TOKENS = ("position_T", "valid_T", "tokens_T")
+_OF_TOKENS = ("position_T", "valid_T", "tokens_T", "begins_T")
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Context:
 
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
     `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each column in its sequence. `length`:
-    tokens of a whole sequence, of which this rank may hold a shard. `document_BS` int64: the document of each token of whole sequences;
-    None: attention sees across documents. `source_document_BS`: the same of the encoder's tokens, for cross attention. `source`: number of
-    leading columns held here that the encoder reads; 0: no encoder.
+    tokens of a whole sequence, of which this rank may hold a shard. `begins_T` bool [T]: True where a packed chat begins. `document_BS`
+    int64: the document of each token of whole sequences; None: attention sees across documents. `source_document_BS`: the same of the
+    encoder's tokens, for cross attention. `source`: number of leading columns held here that the encoder reads; 0: no encoder.
 
     `auxiliary_scale`: factor of auxiliary losses, which is this pass's share of the global batch's tokens times the loss scale. `valid_T`
     bool [T]: False for padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this pass's sums; None:
@@ -47,6 +47,7 @@ class Context:
     whole_step: Callable[[int, Tensor], Tensor] | None = None
     replay: Replay | None = None
     tokens_T: Tensor | None = None
+    begins_T: Tensor | None = None
     sequence_B: Tensor | None = None
     place_L: Tensor | None = None
     document_BS: Tensor | None = None
@@ -66,6 +67,7 @@ class Context:
         first_sequence: int = 0,
         auxiliary_scale: float = 1.0,
         valid_BL: Tensor | None = None,
+        begins_BL: Tensor | None = None,
         positions: Sequence[int] | npt.NDArray[np.int64] | None = None,
         length: int | None = None,
         source: int = 0,
@@ -73,8 +75,8 @@ class Context:
         replay_routing: RoutingRecord | None = None,
     ) -> Context:
         """Make the context of tokens [B, L], sequences first_sequence, first_sequence + 1, ... of the step.
-        `valid_BL` bool: False for padding. `positions`: positions of the columns in their sequences of `length` tokens; None: all L. Raise
-        BadInput if a routing record has other sequences.
+        `valid_BL` bool: False for padding. `begins_BL` bool: True where a packed chat begins. `positions`: positions of the columns in
+        their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences.
         """
         (batch, columns), device = tokens_BL.shape, tokens_BL.device
         assert positions is None or len(positions) == columns
@@ -93,6 +95,7 @@ class Context:
             auxiliary_scale,
             valid_T,
             tokens_T=tokens_BL.flatten(),
+            begins_T=None if begins_BL is None else begins_BL.flatten(),
             sequence_B=sequence_B,
             place_L=place_L,
             source=source,
@@ -150,10 +153,13 @@ class Context:
         """Return field name -> its value with `change` applied, for the fields `names` (default: the fields [T]) that are not None."""
         return {name: change(value) for name in names or _OF_TOKENS if (value := getattr(self, name)) is not None}
 
-    def with_documents(self, separator: int, whole: Callable[[Tensor], Tensor]) -> Context:
-        """Add `document_BS`: a document begins at each token `separator`. `whole(x)` gathers [B, L, ...] over whole sequences."""
+    def with_documents(self, separator: int | None, whole: Callable[[Tensor], Tensor]) -> Context:
+        """Add `document_BS`: a document begins at each token `separator` (None: at none), and at each packed chat. `whole(x)` gathers
+        [B, L, ...] over whole sequences."""
         assert self.tokens_T is not None and self.sequence_B is not None
-        begins_BS = whole((self.tokens_T == separator).view(len(self.sequence_B), -1))
+        begins_T = torch.zeros_like(self.tokens_T, dtype=torch.bool) if self.begins_T is None else self.begins_T
+        begins_T = begins_T if separator is None else begins_T | (self.tokens_T == separator)
+        begins_BS = whole(begins_T.view(len(self.sequence_B), -1))
         return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def halves_with_documents(self, separator: int, sentinels: int, whole: Callable[[Tensor], Tensor]) -> tuple[Context, Context]:

@@ -57,10 +57,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return self.product(x, self.weight)
-        if self.lora_a is not None and self.lora_b is not None and not self.weight.requires_grad:
+        if self.lora_a is not None and self.lora_b is not None:
             return adapted_product(x, self.weight, self.lora_b, self.lora_a, scale=self.scale)
-        weight = self.read(x.dtype)
-        return linear(x, weight) if self.recast else F.linear(x, weight.to(x.dtype))
+        return linear(x, self.weight) if self.recast else F.linear(x, self.weight.to(x.dtype))
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

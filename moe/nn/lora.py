@@ -1,9 +1,9 @@
 """LoRA: a matrix is frozen, and two narrow matrices added to it are trained (Hu et al., arXiv 2106.09685, section 4.1).
 
-    W'  =  W + s B A        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
+    y  =  x W^T + s (x A^T) B^T        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
-W' is made when the weight is read, so kernels, exchanges and splits do not change. Stacks of experts have a B and an A for each expert.
-A linear layer never makes the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow. It saves only x, and makes W' again.
+The product B A is never made, nor is a gradient of W: dB = s dy^T (x A^T), dA = s (dy B)^T x and the gradient of x are computed from
+narrow products, [tokens, r]. Stacks of experts have a B and an A for each expert, and rows in the order of the experts.
 """
 
 from __future__ import annotations
@@ -79,21 +79,67 @@ def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: fl
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(x, weight, left, right)
+        narrow = F.linear(x, right.to(x.dtype))
+        ctx.save_for_backward(x, narrow, weight, left, right)
         ctx.scale, ctx.dtypes = scale, (gradient_dtype(left), gradient_dtype(right))
-        return F.linear(x, adapted(weight, left, right, scale=scale, dtype=x.dtype).to(x.dtype))
+        return _added(F.linear(x, weight.to(x.dtype)), narrow, left.to(x.dtype).t(), scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, left, right = ctx.saved_tensors
-        grad_x = None
+        x, narrow, weight, left, right = ctx.saved_tensors
+        grad_x, grad_narrow = None, (grad @ left.to(grad.dtype)).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ adapted(weight, left, right, scale=ctx.scale, dtype=x.dtype).to(grad.dtype)
-        wide = sum_dtype(x.dtype)
-        grad_TO, x_TI = grad.flatten(0, -2).to(wide), x.flatten(0, -2).to(wide)
-        grad_left = grad_TO.t() @ (x_TI @ right.to(wide).t())
-        grad_right = (grad_TO @ left.to(wide)).t() @ x_TI
-        return grad_x, None, grad_left.mul_(ctx.scale).to(ctx.dtypes[0]), grad_right.mul_(ctx.scale).to(ctx.dtypes[1]), None
+            grad_x = _added(grad @ weight.to(grad.dtype), grad_narrow, right.to(grad.dtype), 1.0)
+        grad_left = (grad.flatten(0, -2).t() @ narrow.flatten(0, -2)).to(ctx.dtypes[0]).mul_(ctx.scale)
+        return grad_x, None, grad_left, (grad_narrow.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtypes[1]), None
+
+
+def grouped_product(
+    rows_RI: Tensor, weight_EIO: Tensor, counts: list[int], first_EIr: Tensor, second_ErO: Tensor, *, scale: float
+) -> Tensor:
+    """Return rows (W + s first second) in the rows' dtype, for frozen matrices of experts. The rows are sorted by expert, counts[e] of
+    expert e."""
+    out: Tensor = _GroupedProduct.apply(rows_RI, weight_EIO, first_EIr, second_ErO, counts, scale)
+    return out
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, first: Tensor, second: Tensor, counts: list[int], scale: float) -> Tensor:
+        narrow = _times(rows, first, counts)
+        ctx.save_for_backward(rows, narrow, weight, first, second)
+        ctx.counts, ctx.scale, ctx.dtypes = counts, scale, (gradient_dtype(first), gradient_dtype(second))
+        return _times(narrow, second, counts, onto=_times(rows, weight, counts), scale=scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, narrow, weight, first, second), counts = ctx.saved_tensors, ctx.counts
+        grad, grad_rows = grad.contiguous(), None
+        grad_narrow = _times(grad, second.mT, counts).mul_(ctx.scale)
+        if ctx.needs_input_grad[0]:
+            grad_rows = _times(grad_narrow, first.mT, counts, onto=_times(grad, weight.mT, counts))
+        grad_first, grad_second = _outer(rows, grad_narrow, counts, ctx.dtypes[0]), _outer(narrow, grad, counts, ctx.dtypes[1])
+        return grad_rows, None, grad_first, grad_second.mul_(ctx.scale), None, None
+
+
+def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:
+    """Return y + scale * narrow matrix, in y's memory."""
+    rows = y.flatten(0, -2)
+    torch.addmm(rows, narrow.flatten(0, -2), matrix, alpha=scale, out=rows)
+    return y
+
+
+def _times(rows_RI: Tensor, matrices_EIO: Tensor, counts: list[int], *, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Return scale times each row times the matrix of its expert, in the rows' dtype: [R, O]; added to `onto`, in its memory."""
+    out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2]) if onto is None else onto
+    for rows, matrix, into in zip(rows_RI.split(counts), matrices_EIO, out.split(counts), strict=True):
+        torch.addmm(into, rows, matrix.to(rows.dtype), beta=0.0 if onto is None else 1.0, alpha=scale, out=into)
+    return out
+
+
+def _outer(rows_RI: Tensor, grads_RO: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
+    """Return rows^T grads of each expert: [E, I, O] of `dtype`."""
+    return torch.stack([(rows.t() @ grads).to(dtype) for rows, grads in zip(rows_RI.split(counts), grads_RO.split(counts), strict=True)])
 
 
 def merged(weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:

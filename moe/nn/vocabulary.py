@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.recipe.shapes import PADDING as PADDING
-from moe.recipe.shapes import marked
+from moe.recipe.shapes import unmarked
 from parallel.data.tiling import Tiled, take, with_branches
 from parallel.mesh.layout import Tile, cut
 from parallel.numerics.precision import gradient_dtype, sum_dtype
@@ -29,7 +29,7 @@ from parallel.numerics.weight_gradient import linear
 
 def as_inputs(tokens: Tensor) -> Tensor:
     """Return input ids: marks become their ids, PADDING does not change."""
-    return torch.where(tokens < PADDING, marked(tokens), tokens)
+    return torch.where(tokens < PADDING, unmarked(tokens), tokens)
 
 
 def as_targets(tokens: Tensor) -> Tensor:

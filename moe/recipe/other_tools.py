@@ -78,6 +78,7 @@ KEYS: dict[str, str] = {
     "recompute.kind": "recompute_granularity=full activation_checkpoint.mode=selective",
     "data.text_key": "text_column=text text_column_name=text dataset_text_field=text json_keys=text",
     "data.tokenizer": "tokenizer_type=bpe",
+    "data.packing": "sample_packing=true neat_packing=true",
     "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4 peak_lr=3e-4 base_lr=3e-4",
     "optimizer.kind": "optim=adamw_torch optimizer_type=Adam optimizer_name=AdamW optimizer.name=AdamW optimizer.type=Adam",
     "optimizer.beta1": "adam_beta1=0.9",

@@ -199,6 +199,7 @@ class Case:
     layers: int = 2
     stages: tuple[int, ...] | None = None  # number of layers of each stage; None: stages of about equal FLOPs
     padded: bool = False  # some sequences end early (moe/verify/plain/batches.py)
+    packed: bool = False  # the same, and sequences have several chats
     overflow: bool = False  # one rank's gradient is infinite in step OVERFLOWS
     tp: int = 1
     tensor: str = "copied"  # how tp ranks split weights: a value of tensor.kind or a key of FORMS
@@ -229,7 +230,7 @@ class Case:
         parts += [f"casts {self.casts}"] if self.casts != "use" else []
         parts += [f"replicas{self.replicas}" if self.engine.threads else ""]
         parts += [f"{self.kernels}-kernels" if self.kernels != "cpu" else ""]
-        parts += ["padded" if self.padded else "", "overflow" if self.overflow else ""]
+        parts += ["padded" if self.padded else "", "packed" if self.packed else "", "overflow" if self.overflow else ""]
         return " ".join(part for part in parts if part)
 
     @property

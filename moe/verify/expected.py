@@ -49,7 +49,9 @@ def twin_of(case: Case) -> Case:
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
-    twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe)
+    twin = replace(
+        twin, padded=case.padded, packed=case.packed, overflow=case.overflow, length=case.length, batch=case.batch, recipe=case.recipe
+    )
     if case.precision != "fp32":
         parts = case.tp if case.tensor in LINES else 1
         twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, slices=int(case.sp > 1))

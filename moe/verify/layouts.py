@@ -99,7 +99,8 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
     for step in range(case.steps or STEPS):
         taped, spoilt, used = tape is not None and step < TAPED, case.overflow and step == OVERFLOWS, scale.value
         spoil["now"] = spoilt
-        tokens = shard.of_batch(batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)).to(device)
+        whole = batch(step, padded=case.padded, packed=case.packed, length=run.model.read_length, size=case.batch)
+        tokens = shard.of_batch(whole).to(device)
         with older.at(step):
             numbers = accumulate(
                 executor, tokens, shard=shard, microbatches=case.microbatches, seed=run.train.seed, step=step, loss_scale=used

@@ -63,7 +63,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     for step in range(min(steps, case.steps or steps)):
         history.append(_copy(parameters | biases) if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
-        sequences = batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)
+        sequences = batch(step, padded=case.padded, packed=case.packed, length=run.model.read_length, size=case.batch)
         loss, gradients, layers = _gradients(run, read, trained, sequences, step=step, cast=cast, tape=tape)
         losses.append(loss)
         norm, skipped = norms(gradients), case.overflow and step == OVERFLOWS

@@ -210,6 +210,7 @@ def name_of(twin: Case) -> str:
         (f"of {twin.length} tokens", twin.length != Case.length),
         (f"of {twin.microbatches} micro-batches", twin.microbatches > 1),
         ("padded", twin.padded),
+        ("packed", twin.packed),
         ("overflow", twin.overflow),
         (f"of {twin.batch} sequences", twin.batch != Case.batch),
         (f"in {twin.parts} parts", twin.parts > 1),

@@ -103,7 +103,11 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
     if of_transformers(Path(flags.from_run)):
         got, needed = f"{flags.from_run}, a model of transformers", f"hf:{flags.from_run}"
         raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"moe convert {needed} {flags.to_run}")
-    refuse({"dtype": flags.dtype, "without_mtp": flags.without_mtp or None}, got="it without hf:", needed="hf:PATH, for its weights")
+    refuse(
+        {"dtype": flags.dtype, "adapters": flags.adapters or None, "without_mtp": flags.without_mtp or None},
+        got="it without hf:",
+        needed="hf:PATH, for its weights",
+    )
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)
@@ -117,11 +121,11 @@ def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
     into = flags.to_run.startswith(PREFIX)
     if into and flags.from_run.startswith(PREFIX):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
-    flag = "dtype" if into else "without_mtp"
-    needed = f"no flags but --json and --{flag}" + ("" if into else ", and recipe keys of training")
-    allowed = ("from_run", "to_run", "json", flag)
+    flags_of = ("adapters",) if into and flags.adapters else ("dtype",) if into else ("without_mtp",)
+    needed = f"no flags but --json and --{flags_of[0]}" + ("" if into else ", and recipe keys of training")
+    allowed = ("from_run", "to_run", "json", *flags_of)
     refuse_others(flags, allowed, got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed)
     refuse(overrides if into else {}, got="it with RUN hf:PATH", needed="no recipe values: the run's own recipe is used")
     source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
-    more = {"dtype": flags.dtype, "without_mtp": flags.without_mtp, "json": flags.json}
+    more = {"dtype": flags.dtype, "without_mtp": flags.without_mtp, "adapters": flags.adapters, "json": flags.json}
     return call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, **more)

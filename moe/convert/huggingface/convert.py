@@ -27,6 +27,7 @@ from torch import Tensor
 from moe.checks.together import check_together
 from moe.convert.convert import by_global_name, find
 from moe.convert.huggingface import PREFIX
+from moe.convert.huggingface.adapters import write_adapters
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.families import FAMILIES, kind_of
 from moe.convert.huggingface.tensors import Source, by_key, shape_of, write, written
@@ -41,7 +42,7 @@ from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.train.start.place import unused_name
-from moe.train.start.restore import whole
+from moe.train.start.restore import Merged, whole
 from moe.train.start.resume import KEPT, kept
 from moe.train.start.state import EXTRA, Counters
 from parallel.errors import BadInput, counted, some
@@ -258,6 +259,21 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
 
 
+def adapters_of(source: Path, out: Path) -> list[str]:
+    """Write the adapters of the run `source`, without their base, to the folder `out` for PEFT. Returns the line to print. Raises BadInput
+    before the folder exists."""
+    path = find(source)
+    reader = whole(path)
+    if not isinstance(reader, Merged):
+        raise BadInput("--adapters", got=f"{path}, with all weights", needed="a run with lora.rank", fix="leave out --adapters")
+    run, lora = build_run(reader.state["recipe"]), build_run(reader.adapters.state["recipe"]).lora
+    shapes, config = reader.names() | reader.names(EXTRA), loaded(kept(path) / "config.json")
+    family = family_of(_same_config(run, shapes, config, ends=reader.state["tokenizer"].get("separator")))
+    with _whole(out, "TO_HF") as part:
+        count = write_adapters(part, reader, lora, family, base=config.get("_name_or_path"))
+    return [f"{family.architecture}: adapters of {path} -> {out}, {counted(count, 'tensor')}; PEFT loads them onto their base"]
+
+
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
     """Return name -> dtype in which each tensor is written: `asked` for weights, else the original dtype, else the dtype in the checkpoint.
     `own`: name -> dtype in the checkpoint. `kinds`: name -> weight, or EXTRA for other tensors. `came`: the folder with the files that came
@@ -317,14 +333,22 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
 
 
 def main(
-    source: str, to: str, *, overrides: dict[str, str], dtype: str | None = None, without_mtp: bool = False, json: str | None = None
+    source: str,
+    to: str,
+    *,
+    overrides: dict[str, str],
+    dtype: str | None = None,
+    adapters: bool = False,
+    without_mtp: bool = False,
+    json: str | None = None,
 ) -> int:
     """Convert the folder `source` = hf:PATH to the run `to`, or else the run `source` to the folder `to`; print what was done."""
     if source.startswith(PREFIX):
         folder = user_path(source.removeprefix(PREFIX), what="hf:PATH")
         said = to_run(folder, Path(to), overrides=overrides, without_mtp=without_mtp)
     else:
-        said = from_run(Path(source), user_path(to.removeprefix(PREFIX), what="hf:PATH"), dtype=dtype)
+        folder = user_path(to.removeprefix(PREFIX), what="hf:PATH")
+        said = adapters_of(Path(source), folder) if adapters else from_run(Path(source), folder, dtype=dtype)
     print("\n".join(said))
     if json:
         write_json(json, verb="convert", rows=[{"said": line} for line in said], source=source, to=to)

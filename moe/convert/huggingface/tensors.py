@@ -240,14 +240,14 @@ def write(folder: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]
     for number, count in enumerate(counts, 1):
         name = f"model-{number:05d}-of-{len(counts):05d}.safetensors" if len(counts) > 1 else "model.safetensors"
         held = {key: forms[key] for key in islice(keys, count)}
-        _write_file(folder / name, held, read)
+        write_file(folder / name, held, read)
         index |= dict.fromkeys(held, name)
     if len(counts) > 1:
         about = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
-def _write_file(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
+def write_file(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
     """Write the file that safetensors' save_file would write, byte for byte, with one tensor in memory at a time."""
     names = {dtype: name for name, dtype in STORED.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -71,7 +71,7 @@ class Steps(Exchange):
             cut = self._cut(dropout.position_T[plan.token_R], steps)
             positions = [step.follow(position_R) for step, position_R in zip(steps, cut, strict=True)]
         backs, following = [], steps[0].start(rows.pop(0))
-        for j, (step, weights) in enumerate(zip(steps, experts.chunks(self.chunks, x_TD.dtype), strict=True)):
+        for j, (step, weights) in enumerate(zip(steps, experts.chunks(self.chunks), strict=True)):
             current = following
             if j + 1 < self.chunks:
                 following = steps[j + 1].start(rows.pop(0))

@@ -63,7 +63,7 @@ def network_of(run: Run) -> Network:
 
 def _decoder(run: Run) -> Network:
     """Return the model as one decoder with all layers of the recipe, even if it is an encoder-decoder."""
-    m = run.model
+    m = run.model.model_copy(update={"document_mask": run.model.document_mask or run.data.packing})
     return Network(
         layers=m.num_layers,
         width=m.d_model,
@@ -118,7 +118,7 @@ def _experts(run: Run) -> Experts | None:
         dropout=e.dropout > 0,
         free=e.free,
         products=products.kind,
-        fused=products.fused and e.kernels not in UNFUSED,
+        fused=products.fused and e.kernels not in UNFUSED and not (run.lora.rank and "experts" in run.lora.targets),
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",

@@ -218,20 +218,14 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
     hidden = tensors * e.hidden / plan.etp
-    merged = FP32_BYTES * expert_elements(n, plan) if n.adapters is not None and n.trains("experts") else 0.0  # W + s B A of LoRA
+    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # x A of LoRA
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
     computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # others are results of the rows that it sent
     more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden)
-    return rows * c * (moved * n.width + hidden) + more + here / plan.tp * of_token + shared + merged
-
-
-def expert_elements(n: Network, plan: Plan) -> float:
-    """Number of parameters in all expert matrices of one layer on a rank."""
-    e = n.experts
-    return 0.0 if e is None else e.count / plan.ep * network_elements(n, e.hidden, gated=e.gated) / plan.etp
+    return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared
 
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:

@@ -82,7 +82,7 @@ def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> fl
     gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
     largest = widest(network, plan, sparse=sparse)
-    if not network.trains("experts" if sparse else "dense") or (network.adapters is not None and not sparse):
+    if not network.trains("experts" if sparse else "dense") or network.adapters is not None:
         return 0.0  # frozen matrices have no gradient, and adapters are small enough to be left out
     if not stack.casts:
         return c * largest

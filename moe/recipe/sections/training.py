@@ -15,7 +15,7 @@ class Source(Section):
 
     path: str
     weight: float = Field(gt=0, lt=1e18, description="share of the sequences, relative to the sum of all sources' weights")
-    text_key: str | None = Field(None, description="the field or column that holds the text; null: data.text_key")
+    text_key: str | None = Field(None, description="field or column with the text, or a chat's messages; null: data.text_key")
 
 
 class Data(Section, alters="training"):
@@ -24,8 +24,9 @@ class Data(Section, alters="training"):
     )
     path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight} or {path, weight, text_key}")
-    text_key: str = key("text", "the field of a JSONL line, or the column of a table, that holds the text")
+    text_key: str = key("text", "field of a JSONL line, or column of a table, with the text; of chats: with the messages")
     chat_template: str | None = key(None, "a Jinja file; null: the model's own chat template", of="data.source=chat")
+    packing: bool = key(False, "several chats share a sequence; attention sees only tokens of the same chat", of="data.source=chat")
     tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
     vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
     validation_share: float = key(0.05, "share of the files that is held out", gt=0, lt=1)

@@ -38,9 +38,9 @@ def count(job: Job, norm: GradientNorm) -> None:
 
 def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     """Write a step's line to metrics.jsonl, display it, and return it. made: the step's results. seconds: its duration."""
-    run, c, figures = job.run, job.counters, job.figures
+    c, figures = job.counters, job.figures
     numbers, norm, rate, scale, peak_bytes = made
-    tokens = run.train.global_batch * run.model.read_length
+    tokens = numbers.tokens
     figures.seconds += seconds
     if figures.measured is not None:
         figures.measured.after_step(seconds, job.engine)

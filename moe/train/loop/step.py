@@ -50,7 +50,7 @@ def accumulate(
     tokens = count_tokens(sequences_NL, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
     passes = with_whole_step(executor, passes, shard)
-    found = Sums(executor.model.expert_counts, sequences_NL.device)
+    found = Sums(executor.model.expert_counts, sequences_NL.device, tokens.inputs)
 
     def each(number: int, output: Output) -> Tensor | None:
         loss = output.loss / tokens.targets if output.hidden_BLD is None else None

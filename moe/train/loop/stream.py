@@ -20,7 +20,7 @@ from moe.train.loop.step import move_biases
 from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor, Pipelined
 from moe.train.parts.numbers import Numbers, Sums
-from moe.train.parts.passes import Pass, count_tokens, passes_of
+from moe.train.parts.passes import Pass, Tokens, count_tokens, passes_of
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
 from parallel.numerics.clip import GradientNorm, norm_of, squares
@@ -46,13 +46,13 @@ def stream(
     assert isinstance(executor, Pipelined)
     engine, model, device = executor.engine, executor.model, batches[0].device
     passes: list[Pass] = []
-    targets: list[int] = []
+    counts: list[Tokens] = []
     for number, sequences in enumerate(batches):
         tokens = count_tokens(sequences, shard)
         parts = sequences.chunk(schedule.microbatches_per_update)
         passes += with_whole_step(executor, passes_of(parts, tokens, shard, seed=seed, step=step + number), shard)
-        targets.append(tokens.targets)
-    found = [Sums(model.expert_counts, device) for _ in batches]
+        counts.append(tokens)
+    found = [Sums(model.expert_counts, device, tokens.inputs) for tokens in counts]
     norms = torch.zeros(len(batches), len(FAMILIES), dtype=torch.float64, device=device)
     order = schedule.orders[executor.pp_axis.index]
     biases = [layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None]
@@ -60,7 +60,7 @@ def stream(
 
     def each(number: int, output: Output) -> Tensor | None:
         batch = number // schedule.microbatches_per_update
-        loss = output.loss / targets[batch] if output.hidden_BLD is None else None
+        loss = output.loss / counts[batch].targets if output.hidden_BLD is None else None
         found[batch].add(loss, output.layers, passes[number].share)
         return loss
 
@@ -80,7 +80,8 @@ def stream(
     packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (*shard.axes, executor.pp_axis))
     together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=world).families
     by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
-    return [(Numbers(p, model.expert_counts), _norm(roots)) for p, roots in zip(packed, by_batch, strict=True)]
+    rows = zip(packed, counts, by_batch, strict=True)
+    return [(Numbers(row, model.expert_counts, tokens.inputs), _norm(roots)) for row, tokens, roots in rows]
 
 
 def _norm(roots: Tensor) -> GradientNorm:

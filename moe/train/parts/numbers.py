@@ -41,10 +41,11 @@ class LayerNumbers:
 class Numbers:
     """Results of one step over all ranks. A GPU's are on their way to the host until the first of them is read.
 
-    packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts."""
+    packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts. tokens: that the batch read, without padding.
+    """
 
-    def __init__(self, packed: Tensor, expert_counts: dict[int, int]) -> None:
-        self._read, self._expert_counts = read_later(packed), expert_counts
+    def __init__(self, packed: Tensor, expert_counts: dict[int, int], tokens: int) -> None:
+        self._read, self._expert_counts, self.tokens = read_later(packed), expert_counts, tokens
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Numbers) and self._row == other._row
@@ -91,10 +92,11 @@ class Numbers:
 
 
 class Sums:
-    """One step's numbers on this rank, summed over its micro-batches. expert_counts: MoE layer of the whole model -> number of experts."""
+    """One step's numbers on this rank, summed over its micro-batches. expert_counts: MoE layer of the whole model -> number of experts.
+    tokens: that all ranks read, without padding."""
 
-    def __init__(self, expert_counts: dict[int, int], device: torch.device) -> None:
-        self.expert_counts = expert_counts
+    def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int) -> None:
+        self.expert_counts, self.tokens = expert_counts, tokens
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.rows: dict[tuple[int, ...], Tensor] = {}  # layers of a forward pass -> their rows, one after the other
 
@@ -126,7 +128,7 @@ class Sums:
 
     def total(self, axes: Sequence[Axis], flag: Tensor | None = None) -> Numbers:
         """Return the numbers over all ranks. Collective."""
-        return Numbers(sum_over_all(self.packed(flag), axes), self.expert_counts)
+        return Numbers(sum_over_all(self.packed(flag), axes), self.expert_counts, self.tokens)
 
 
 def _row(r: LayerReport, share: float) -> Tensor:

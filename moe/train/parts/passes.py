@@ -12,6 +12,7 @@ from moe.data.token_shard import TokenShard
 from moe.nn.context import Context
 from moe.nn.vocabulary import PADDING as PADDING
 from moe.nn.vocabulary import as_inputs
+from moe.recipe.shapes import begins
 from parallel.errors import BadInput, counted
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import read_later
@@ -22,11 +23,12 @@ from parallel.mesh.host import read_later
 @dataclass(frozen=True)
 class Tokens:
     """Counts of the global batch. inputs: tokens read. targets: tokens predicted. Counts are at least 1. read_N: tokens that each of this
-    rank's sequences reads, if the batch has padding."""
+    rank's sequences reads, if the batch has padding. packed: whether sequences have several chats."""
 
     inputs: int
     targets: int
     read_N: list[int] | None
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     valid_NL = sequences_NL != PADDING
     reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
     gaps = (shard.targets(valid_NL) & ~reads_NL[:, shard.source :]).sum()
-    sums = sum_over_all(torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps)), shard.axes)
-    (inputs, targets, gaps), read_N = read_later(sums, reads_NL.sum(1))()
+    begun = begins(shard.inputs(sequences_NL)).sum()
+    sums = sum_over_all(torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps, begun)), shard.axes)
+    (inputs, targets, gaps, begun), read_N = read_later(sums, reads_NL.sum(1))()
     if gaps:
         got, needed = f"a token after padding ({PADDING}) in {counted(gaps, 'place')}", "padding at the end alone: attention would read it"
         raise BadInput("sequences", got=got, needed=needed, fix="move the padding behind the tokens")
@@ -55,7 +58,7 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     if padded and shard.source:
         needed = "sequences without it: an encoder would read it"
         raise BadInput("sequences", got=f"padding ({PADDING})", needed=needed, fix="fill them with tokens")
-    return Tokens(max(1, inputs), max(1, targets), read_N if padded else None)
+    return Tokens(max(1, inputs), max(1, targets), read_N if padded else None, begun > 0)
 
 
 def passes_of(
@@ -64,7 +67,8 @@ def passes_of(
     """Return a pass for each micro-batch in `parts`, int64 [B, columns of the shard]. tokens: from `count_tokens`."""
     passes, first = [], 0
     for part in parts:
-        inputs_BL, valid_BL = as_inputs(shard.inputs(part)), None
+        read_BL, targets_BL, valid_BL = shard.inputs(part), shard.targets(part), None
+        inputs_BL = as_inputs(read_BL)
         held = inputs_BL.numel()
         if tokens.read_N is not None:
             valid_BL = inputs_BL != PADDING
@@ -78,10 +82,13 @@ def passes_of(
             first_sequence=shard.sequences.start + first,
             auxiliary_scale=share * loss_scale,
             valid_BL=valid_BL,
+            begins_BL=begins(read_BL) if tokens.packed else None,
             positions=shard.position_array,
             length=shard.length,
             source=shard.source,
         )
-        passes.append(Pass(inputs_BL, shard.targets(part), context, share))
+        if tokens.packed:  # a chat's last token predicts nothing, nor does multi-token prediction see beyond it
+            targets_BL = targets_BL.masked_fill(begins(targets_BL), PADDING)
+        passes.append(Pass(inputs_BL, targets_BL, context, share))
         first += len(part)
     return passes

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,15 @@ from moe.checks.verdict import not_recommended
 from moe.data import Dataset, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
+from moe.model.names import global_name
+from moe.nn.lora import trained
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
 from moe.plan.job.flops import size
 from moe.plan.pipeline import described as described_pipeline
 from moe.recipe import hash_table
+from moe.recipe.frozen import is_frozen
 from moe.recipe.hash_table import Table
 from moe.recipe.keys import flat
 from moe.recipe.load import resolved_yaml
@@ -272,6 +276,8 @@ def title(run: Run, world: World) -> list[str]:
         f"{world.size} x {world.device.type} · {layout} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
+    if run.lora.rank or run.train.freeze:
+        lines.append(f"{trained_parameters(run):,} parameters are trained, {'of adapters' if run.lora.rank else 'the others are frozen'}")
     if run.head_copies() > 1:
         heads = run.model.num_kv_heads or run.model.num_heads
         lines.append(f"key-value heads: {heads} on {run.tp_grid().units} ranks of tp, so each is held in {run.head_copies()} copies")
@@ -281,6 +287,12 @@ def title(run: Run, world: World) -> list[str]:
         own = ", ".join(f"{key} {'null' if value is None else value}" for key, value in run.router.own.items())
         lines.append(f"router {run.router.preset}{', but ' if own else ''}{own}")
     return lines
+
+
+def trained_parameters(run: Run) -> int:
+    """Return the number of parameters that are trained: adapters if there are any, and none that train.freeze names."""
+    layouts = {global_name(name): layout for name, layout in whole_layouts(run).items()}
+    return sum(prod(layouts[name].shape) for name in trained(layouts) if not is_frozen(name, run.train.freeze))
 
 
 def _tensor(run: Run) -> str:

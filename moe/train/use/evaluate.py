@@ -56,7 +56,7 @@ def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Ev
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
     ends = [round(asked * sum(there[: n + 1]) / sum(there)) for n in range(len(there))]
     loss, tokens, bytes_seen = 0.0, 0, 0.0
-    sums = Sums(model.expert_counts, device)
+    sums = Sums(model.expert_counts, device, 0)
     for text, count in zip(texts, [end - start for start, end in zip([0, *ends], ends, strict=False)], strict=True):
         if count == 0:
             continue

@@ -8,31 +8,35 @@ from torch import Tensor
 from moe.verify.cases import BATCH, LENGTH
 
 PADDING = -100  # in place of a token after the end of a sequence
+BEGIN = 2**32  # subtracted from the first token of a chat
 
 
-def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
+def batch(step: int, *, padded: bool = False, packed: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
     """Return the sequences of one step, int64 [size, length + 1]. Some token ids are more frequent, so that experts get unequal loads.
 
     padded: two of three sequences end early, each earlier than the one before, and the last one is empty, so that ranks and micro-batches
     have unequal numbers of tokens. Every fourth token is then an input but no target; it is stored as -101 - id.
+    packed: the same with several chats in each sequence; the first token of each, which is no target, is stored as -101 - id - BEGIN.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = (torch.rand(size, length + 1, generator=generator) ** 2 * 256).long()
     # two equal first tokens would have equal hidden states, which a router that sorts tokens would order by rounding errors
     tokens[:, 1] = torch.where(tokens[:, 1] == tokens[:, 0], (tokens[:, 0] + 1) % 256, tokens[:, 1])
-    for number in range(size) if padded else ():
+    for number in range(size) if padded or packed else ():
         unpredicted = slice(1 + number % 4, None, 4)
         tokens[number, unpredicted] = -101 - tokens[number, unpredicted]
+        for first in range(0, length + 1, 5 + number % 4) if packed else ():
+            tokens[number, first] = -101 - ids(tokens[number, first]) - BEGIN
         kept = length + 1 - (number % 3) * (number + step % 2) // 2
         tokens[number, max(2, kept) :] = PADDING
-    if padded:
+    if padded or packed:
         tokens[-1] = PADDING
     return tokens
 
 
 def ids(tokens: Tensor) -> Tensor:
-    """Return the input ids of a batch from `batch`: -101 - id becomes id, and PADDING becomes 0."""
-    return tokens.clone().apply_(lambda token: 0 if token == PADDING else token if token >= 0 else -101 - token)
+    """Return the input ids of a batch from `batch`: -101 - id becomes id, with BEGIN or without, and PADDING becomes 0."""
+    return tokens.clone().apply_(lambda token: 0 if token == PADDING else token if token >= 0 else (-101 - token) % BEGIN)
 
 
 def predicted(tokens: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.recipe.sections import Model, Rope, Run, Swiglu
-from moe.verify.plain.batches import PADDING, predicted
+from moe.verify.plain.batches import BEGIN, PADDING, predicted
 from moe.verify.plain.batches import ids as ids_of
 from moe.verify.plain.layer import Layer, Weights, moe_layer, network
 from moe.verify.plain.router import Tokens, capped, wide
@@ -29,7 +29,7 @@ from moe.verify.plain.router import Tokens, capped, wide
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 
 Note = Callable[[str, Tensor], None]  # called with (name, output [T, ...]) of each module, in the order of the forward pass
-Begins = list[list[bool]] | None  # [sequence][position]: whether a document begins there; None: attention crosses documents
+Begins = list[list[bool]]  # [sequence][position]: whether a document or a packed chat begins there
 
 
 @dataclass
@@ -81,7 +81,8 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     length, ids = inputs.shape[1], ids_of(inputs).flatten()
     valid = (inputs != PADDING).flatten().tolist()
     tokens = Tokens(ids.tolist(), torch.arange(inputs.numel()), valid, length, run.train.seed, step)
-    begins = (ids == (model.document_separator or 0)).view(-1, length).tolist() if model.document_mask else None
+    separators = ids == (model.document_separator or 0) if model.document_mask else torch.zeros_like(ids, dtype=torch.bool)
+    begins = (separators.view(-1, length) | (inputs < -BEGIN)).tolist()
     x = times(cast(cast(weights["embedding"])[ids]), model.scales.embedding, cast)
     note("embedding", x)
     layers: dict[str, Layer] = {}
@@ -118,7 +119,7 @@ def _ahead_loss(
     for k in range(model.ahead):
         name, block, layer = f"ahead.{k}", f"ahead.{k}.block", f"layers.{model.num_layers + k}"
         known = [[row[i + k] if i + k < length else PADDING for i in range(length)] for row in targets.tolist()]
-        wanted = [[row[i + k + 1] if i + k + 1 < length else PADDING for i in range(length)] for row in targets.tolist()]
+        wanted = [[_after(row[i : i + k + 2], k + 2) for i in range(length)] for row in targets.tolist()]
         ids = ids_of(torch.tensor(known).flatten())
         fresh = cast(norm(cast(cast(weights["embedding"])[ids]), weights[f"{name}.token_norm.weight"], model))
         both = torch.cat((cast(norm(x, weights[f"{name}.hidden_norm.weight"], model)), fresh), 1)
@@ -131,6 +132,11 @@ def _ahead_loss(
         logits = capped(wide(cast(read @ cast(table).t())), model.logit_cap)
         total = total + F.cross_entropy(logits, predicted(torch.tensor(wanted)).flatten(), reduction="sum", ignore_index=PADDING)
     return total / model.ahead
+
+
+def _after(row: list[int], count: int) -> int:
+    """The last of `count` targets; PADDING if there are fewer, or a packed chat begins among them."""
+    return row[-1] if len(row) == count and min(row) >= -BEGIN else PADDING
 
 
 def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
@@ -225,7 +231,7 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: 
     heads, groups, length, size = len(q), len(k), q.shape[2], q.shape[3]
     place = torch.arange(length)
     past = (place.unsqueeze(1) >= place).repeat(q.shape[1], 1, 1)
-    for sequence, row in enumerate(begins or []):
+    for sequence, row in enumerate(begins):
         for first in (at for at, here in enumerate(row) if here):
             past[sequence, first:, :first] = False
     if model.sliding_window and (model.sliding_layers is None or int(name.split(".")[1]) in model.sliding_layers):

@@ -86,7 +86,9 @@ def _casts_cases() -> list[Case]:
 
 def _batch_cases() -> list[Case]:
     """Cases in which ranks have unequal numbers of tokens, or a gradient overflows on one rank, so that a step is skipped. Only in fp32."""
-    return [
+    found = [Case(model, kind, 2, ep, 3, "fp32", packed=True) for model, kind, ep in (("gshard", "ddp", 2), ("deepseek", "zero1", 1))]
+    found += [Case("gpt_oss", "ddp", 1, 1, 1, "fp32", packed=True), Case("ahead", "fsdp", 2, 2, 1, "fp32", packed=True)]
+    return found + [
         Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
         for world in WORLDS
         for kind in ("ddp", "fsdp", "zero1")

@@ -33,6 +33,9 @@ def pipeline_cases() -> list[Case]:
     # multi-token prediction, for which the last stage also has the embedding
     found += [staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
     found += [staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
+    found += [
+        replace(staged(model, "ddp", 4, 2, schedule, "fp32"), packed=True) for model, schedule in (("gshard", "1f1b"), ("ahead", "zb_v"))
+    ]
     options = (("mixer", "1f1b", "fp32"), ("mixer", "1f1b", "bf16"), ("gpt_oss", "zb_h1", "fp32"))
     found += [staged(model, "ddp", 2, 2, schedule, precision) for model, schedule, precision in options]
     return found + _sharded_cases() + _empty_stage_cases() + _halves_cases()

@@ -23,6 +23,7 @@ def sequence_cases() -> list[Case]:
             found += [Case("gshard", "ddp", sp, sp, 1, "fp32", "full", sp=sp, attention=attention)] if 4 % sp == 0 else []
             found += [Case("dense", "ddp", sp, 1, 1, "bf16", "selective", sp=sp, attention=attention)]
             found += [Case(model, "ddp", sp, 1, 1, "fp32", sp=sp, attention=attention) for model in PACKED]
+            found += [Case("gshard", "ddp", sp, sp if 4 % sp == 0 else 1, 3, "fp32", sp=sp, attention=attention, packed=True)]
     for number, model in enumerate(model for model in MODELS | ROUTERS if model != "dense"):
         for sp, attention in ((2, "zigzag"), (4, "striped")):
             ep = sp if number % 2 else 1
@@ -41,7 +42,9 @@ def sequence_cases() -> list[Case]:
         found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
     found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", sp=2, attention="ulysses")]  # sinks of the heads that a rank has
     for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")):
-        found += [Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped")]
+        found += [
+            Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped", packed=attention == "ulysses")
+        ]
     found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):

@@ -90,7 +90,7 @@ def _grid_cases() -> list[Case]:
         found += [plain("dense", ep=1, microbatches=3), plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
         found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
         found += [one("gshard", kind, ep=1, precision="fp32", **TILED) for kind in ("ddp", "fsdp")]
-        found += [plain(model, ep=1) for model in PACKED]
+        found += [*(plain(model, ep=1) for model in PACKED), plain("dense", ep=1, packed=True)]
         found += [one("one_head", kind, ep=2, precision="fp32") for kind in planned()] + [plain("one_head", ep=4, recompute="full")]
         found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
         found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
@@ -121,7 +121,7 @@ def _sliced_cases() -> list[Case]:
     two = partial(Case, kind="ddp", world=2, microbatches=1, precision="fp32", tp=2)
     found += [two("latent", ep=2, tensor="1d", recompute="full"), two("latent", ep=1, tensor="sliced", kind="zero3")]
     found += [two("latent", ep=2, tensor=tensor, precision="bf16") for tensor in ("1d", "sliced")]
-    found += [two("ahead", ep=2, tensor="1d", kind="fsdp"), two("ahead", ep=1, tensor="sliced", recompute="selective", padded=True)]
+    found += [two("ahead", ep=2, tensor="1d", kind="fsdp"), two("ahead", ep=1, tensor="sliced", recompute="selective", packed=True)]
     for model, ep in (("dense", 1), ("gshard", 2), ("ahead", 2)):
         found += [replace(staged(model, "ddp", 4, 2, "1f1b", "fp32"), microbatches=6, ep=ep, tp=2, tensor="sliced")]
     return found + [  # sequences are split over sp; with "sliced", each part is split again over tp

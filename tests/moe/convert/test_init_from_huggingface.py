@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from moe.cli.main import main
 from moe.records.metrics import read_summary
@@ -45,6 +47,28 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     assert main(["convert", str(tmp_path / "lora"), f"hf:{tmp_path / 'merged'}"]) == 0
     assert (tmp_path / "merged/model.safetensors").is_file()
     assert json.loads((tmp_path / "merged/config.json").read_text()) == json.loads((theirs / "config.json").read_text())
+    assert main(["convert", str(tmp_path / "lora"), f"hf:{tmp_path / 'peft'}", "--adapters"]) == 0
+    check_adapters(tmp_path / "peft", theirs, tmp_path / "merged")
+    capsys.readouterr()
+    assert main(["convert", str(out), f"hf:{tmp_path / 'none'}", "--adapters"]) == 2
+    assert "with all weights, needed a run with lora.rank; fix: leave out --adapters" in capsys.readouterr().err
+
+
+def check_adapters(folder: Path, base: Path, merged: Path) -> None:
+    """Check that PEFT's formula on the base's tensors, W + lora_alpha / r B A, gives the merged ones: each module that the configuration
+    names has a pair, and no other tensor differs."""
+    about = json.loads((folder / "adapter_config.json").read_text())
+    assert (about["peft_type"], about["task_type"], about["r"], about["lora_alpha"]) == ("LORA", "CAUSAL_LM", 2, 16.0)
+    pairs, whole, want = (load_file(next(place.glob("*.safetensors"))) for place in (folder, base, merged))
+    for key, weight in whole.items():
+        module, changed = key.removesuffix(".weight"), weight.float()
+        left, right = (pairs.pop(f"base_model.model.{module}.lora_{one}.weight", None) for one in "BA")
+        assert (left is not None) == (right is not None) == bool(re.fullmatch(about["target_modules"], module)), key
+        if left is not None and right is not None:
+            assert left.dtype == torch.float32 and left.abs().max() > 0
+            changed = changed + about["lora_alpha"] / about["r"] * left @ right
+        torch.testing.assert_close(changed, want[key].float(), msg=key)
+    assert not pairs
 
 
 def test_an_earlier_base_is_lost_only_if_nothing_needs_it(tmp_path: Path, home: Path) -> None:

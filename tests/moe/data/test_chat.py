@@ -14,8 +14,9 @@ import pytest
 
 from moe.convert.huggingface.tokenizer import read_tokenizer, write_tokenizer
 from moe.data import open_data, sandbox
-from moe.data.chat import InChats, read_chats, template_of, with_template
+from moe.data.chat import InChats, template_of, with_template
 from moe.data.chat_template import ChatTemplate
+from moe.data.chats import Chats, open_chats
 from moe.data.tokenizer import Bytes, Given, load
 from moe.recipe.load import build_run
 from moe.recipe.shapes import PADDING
@@ -86,6 +87,16 @@ def messages_of(name: str) -> tuple[list[dict[str, Any]], Any]:
     return [*MESSAGES[:2], {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "7"}, *MESSAGES[2:]], TOOLS
 
 
+def read(path: str, tokenizer: Any, *, max_length: int, log: Any = print, field: str | None = None) -> Chats:
+    return open_chats(path, tokenizer, max_length=max_length, field=field, cache=Path(path).parent / "cache", log=log)
+
+
+def sample(chats: Chats, number: int) -> tuple[Any, Any]:
+    """Return a chat's ids, and its labels: PADDING for an id that is not predicted."""
+    marks = chats.ids(number)
+    return np.where(marks < 0, -101 - marks, marks), np.where(marks < 0, PADDING, marks)
+
+
 @pytest.fixture(scope="module")
 def library() -> Any:
     """A byte-level BPE of the library with a few merges over these texts, so that tokens have several characters."""
@@ -112,11 +123,11 @@ def test_ids_and_the_assistants_tokens_are_those_of_transformers(name: str, libr
     tokenizer = given(library, chat)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages} | ({"tools": tools} if tools else {})) + "\n")
     said: list[str] = []
-    sample = read_chats(str(tmp_path / "a.jsonl"), tokenizer, max_length=1000, log=said.append)[0]
-    assert sample["input_ids"].tolist() == want["input_ids"]
-    mask = [int(label != PADDING) for label in sample["labels"]]
+    ids, labels = sample(read(str(tmp_path / "a.jsonl"), tokenizer, max_length=1000, log=said.append), 0)
+    assert ids.tolist() == want["input_ids"]
+    mask = [int(label != PADDING) for label in labels]
     assert mask == want["assistant_masks"] and 0 < sum(mask) < len(mask)
-    assert said[0].endswith(f": 1 chat, {len(mask)} tokens, {sum(mask)} of them predicted")
+    assert said[1].endswith(f": 1 chat, {len(mask)} tokens, {sum(mask)} of them predicted; the longest chat has {len(mask)} tokens")
     prompt = theirs.apply_chat_template(messages[:2], chat_template=unmarked(name), tokenize=False, add_generation_prompt=True)
     assert ChatTemplate(unmarked(name), tuple(TOKENS.items())).render(messages[:2], prompt=True) == prompt
 
@@ -137,8 +148,8 @@ def samples(tmp_path: Path, *rows: Any, template: str | None = "chatml", max_len
     if template is not None:
         file = str(tmp_path / "t.jinja")
         Path(file).write_text(marked(template))
-    found = read_chats(str(tmp_path / "rows.jsonl"), with_template(Bytes(), file), max_length=max_length, log=log)
-    shown = [(sample["input_ids"], sample["labels"]) for sample in (found[i] for i in range(len(found)))]
+    found = read(str(tmp_path / "rows.jsonl"), with_template(Bytes(), file), max_length=max_length, log=log)
+    shown = [sample(found, i) for i in range(len(found))]
     return [(Bytes().decode(ids), Bytes().decode(labels[labels != PADDING])) for ids, labels in shown]
 
 
@@ -160,7 +171,7 @@ def test_long_chats_are_cut_and_chats_without_a_predicted_token_left_out(tmp_pat
     short, long = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "y" * 90}
     found = samples(tmp_path, {"messages": [user, long]}, {"messages": [user]}, {"messages": [short]}, max_length=150, log=said.append)
     assert [len(text) for text, _ in found] == [151, 36] and set(found[0][1]) == {"y"}
-    assert "2 chats, 187 tokens" in said[0] and "1 chat cut to model.max_length, 1 chat left out without a predicted token" in said[0]
+    assert "2 chats, 187 tokens" in said[1] and "1 chat cut to model.max_length, 1 chat left out without a predicted token" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +206,7 @@ def test_another_form_is_one_line_that_names_its_line(line: str, template: str |
         (tmp_path / "t.jinja").write_text(marked(template))
     with pytest.raises(BadInput) as bad:
         tokenizer = load({"kind": "bytes", "chat": {"tokens": TOKENS}})
-        read_chats(str(tmp_path / "rows.jsonl"), with_template(tokenizer, file), max_length=99, log=print)
+        read(str(tmp_path / "rows.jsonl"), with_template(tokenizer, file), max_length=99, log=print)
     assert said in str(bad.value) and "\n" not in str(bad.value)
 
 
@@ -296,7 +307,7 @@ def test_the_prompt_of_a_completion_must_begin_the_text(tmp_path: Path) -> None:
     source = "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     tokenizer = load({"kind": "bytes", "chat": {"template": source}})
     with pytest.raises(BadInput, match="line 1, chat template: got the template renders a prompt differently when its completion follows"):
-        read_chats(str(tmp_path / "rows.jsonl"), tokenizer, max_length=999, log=print)
+        read(str(tmp_path / "rows.jsonl"), tokenizer, max_length=999, log=print)
 
 
 def test_an_answer_without_a_question_does_not_predict_its_header() -> None:
@@ -312,7 +323,7 @@ def test_the_key_is_the_samples_and_the_date_is_the_files(tmp_path: Path) -> Non
     for source, time in (("{{ strftime_now('%Y') }}", 10**9), ("2001", 10**9), ("{{ strftime_now('%Y') }}", 0)):
         os.utime(file, (time, time))
         tokenizer = load({"kind": "bytes", "chat": {"template": source + marked("chatml")}})
-        keys.append(read_chats(str(file), tokenizer, max_length=999, log=lambda line: None).key)
+        keys.append(read(str(file), tokenizer, max_length=999, log=lambda line: None).key)
     assert keys[0] == keys[1] != keys[2]
 
 
@@ -325,13 +336,13 @@ def test_chats_and_plain_texts_begin_as_in_generation(library: Any, tmp_path: Pa
     tokenizer = given(framed, {"template": unmarked("chatml")})
     rows = [{"messages": MESSAGES[1:3]}, {"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "", "completion": "12"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chats = read_chats(str(tmp_path / "rows.jsonl"), tokenizer, max_length=999, log=print)
+    chats = read(str(tmp_path / "rows.jsonl"), tokenizer, max_length=999, log=print)
     template = template_of(tokenizer)
     assert template is not None
     prompts = [InChats(tokenizer).beginning(template.render(MESSAGES[1:2], prompt=True)), *map(tokenizer.beginning, ("1 + 1 =", ""))]
     assert [ids[0] == framed.token_to_id("<s>") for ids in prompts] == [False, True, True]
     for number, prompt in enumerate(prompts):
-        ids, labels = chats[number].values()
+        ids, labels = sample(chats, number)
         assert ids[: len(prompt)].tolist() == prompt and set(labels[: len(prompt)]) == {PADDING} and PADDING not in labels[len(prompt) :]
 
 
@@ -370,8 +381,8 @@ def test_chats_with_tools_take_the_template_for_tools(tmp_path: Path) -> None:
     chat = {"template": marked("chatml"), "tool_use": "TOOLS" + marked("chatml")}
     rows = [{"messages": MESSAGES}, {"messages": MESSAGES, "tools": TOOLS}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chats = read_chats(str(tmp_path / "rows.jsonl"), load({"kind": "bytes", "chat": chat}), max_length=999, log=print)
-    plain, tools = (Bytes().decode(chats[number]["input_ids"]) for number in range(2))
+    chats = read(str(tmp_path / "rows.jsonl"), load({"kind": "bytes", "chat": chat}), max_length=999, log=print)
+    plain, tools = (Bytes().decode(sample(chats, number)[0]) for number in range(2))
     assert tools == "TOOLS" + plain
 
 

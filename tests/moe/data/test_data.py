@@ -551,7 +551,7 @@ def test_files_are_built_once_and_again_when_anything_they_depend_on_changes(fol
 def test_token_files_are_readable_without_writing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Existing token files are opened without a lock and without a write, so a read-only cache works."""
     user_data(folder, tmp_path / "cache")
-    monkeypatch.setattr(tokens, "_lock", None)
+    monkeypatch.setattr(tokens, "locked_alone", None)
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "cache").rglob("*"))
     assert user_data(folder, tmp_path / "cache").train.windows.tokens.flags.writeable is False
     assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "cache").rglob("*")) == before

@@ -136,7 +136,7 @@ def test_tiled_experts_are_the_experts(entry: str, ffn: str, kernels: str) -> No
         elif entry == "rows":
             out = experts(x, counts=[5, 0, 6, 3], dropped_RF=dropped)
         else:
-            first, second = experts.chunks(2, torch.float32)
+            first, second = experts.chunks(2)
             parts = [experts(x[:5], counts=[5, 0], weights=first), experts(x[5:], counts=[6, 3], weights=second)]
             out = torch.cat(parts)
         out.sin().sum().backward()

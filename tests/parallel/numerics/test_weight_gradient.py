@@ -205,7 +205,7 @@ def experts_of(kernels: str, *, ffn: str = "swiglu", tiles: int = 1) -> Experts:
 
 def runs(experts: Experts, x: Tensor) -> Tensor:
     """Run the experts in two chunks, each with a view of the stacked matrices."""
-    parts = zip(x.split([3, 9]), experts.chunks(2, x.dtype), [COUNTS[:2], COUNTS[2:]], strict=True)
+    parts = zip(x.split([3, 9]), experts.chunks(2), [COUNTS[:2], COUNTS[2:]], strict=True)
     return torch.cat([experts(rows, counts=counts, weights=weights) for rows, weights, counts in parts])
 
 

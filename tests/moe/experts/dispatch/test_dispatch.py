@@ -289,7 +289,7 @@ def test_exchanges_overlap_the_computation_of_chunks_in_both_passes() -> None:
 def _gradients_on_rank(rank: int) -> list[Any]:
     mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2))
     experts = experts_of(mesh, None)
-    parts = experts.chunks(4, torch.float32)
+    parts = experts.chunks(4)
     sum((w.w1.square().sum() + w.w2.sum()) * (i + 1) for i, w in enumerate(parts)).backward()  # type: ignore[union-attr]
     assert experts.w1.grad is not None
     nodes = {w.w1.grad_fn for w in parts}

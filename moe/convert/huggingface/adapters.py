@@ -1,0 +1,65 @@
+"""`moe convert RUN hf:DIR --adapters`: a run's LoRA adapters as a folder of PEFT.
+
+    layers.0.attention.q.lora_a [r, in]      base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [r, in]
+    layers.0.attention.q.lora_b [out, r]     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight [out, r]
+    layers.1.experts.3.w1_a     [in, r]      base_model.model.model.layers.1.mlp.experts.3.gate_proj.lora_A.weight [r, in]
+
+PEFT's format has a pair for each module, so experts can be written if the model's files have a tensor for each expert's matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe.convert.huggingface.families import Family
+from moe.convert.huggingface.tensors import by_key, write_file
+from moe.nn.lora import pair_of
+from moe.recipe.sections import Lora
+from moe.train.start.restore import Merged
+from parallel.errors import BadInput
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # names of PEFT's files
+_PREFIX = "base_model.model."  # of a module's name in PEFT's model
+
+
+def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, base: str | None) -> int:
+    """Write the adapters that `reader` merges, in fp32, and their configuration; return their number. `base`: name of the base model, for
+    the configuration. Raises BadInput for experts of which the model's files hold several in one tensor."""
+    stored, found = reader.adapters.names(), dict[str, tuple[str, bool]]()  # key in the file -> (name in the checkpoint, is turned)
+    for key, names in by_key(reader.names(), family).items():
+        held = [name for name in names if pair_of(name)[0] in stored]
+        if held and (len(names) > 1 or not key.endswith(".weight")):
+            needed = f"modules with one matrix each, but {family.architecture} has several experts in {key}"
+            raise BadInput("--adapters", got="adapters of experts", needed=needed, fix="leave out --adapters to write merged weights")
+        for name in held:
+            left, right = pair_of(name)
+            expert = left.endswith("_a")  # [in, r] and [r, out]: the other way round than PEFT's matrices
+            stem = f"{_PREFIX}{key.removesuffix('.weight')}"
+            found[f"{stem}.lora_A.weight"] = (left if expert else right, expert)
+            found[f"{stem}.lora_B.weight"] = (right if expert else left, expert)
+
+    def read(key: str) -> Tensor:
+        name, turned = found[key]
+        tensor = reader.adapters.region(name, "weight", tuple(slice(0, size) for size in stored[name])).float()
+        return tensor.t().contiguous() if turned else tensor
+
+    forms = {key: (torch.float32, stored[name][::-1] if turned else stored[name]) for key, (name, turned) in found.items()}
+    write_file(folder / TENSORS, forms, read)
+    modules = sorted({re.sub(r"\\\.\d+", r"\\.\\d+", re.escape(_module(key))) for key in found})
+    about = {
+        "peft_type": "LORA", "task_type": "SEQ_2_SEQ_LM" if family.halves else "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": "|".join(modules), "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False, "use_dora": False, "modules_to_save": None,
+    }  # fmt: skip
+    (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
+    return len(found)
+
+
+def _module(key: str) -> str:
+    """Return the name of the module, in transformers' model, that a tensor of adapters belongs to."""
+    return key.removeprefix(_PREFIX).rpartition(".lora_")[0]

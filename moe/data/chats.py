@@ -1,0 +1,184 @@
+"""Chats as sequences. They are rendered and encoded once, kept in the user's cache folder, and read through a memory map by every process.
+
+    <cache>/chats-<key>.bin     a line of JSON with their SHA-256, then starts int64, ids uint32, predicted bool
+    chats of 5, 7, 3, 4 ids     packed into sequences of 12:   |0 0 0 0 0 1 1 1 1 1 1 1|2 2 2 3 3 3 3 . . . . .|
+
+The key is a hash of everything that the file depends on: the chats, the tokenizer with its template, the length, the date if the template
+writes it. Packing is best-fit decreasing (Johnson et al. 1974; for training: arXiv 2404.10830): no chat is cut, and the longest is placed
+first, each in the fullest sequence that has room. The first id of a packed chat is marked as its beginning (moe/recipe/shapes.py): it is
+not predicted, and attention sees only tokens of the same chat. Positions are relative in every model, so each chat reads as if alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from moe.data.chat import Encoded, encode_chats, file_of
+from moe.data.token_shard import Ints
+from moe.data.tokenizer import Tokenizer
+from moe.data.tokens import Damaged, locked_alone, usable
+from moe.recipe.shapes import PADDING, beginning, marked
+from parallel.errors import BadInput, counted
+from parallel.store.files import replace_file
+
+_FORMAT = 1  # version of these files and of the encoding of chats: another number gives another key
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Encoded chats, and `key`, a hash of them."""
+
+    encoded: Encoded
+    key: str
+
+    def __len__(self) -> int:
+        return len(self.encoded.starts) - 1
+
+    def ids(self, number: int | np.int64) -> Ints:
+        """Return a chat's ids, int64 [n]; one that is not predicted is replaced by -101 - id."""
+        some = slice(self.encoded.starts[number], self.encoded.starts[number + 1])
+        ids = self.encoded.ids_N[some].astype(np.int64)
+        return np.where(self.encoded.predicted_N[some], ids, marked(ids))
+
+
+@dataclass(frozen=True)
+class ChatRows:
+    """Sequences of chats (moe/data/order.py). members: the numbers of the chats, one sequence after another. starts: where each sequence
+    starts in `members`, and their number. packed: whether a sequence may have several chats; then their beginnings are marked."""
+
+    chats: Chats
+    members: Ints
+    starts: Ints
+    max_length: int
+    packed: bool
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.starts) - 1
+
+    def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
+        """Return the sequences with these numbers [n], padded: [n, max_length + 1] int64, or only the given columns."""
+        found = np.full((len(windows), self.max_length + 1), PADDING, dtype=np.int64)
+        for sequence, window in zip(found, windows, strict=True):
+            at = 0
+            for ids in map(self.chats.ids, self.members[self.starts[window] : self.starts[window + 1]]):
+                sequence[at : at + len(ids)] = ids
+                if self.packed:
+                    sequence[at] = beginning(ids[0] if ids[0] >= 0 else marked(ids[0]))
+                at += len(ids)
+        return found if columns is None else found[:, columns]
+
+
+def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None, cache: Path, log: Callable[[str], object]) -> Chats:
+    """Open the chats of a file, which are encoded first if they are not in the cache (moe/data/chat.py: arguments and errors). Raises
+    BadInput for a cache that cannot be read or written. `log` prints a line."""
+    named = cache / f"chats-{_key(path, tokenizer, max_length, field)}.bin"
+    with usable(cache), contextlib.suppress(FileNotFoundError, Damaged):
+        return _said(_opened(named, max_length), path, log)
+    with usable(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked_alone(named.with_suffix(".lock"), log):
+            try:  # another process may have written the file while this one waited for the lock
+                return _said(_opened(named, max_length), path, log)
+            except Damaged as damage:
+                log(f"data: {named} is damaged ({damage}): it is made again")
+            except FileNotFoundError:
+                pass
+            log(f"data: encoding the chats of {path}, once; they are kept in {named}")
+            _write(named, encode_chats(path, tokenizer, max_length=max_length, field=field), max_length)
+        return _said(_opened(named, max_length), path, log)
+
+
+def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
+    """Return the sequences for training and for validation, which the last `validation_share` of the chats are held out for. Raises
+    BadInput for a single chat."""
+    if len(chats) < 2:
+        raise BadInput("data", got=counted(len(chats), "chat"), needed="at least 2, of which one is held out", fix="give more chats")
+    trained = len(chats) - min(len(chats) - 1, max(1, round(len(chats) * validation_share)))
+    lengths = np.diff(chats.encoded.starts).tolist()
+
+    def rows(first: int, last: int) -> ChatRows:
+        if not packing:
+            return ChatRows(chats, np.arange(first, last), np.arange(last - first + 1), max_length, packed=False)
+        found = packed(lengths[first:last], room=max_length + 1)
+        starts = np.cumsum([0, *map(len, found)])
+        return ChatRows(chats, first + np.concatenate(found), starts, max_length, packed=True)
+
+    return rows(0, trained), rows(trained, len(chats))
+
+
+def packed(lengths: list[int], *, room: int) -> list[list[int]]:
+    """Return sequences as lists of chats' numbers, ascending, so that the `lengths` in each add up to at most `room`: best-fit decreasing.
+    No length may be above `room`."""
+    rows: list[list[int]] = []
+    left: dict[int, list[int]] = {}  # free ids -> the sequences that have this number of them
+    sizes: list[int] = []  # the keys of `left`, ascending
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        at = bisect_left(sizes, lengths[number])
+        if at == len(sizes):
+            rows.append([])
+            row, free = len(rows) - 1, room
+        else:
+            free = sizes[at]
+            row = left[free].pop()
+            if not left[free]:
+                del left[free], sizes[at]
+        rows[row].append(number)
+        free -= lengths[number]
+        if free not in left:
+            left[free] = []
+            insort(sizes, free)
+        left[free].append(row)
+    return [sorted(row) for row in rows]
+
+
+def _key(path: str, tokenizer: Tokenizer, max_length: int, field: str | None) -> str:
+    """Return a hash of everything on which the encoded chats depend."""
+    described, file = json.dumps(tokenizer.describe(), sort_keys=True), file_of(path)
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    date = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat() if "strftime_now" in described else None
+    return hashlib.sha256(json.dumps([_FORMAT, digest, described, max_length, field, date]).encode()).hexdigest()[:24]
+
+
+def _write(named: Path, made: Encoded, max_length: int) -> None:
+    numbers = b"".join((made.starts.tobytes(), made.ids_N.tobytes(), made.predicted_N.tobytes()))
+    sizes = {"chats": len(made.starts) - 1, "ids": len(made.ids_N), "sha256": _digest(numbers, max_length), "about": made.about}
+    line = json.dumps(sizes).encode() + b"\n"
+    replace_file(named, line.rjust(-(-len(line) // 8) * 8) + numbers)
+
+
+def _opened(named: Path, max_length: int) -> Chats:
+    """Return the chats of a file. Raises FileNotFoundError, and Damaged for contents that do not match their SHA-256."""
+    try:
+        with named.open("rb") as file:
+            line = file.readline()
+        content, sizes = np.memmap(named, np.uint8, mode="r", offset=len(line)).data, json.loads(line)
+        starts = np.frombuffer(content, np.int64, sizes["chats"] + 1)
+        ids_N = np.frombuffer(content, np.uint32, sizes["ids"], starts.nbytes)
+        predicted_N = np.frombuffer(content, np.bool_, sizes["ids"], starts.nbytes + ids_N.nbytes)
+        if (digest := _digest(content, max_length)) != sizes["sha256"]:
+            raise Damaged("its contents have another SHA-256")
+        return Chats(Encoded(ids_N, predicted_N, starts, sizes["about"]), digest[:24])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def _digest(numbers: bytes | memoryview, max_length: int) -> str:
+    digest = hashlib.sha256(f"chats {max_length}".encode())
+    digest.update(numbers)
+    return digest.hexdigest()
+
+
+def _said(chats: Chats, path: str, log: Callable[[str], object]) -> Chats:
+    log(f"data: {path}: {chats.encoded.about}")
+    return chats

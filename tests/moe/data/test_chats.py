@@ -1,0 +1,170 @@
+"""Chats as sequences: encoded once, packed without a token too many or too few, and read in a packed sequence as if alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe.data import chats as module
+from moe.data import open_data
+from moe.data.chats import ChatRows, Chats, open_chats, packed, sequences_of
+from moe.data.token_shard import TokenShard
+from moe.data.tokenizer import Bytes
+from moe.model.transformer import Transformer
+from moe.recipe.load import build_run
+from moe.recipe.sections import Data
+from moe.recipe.shapes import PADDING
+from moe.train.parts.passes import count_tokens, passes_of
+from parallel.errors import BadInput
+from tests.support import trained
+
+
+def write(folder: Path, lengths: list[int], field: str | None = None) -> Data:
+    """Write a chat with an answer of each of these lengths, in letters, and return the section `data` that reads them. field: of messages;
+    None: prompts and completions, which need no template."""
+    answers = [chr(97 + n % 26) * n for n in lengths]
+    lines: list[dict[str, Any]] = [{"prompt": "?" * (len(answer) % 3), "completion": answer} for answer in answers]
+    if field is not None:
+        lines = [{field: [{"role": "assistant", "content": answer}]} for answer in answers]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return build_run({"data": {"source": "chat", "path": str(folder / "chats.jsonl")}}).data
+
+
+def made(folder: Path, lengths: list[int], *, max_length: int) -> Chats:
+    path = write(folder, lengths).path
+    assert path is not None
+    return open_chats(path, Bytes(), max_length=max_length, field=None, cache=folder / "cache", log=lambda line: None)
+
+
+def test_packing_puts_each_chat_longest_first_into_the_fullest_sequence_with_room() -> None:
+    draw = np.random.default_rng(0)
+    for room, count in ((12, 1), (12, 40), (100, 300), (7, 50)):
+        lengths = draw.integers(1, room + 1, count).tolist()
+        rows: list[list[int]] = []  # the plain twin: every sequence is looked at for every chat
+        for number in sorted(range(count), key=lambda number: -lengths[number]):
+            sums = [sum(lengths[n] for n in row) for row in rows]
+            fit = [at for at, held in enumerate(sums) if held + lengths[number] <= room]
+            if not fit:
+                rows.append([number])
+            else:
+                rows[max(fit, key=lambda at: sums[at])].append(number)
+        found = packed(lengths, room=room)
+        assert sorted(n for row in found for n in row) == list(range(count))
+        assert sorted(sum(lengths[n] for n in row) for row in found) == sorted(sum(lengths[n] for n in row) for row in rows)
+
+
+def test_a_packed_sequence_is_its_chats_one_after_another(tmp_path: Path) -> None:
+    chats = made(tmp_path, [3, 9, 1, 5, 30, 2, 4, 8], max_length=30)
+    train, held = sequences_of(chats, max_length=30, validation_share=0.25, packing=True)
+    seen = []
+    for side in (train, held):
+        for row in side.read(np.arange(side.num_windows)):
+            first = np.flatnonzero(row < -(2**32))
+            end = int((row != PADDING).sum())
+            assert first[0] == 0 and (row[end:] == PADDING).all()
+            for start, stop in zip(first, [*first[1:], end], strict=True):
+                marks = row[start:stop].copy()
+                marks[0] += 2**32
+                seen.append(marks.tolist())
+    assert sorted(seen) == sorted(chats.ids(n).tolist() for n in range(len(chats)))
+    assert sum(side.num_windows for side in (train, held)) < len(chats)
+    alone, _ = sequences_of(chats, max_length=30, validation_share=0.25, packing=False)
+    assert alone.num_windows == 6 and alone.read(np.array([2]))[0].tolist() == [*chats.ids(2), *[PADDING] * 28]
+    columns = np.array([1, 4, 5])
+    assert (train.read(np.array([0]), columns) == train.read(np.array([0]))[:, columns]).all()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"ahead": 2},
+        {"positions": "t5", "sliding_window": 4},
+        {"attention_sinks": True, "sliding_window": 6, "rope": {"fraction": 0.5}},
+        {"num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5}},
+    ],
+    ids=["ahead", "t5", "window", "latent"],
+)
+def test_packed_chats_train_as_if_each_were_alone(model: dict[str, Any], tmp_path: Path) -> None:
+    """The same mean loss and the same gradients, also of multi-token prediction, which must not look beyond a chat."""
+    chats = made(tmp_path, [3, 9, 1, 5, 12, 2, 4, 8], max_length=40)
+    about = {"num_layers": 2, "d_model": 16, "num_heads": 4, "num_kv_heads": 2, "d_ff": 12, "max_length": 40, "moe_every": 2} | model
+    run = build_run(
+        {
+            "model": about,
+            "experts": {"num_experts": 4, "kernels": "cpu"},
+            "router": {"preset": "glam", "min_capacity": 99, "balance_weight": 0.0},
+        }
+    )
+    network = Transformer(run.model, run.experts, run.router, compute=torch.float64).double()
+    train, held = sequences_of(chats, max_length=40, validation_share=0.1, packing=True)
+    together = np.concatenate([side.read(np.arange(side.num_windows)) for side in (train, held)])
+    alone = ChatRows(chats, np.arange(len(chats)), np.arange(len(chats) + 1), 40, packed=False).read(np.arange(len(chats)))
+    found = [trained_on(network, rows) for rows in (together, alone)]
+    assert len(together) < len(alone) and (together[:, -1] == PADDING).all(), "every token is read"
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-12)
+    for name, gradient in found[0][1].items():
+        other = found[1][1][name]
+        assert (gradient - other).norm() < 1e-6 * other.norm() + 1e-12, f"{name}: more than the rounding of fp32 positions and sums"
+
+
+def trained_on(network: Transformer, rows: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    network.zero_grad()
+    shard = TokenShard.whole(len(rows), rows.shape[1] - 1)
+    counts = count_tokens(torch.from_numpy(rows), shard)
+    (one,) = passes_of([torch.from_numpy(rows)], counts, shard)
+    loss = network(one.inputs_BL, one.context, one.targets_BL).loss / counts.targets
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+
+
+def test_chats_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start reads the file of the first; a damaged file is made again; other chats, lengths and templates have other files."""
+    calls, real = [], module.encode_chats
+    monkeypatch.setattr(module, "encode_chats", lambda *a, **k: calls.append(a) or real(*a, **k))
+    first = made(tmp_path, [3, 9], max_length=30)
+    again = made(tmp_path, [3, 9], max_length=30)
+    assert len(calls) == 1 and first.key == again.key and first.ids(1).tolist() == again.ids(1).tolist()
+    (kept,) = (tmp_path / "cache").glob("*.bin")
+    content = bytearray(kept.read_bytes())
+    for spoilt in (content[:-1] + bytes([content[-1] ^ 1]), content[:-3], b"", b"{}\n", content[:4]):
+        kept.write_bytes(spoilt)
+        assert made(tmp_path, [3, 9], max_length=30).key == first.key
+    assert len(calls) == 6 and kept.read_bytes() == content
+    assert made(tmp_path, [3, 9], max_length=29).key != first.key != made(tmp_path, [3, 8], max_length=30).key
+    assert len(calls) == 8
+
+
+def test_sources_of_chats_have_fields_of_their_own(tmp_path: Path) -> None:
+    for name, field, lengths in (("a", "dialogue", [3] * 20), ("b", "messages", [5] * 20)):
+        (tmp_path / name).mkdir()
+        data = write(tmp_path / name, lengths, field)
+    sources = [{"path": str(tmp_path / "a/chats.jsonl"), "weight": 3, "text_key": "dialogue"}, {"path": data.path, "weight": 1}]
+    (tmp_path / "t.jinja").write_text("{% generation %}{{ messages[0].content }}{% endgeneration %}")
+    template = str(tmp_path / "t.jinja")
+    values = {"source": "chat", "sources": sources, "chat_template": template, "packing": True}
+    mixed = open_data(build_run({"data": values}).data, max_length=30, vocab_size=256, seed=1, cache=tmp_path, log=lambda line: None)
+    rows = mixed.train.sequences(np.arange(4000))
+    of_a = (rows == ord("a") + 3).any(1)
+    assert (of_a != (rows == ord("a") + 5).any(1)).all() and 0.7 < of_a.mean() < 0.8
+    with pytest.raises(BadInput, match=r"line 1: got an object with dialogue, needed speech, which data.text_key names"):
+        one = {"source": "chat", "path": sources[0]["path"], "text_key": "speech", "chat_template": template}
+        open_data(build_run({"data": one}).data, max_length=30, vocab_size=256, seed=1, cache=tmp_path)
+    with pytest.raises(BadInput, match="got 1 chat, needed at least 2"):
+        open_data(write(tmp_path, [3]), max_length=30, vocab_size=256, seed=1, cache=tmp_path)
+
+
+def test_a_run_counts_tokens_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of packed chats, on two ranks with unequal numbers of tokens."""
+    home = trained.home(tmp_path, monkeypatch)
+    data = write(home, np.random.default_rng(1).integers(1, 25, 60).tolist()).model_dump() | {"packing": True}
+    run = trained.recipe(home, data=data, model={"max_length": 30}, train={"steps": 2, "global_batch": 4})
+    trained.train(run, tmp_path / "run", ranks=2)
+    opened = open_data(run.data, max_length=30, vocab_size=run.vocab_size, seed=run.train.seed)
+    whole = TokenShard.whole(4, 30)
+    read = [int((opened.train.batch(step, whole)[:, :-1] != PADDING).sum()) for step in range(2)]
+    assert [line["tokens"] for line in trained.lines(tmp_path / "run", "train")] == read and 200 < sum(read) < 240
