@@ -84,7 +84,7 @@ class Layout:
         """Return the layout of the parameter's mean over `dim`, of which ranks that cut `dim` hold copies. A negative dim counts from the
         end."""
         dim %= len(self.shape)
-        assert self.tile is None and (dim or self.unstack is None), "a mean over tiles or experts"
+        assert self.tile is None and (dim or self.unstack is None), "a mean over tiles or a stack"
         return replace(
             self,
             shape=(*self.shape[:dim], *self.shape[dim + 1 :]),

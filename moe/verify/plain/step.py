@@ -91,7 +91,7 @@ class PlainStep:
         m = self.exp_avg.setdefault(name, torch.zeros_like(gradient))
         m.copy_(s.momentum * m + gradient)
         outputs, inputs = gradient.shape[::-1] if "experts" in name.split(".") else gradient.shape
-        scale = 0.2 * max(outputs, inputs) ** 0.5 if s.scale == "rms" else max(1.0, outputs / inputs) ** 0.5
+        scale = 0.2 * math.sqrt(max(outputs, inputs)) if s.scale == "rms" else math.sqrt(max(1.0, outputs / inputs))
         return scale * orthogonal(gradient + s.momentum * m)
 
     def _by_adafactor(self, name: str, gradient: Tensor, p: Tensor) -> Tensor:
