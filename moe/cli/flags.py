@@ -104,7 +104,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
     """Return the fix for the name of another tool's flag, or for a recipe's key without its section (`--lr`); None for other names."""
-    from moe.recipe.keys import choices, known_keys
+    from moe.recipe.keys import choices, keys_named
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
 
@@ -120,8 +120,8 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
     if word in Run.model_fields:
         of_kind = value is not None and in_our_words(f"{word}.kind", value) in choices(f"{word}.kind")
         return Meant({f"{word}.kind": in_our_words(f"{word}.kind", value)} if of_kind else {f"{word}.KEY": None}).fix(value, typed=True)
-    key = next((k for k in known_keys() if k.rpartition(".")[2] == word), None)
-    return None if key is None else Meant({key: value}).fix(value, typed=True)
+    found = keys_named(word, value)
+    return Meant({found[0]: value}).fix(value, typed=True) if found else None
 
 
 def _value(name: str, kind: Any, text: str) -> Any:

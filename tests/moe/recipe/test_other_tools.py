@@ -149,3 +149,28 @@ def test_a_whole_number_may_have_an_exponent() -> None:
     for wrong in ("1e-3", "1.5e0", "1e"):
         with pytest.raises(BadInput, match="train.steps"):
             load("switch_tiny", {"train.steps": wrong})
+
+
+def test_keys_in_a_wrong_section_are_found_in_a_file_and_by_their_value() -> None:
+    """Sections of other tools in a recipe, a key's name that several sections have, and flags of `moe train` written into a recipe."""
+    values, _ = read_recipe(recipe_path("switch_tiny"))
+    for section, fields, fix in (
+        ("lr_scheduler", {"warmup_steps": 7}, "did you mean optimizer.warmup_steps?"),
+        ("fp16", {"loss_scale": 128}, "did you mean precision.loss_scale?"),
+        ("optimizer", {"params": {"lr": 0.1}}, "did you mean optimizer.lr?"),
+        ("zero_optimization", {"elastic_checkpoint": True}, "remove it, or see: moe show --keys all"),
+        ("train", {"nproc": 2}, "remove it, and give moe train --nproc"),
+        ("train", {"max_new_tokens": 2}, "remove it, and give moe generate --tokens"),
+        ("train", {"path": "a.txt"}, "did you mean data.path?"),
+        ("train", {"schedule": "cosine"}, "did you mean optimizer.schedule?"),
+    ):
+        with pytest.raises(BadInput) as bad:
+            build_run(values | {section: values.get(section, {}) | fields})
+        assert str(bad.value.fix) == fix
+    for flag, value, key in (
+        ("--path", "a.txt", "data.path"),
+        ("--schedule", "gpipe", "pipeline.schedule"),
+        ("--kind", "muon", "optimizer.kind"),
+    ):
+        with pytest.raises(BadInput, match=f"fix: did you mean --{key} {value}"):
+            read_words("train", VERBS["train"], ["switch_tiny", flag, value])
