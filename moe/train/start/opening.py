@@ -206,6 +206,9 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
     """Yield lines for the user about keys without effect, changed plug-ins, and combinations that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
+    steps, warmup = run.train.steps, run.optimizer.warmup_steps
+    if warmup > steps:
+        yield f"optimizer.warmup_steps {warmup} are more than train.steps: the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
     before = {} if start.found is None else start.found.state.get("code", {})
     for key, digest in arguments.code.items():
         if before.get(key, digest) != digest:
