@@ -209,6 +209,8 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps:
         yield f"optimizer.warmup_steps {warmup} are more than train.steps: the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
+    if run.train.freeze and start.found is None and start.source is None:
+        yield f"train.freeze: {', '.join(run.train.freeze)} keep their random first values, because there is no --init_from"
     before = {} if start.found is None else start.found.state.get("code", {})
     for key, digest in arguments.code.items():
         if before.get(key, digest) != digest:
