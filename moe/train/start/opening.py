@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from moe.checks.begins import check_stays
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import Dataset, open_data
@@ -130,6 +131,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     """Find the checkpoints that the run starts from, and check that its model fits them. Makes the run's folder. Collective."""
+    check_stays(arguments.out, fresh=arguments.fresh, source=arguments.init_from)
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, arguments.out, mesh)
     if not done:
