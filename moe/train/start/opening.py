@@ -46,6 +46,7 @@ from moe.train.start.restore import base_of, check_base, described
 from moe.train.start.restore import whole as whole_model
 from moe.train.start.resume import KEPT, Resumed, pass_on
 from parallel.data.engine import Rule
+from parallel.errors import BadInput
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
@@ -174,8 +175,13 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
-    """Write files of the run's folder: recipe, remarks on data, files of an imported model, table of experts."""
-    (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
+    """Write files of the run's folder: recipe, remarks on data, files of an imported model, table of experts. Raises BadInput if the folder
+    was renamed or removed since `make_writable`."""
+    try:
+        (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
+    except OSError as error:
+        got, needed = f"{arguments.out}/recipe.yaml: {error.strerror}", "a folder that stays and can be written"
+        raise BadInput("--out", got=got, needed=needed, fix="start again, or choose another --out") from None
     list_in(arguments.out, data.index)
     if start.source is not None:
         pass_on(start.source.path, arguments.out)
