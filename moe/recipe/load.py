@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
 from moe.recipe.keys import ALL, choices, field_at, field_of, keys_named, known_keys, section_of, takes_plugin
-from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
+from moe.recipe.other_tools import in_our_words, meant_by
 from moe.recipe.plugin import WORDS, registered
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Section, takes_number
@@ -234,7 +234,7 @@ def _place(loc: Sequence[Any]) -> list[Any]:
 def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> BadInput:
     """Return the error for a key that does not exist. typed: the key was given on the command line, for which the fix is then written."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
-    inner, given = first_leaf(value)
+    inner, given = _first_leaf(value)
     named = dotted + inner
     elsewhere = keys_named(named.rpartition(".")[2], given)
     outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or field_at(path[:n]) is not None)
@@ -258,6 +258,15 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
     kind = "key" if outer else "section"
     needed = f"one of {some(section.model_fields, rest=f'moe show --keys {where or ALL}')}"
     return BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
+
+
+def _first_leaf(value: Any) -> tuple[str, Any]:
+    """Return (path, value) of the first value in nested mappings: (".a.b", 1) for {"a": {"b": 1}}."""
+    path = ""
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        path += f".{name}"
+    return path, value
 
 
 def _of_each(field: Any) -> type[Section] | None:

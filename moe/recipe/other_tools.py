@@ -52,10 +52,6 @@ KEYS: dict[str, str] = {
     "model.latent.value_size": "v_head_dim=128",
     "model.moe_every": "moe_layer_freq=2 decoder_sparse_step=2 interleave_moe_layer_step=2 encoder_sparse_step=2 expert_interval=2 "
     "moe_freq=2 moe_layer_interval=2",
-    "model.scales.embedding": "embedding_multiplier=12 scale_emb=12",
-    "model.scales.residual": "residual_multiplier=0.22",
-    "model.scales.attention": "attention_multiplier=0.0078125",
-    "model.scales.head": "logits_scaling=8",
     "experts.num_experts": "num_local_experts=8 n_routed_experts=64 num_moe_experts=8 moe_num_experts=64 n_experts=8 "
     "num_experts_per_layer=8",
     "experts.d_ff": "moe_intermediate_size=768 moe_ffn_hidden_size=768 moe_inter_dim=1408",
@@ -142,7 +138,6 @@ SWITCHES: dict[str, str] = {
     "sharding.kind=zero sharding.stage=1": "use_distributed_optimizer zero_redundancy_optimizer",
     "sharding.kind=fsdp": "fsdp use_fsdp use_torch_fsdp2 fully_shard fsdp_config fsdp_version",
     "sharding.kind=ddp": "use_ddp",
-    "sharding.kind=zero sharding.stage=3": "zero3_init_flag",
     "sharding.kind=zero sharding.stage=2 sharding.offload.optimizer=cpu": "cpu_offload enable_cpu_offload optimizer_cpu_offload",
     "sharding.kind=zero sharding.stage=3 sharding.offload.optimizer=cpu sharding.offload.parameters=cpu": "fsdp_offload_params",
     "recompute.kind=full": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing checkpoint_activations "
@@ -170,7 +165,6 @@ WITH_OTHERS: dict[str, str] = {
     "router.select=group_limited router.expert_groups={}": "n_group=8 n_expert_groups=8 moe_router_num_groups=8",
     "router.select=group_limited router.top_groups={}": "topk_group=4 n_limited_groups=4 moe_router_group_topk=4",
     "model.rope.scaling=linear model.rope.factor={}": "rope_scaling_factor=8",
-    "model.ffn=swiglu model.swiglu.limit={}": "swiglu_limit=7.0",
     "optimizer.schedule=wsd optimizer.decay_share={}": "decay_ratio=0.2",
 }
 # key and its unit in words -> names in other tools whose values are in another unit, so that the user must convert them
@@ -224,33 +218,43 @@ OTHER_UNITS: dict[str, str] = {
 # flag of a `moe` verb -> its names in other tools
 FLAGS: dict[str, str] = {
     "--out": "output_dir=runs/a out_dir=runs/a save=runs/a save_dir=runs/a run_dir=runs/a dump_folder=runs/a checkpoint.folder=runs/a "
-    "checkpoint_dir=runs/a run_name=first exp_name=first experiment_name=first",
+    "checkpoint_dir=runs/a run_name=first exp_name=first experiment_name=first name=first output=runs/a outdir=runs/a",
     "--nproc": "nproc_per_node=2 num_processes=2 num_gpus=2 gpus=2 ngpu=2 devices=2 num_gpus_per_node=2 world_size=2 np=2 n_gpus=2 "
-    "num_devices=2",
-    "--world": "world_size=8 nproc=8 num_processes=8",
+    "num_devices=2 procs=2 processes=2 ranks=2",
+    "--world": "world_size=8 nproc=8 num_processes=8 gpus=8 num_gpus=8",
     "--init_from": "model_name_or_path=runs/a pretrained_model_name_or_path=runs/a pretrained=runs/a initial_load_path=runs/a "
-    "pretrained_checkpoint=runs/a ckpt=runs/a ckpt_path=runs/a checkpoint=runs/a pretrained_path=runs/a load_path=runs/a",
+    "pretrained_checkpoint=runs/a ckpt=runs/a ckpt_path=runs/a checkpoint=runs/a pretrained_path=runs/a load_path=runs/a "
+    "load_from=runs/a pretrained_model=runs/a",
     "--from_step": "load_step=100 ckpt_step=100",
     "--restarts": "max_restarts=3",
     "--profile": "enable_profiling use_profiler wall_clock_breakdown flops_profiler.enabled use_pytorch_profiler",
     "--tokens": "max_new_tokens=50 max_tokens=50 out_seq_length=50",
     "--samples": "num_return_sequences=2 num_samples=2 n_samples=2",
-    "--prompt": "start=text text=text input=text",
+    "--prompt_file": "file=a.txt input_file=a.txt prompts=a.txt",
+    "--temperature": "temp=0.7",
+    "--sequences": "num_samples=8 max_samples=8 max_eval_samples=8 eval_iters=8",
+    "--microbatches": "num_microbatches=8 micro_batches=8",
+    "--dtype": "torch_dtype=bf16",
+    "--to": "target=glam_tiny recipe=glam_tiny",
+    "--dry_run": "dry",
+    "--prompt": "start=text text=text input=text message=text",
 }
 # flags above that moe train does not have -> their verb
-VERB_OF = {"--world": "rehearse", "--tokens": "generate", "--samples": "generate", "--prompt": "generate"}
+VERB_OF = dict.fromkeys(("--tokens", "--samples", "--prompt", "--prompt_file", "--temperature"), "generate") | {
+    "--world": "rehearse", "--sequences": "eval", "--microbatches": "simulate", "--dtype": "convert", "--to": "convert"
+}  # fmt: skip
 # flags of moe train that users write into a recipe
 OWN_FLAGS = ("nproc", "out", "launcher", "hostfile", "restarts", "cluster", "profile", "init_from", "from_step")
 # reason why no key is needed -> names in other tools that need no key here
 NEEDLESS: dict[str, str] = {
     "moe train continues from the newest checkpoint of its run folder; --out names another folder": "resume resume_from_checkpoint "
-    "auto_resume resume_from load load_checkpoint checkpoint.enable enable_checkpoint continue_from",
-    "checkpoints of the run folder are kept; a new --out begins another run": "overwrite_output_dir overwrite",
+    "auto_resume resume_from restart load load_checkpoint checkpoint.enable enable_checkpoint continue_from",
+    "checkpoints of the run folder are kept; a new --out begins another run": "overwrite_output_dir overwrite from_scratch clean",
     "moe train trains and evaluates; moe eval evaluates alone": "do_train do_eval do_predict eval_only",
     "each step is one line of metrics.jsonl and of TensorBoard's file": "logging_steps log_interval log_every log_freq logging_dir "
     "metrics.log_freq logging_strategy logging_first_step log_level steps_per_print include_tokens_per_second log_throughput "
     "timing_log_level tensorboard_dir enable_tensorboard disable_tqdm",
-    "a GPU is used if there is one": "device backend use_cpu no_cuda use_cuda accelerator",
+    "a GPU is used if there is one": "device backend cpu use_cpu no_cuda use_cuda accelerator",
     "the name or file of a recipe is the first word of the verb": "config config_file config_name job.config_file model_type model_name",
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
     "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm "
@@ -264,6 +268,7 @@ NEEDLESS: dict[str, str] = {
     "token ids are read from a mapped file, packed into whole sequences": "dataloader_num_workers num_workers dataloader_pin_memory "
     "dataloader_drop_last packing group_by_length",
     "--init_from takes weights alone, without the optimizer's states": "no_load_optim no_load_rng finetune load_model_only reset_optimizer",
+    "moe generate draws tokens; --temperature 0 takes the likeliest": "do_sample",
     "moe convert RUN hf:FOLDER writes the folder for a hub": "push_to_hub hub_model_id",
 }
 # key -> {value in other tools, in lower case: value here}
@@ -320,6 +325,11 @@ class Meant:
     flag: str | None = None
     needless: str | None = None
 
+    @property
+    def named(self) -> list[str]:
+        """Return the keys that the fix names."""
+        return list(self.keys) if self.unit is None else [self.unit.partition(",")[0]]
+
     def fix(self, value: Any, *, typed: bool) -> Fix:
         """Return the advice for the name with this value, written as keys for a recipe file or (typed) as flags for a command line."""
         if self.flag is not None:
@@ -360,15 +370,6 @@ def in_our_words(key: str, value: Any) -> Any:
         return value
     lower = str(value).lower()
     return WORDS[key].get(lower, lower if isinstance(value, str) and re.fullmatch(r"\w+", value) else value)
-
-
-def first_leaf(value: Any) -> tuple[str, Any]:
-    """Return (path, value) of the first value in nested mappings: (".a.b", 1) for {"a": {"b": 1}}."""
-    path = ""
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        path += f".{name}"
-    return path, value
 
 
 @cache

@@ -174,3 +174,23 @@ def test_keys_in_a_wrong_section_are_found_in_a_file_and_by_their_value() -> Non
     ):
         with pytest.raises(BadInput, match=f"fix: did you mean --{key} {value}"):
             read_words("train", VERBS["train"], ["switch_tiny", flag, value])
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("generate a --temp 0.5", "did you mean --temperature 0.5?"),
+        ("generate a --do_sample", "remove it (moe generate draws tokens; --temperature 0 takes the likeliest)"),
+        ("eval a --num_samples 8", "did you mean --sequences 8?"),
+        ("eval a --batch_size 8", "remove it, or see: moe eval --help"),
+        ("simulate 1f1b --num_microbatches 8", "did you mean --microbatches 8?"),
+        ("plan a --gpus 8", "name the devices in --cluster: h100-8x4 has 4 nodes of 8, and h100-2 two devices of one node"),
+        ("rehearse a --gpus 8", "did you mean --world 8?"),
+        ("train a --restart", "remove it (moe train continues from the newest checkpoint of its run folder; --out names another folder)"),
+    ],
+)
+def test_a_name_leads_to_what_its_verb_takes(words: str, fix: str) -> None:
+    verb, *rest = words.split()
+    with pytest.raises(BadInput) as bad:
+        read_words(verb, VERBS[verb], rest)
+    assert str(bad.value.fix) == fix
