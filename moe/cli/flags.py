@@ -27,7 +27,7 @@ _KINDS = {int: ("a whole number", "2"), float: ("a number", "0.8"), Path: ("a pa
 _GRAVE = ("--fresh", "--force")  # flags never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
 _REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"} | {
     ("plan", f"--{name}"): "name the devices in --cluster: h100-8x4 has 4 nodes of 8, and h100-2 two devices of one node"
-    for name in ("gpus", "num_gpus", "nodes", "num_nodes", "nnodes", "devices", "world_size")
+    for name in ("gpu", "gpus", "num_gpus", "nodes", "num_nodes", "nnodes", "devices", "world_size")
 }  # (verb, flag that it does not have) -> fix
 
 

@@ -13,7 +13,7 @@ from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.recipe import other_tools
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import build_run, load, read_recipe, recipe_path
-from moe.recipe.other_tools import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
+from moe.recipe.other_names import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -174,6 +174,15 @@ def test_keys_in_a_wrong_section_are_found_in_a_file_and_by_their_value() -> Non
     ):
         with pytest.raises(BadInput, match=f"fix: did you mean --{key} {value}"):
             read_words("train", VERBS["train"], ["switch_tiny", flag, value])
+
+
+def test_a_name_that_is_nearly_another_tools_is_taken_for_it_unless_one_here_is_nearer() -> None:
+    for name, key in (("n_embed", "model.d_model"), ("num_hidden_layer", "model.num_layers"), ("val_interval", "train.eval_every")):
+        assert refused({f"train.{name}": "2"}) == f"did you mean --{key} 2?"
+    for name, flag in (("--profil", "--profile"), ("--from_stp", "--from_step")):
+        with pytest.raises(BadInput, match=f"fix: did you mean {flag}"):
+            read_words("train", VERBS["train"], ["switch_tiny", name, "2"])
+    assert refused({"model.num_layer": "2"}) == "did you mean model.num_layers?"
 
 
 @pytest.mark.parametrize(
