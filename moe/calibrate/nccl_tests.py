@@ -162,7 +162,7 @@ BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums
 
 
 def _check_rate(found: Measured, rate: float, most: float) -> None:
-    """Refuse a fitted rate in GB/s that is higher than the adapters' `most`. Raises BadInput."""
+    """Refuse a fitted rate above `most`, the rate of a node's network adapters. Both in GB/s. Raises BadInput."""
     if rate > most:
         needed, fix = f"at most {most:.4g} GB/s, the cluster's adapters", "mend between.node_gb_s and device_gb_s in a cluster file"
         raise BadInput(found.what, got=f"a fitted {rate:.4g} GB/s", needed=needed, fix=fix)

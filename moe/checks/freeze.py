@@ -12,21 +12,14 @@ _KEY = "train.freeze"
 
 
 def check_freeze(run: Run) -> None:
-    """Refuse parts that the model lacks, and combinations in which frozen weights cannot be trained around. Raises BadInput."""
+    """Refuse parts that the model lacks, and settings that do not work with frozen weights. Raises BadInput."""
     parts = run.train.freeze
     if not parts:
         return
     for part in parts:
         _check_part(run, part)
     _check_left(run)
-    works: dict[str, tuple[object, str]] = {
-        "lora.rank": (0, "adapters freeze all other weights"),
-        "experts.rebalance_every": (0, "experts that stay on their ranks"),
-    }
-    check_others(run, _KEY, works, Remove(_KEY))
-    if run.optimizer.kind == "kfac":
-        needed = "another kind: K-FAC keeps factors of every matrix"
-        raise BadInput("optimizer.kind", got="kfac with train.freeze", needed=needed, fix=Set("it", "adamw") | Remove(_KEY))
+    check_others(run, _KEY, {"lora.rank": (0, "adapters freeze all other weights")}, Remove(_KEY))
 
 
 def _check_part(run: Run, part: str) -> None:

@@ -14,8 +14,6 @@ from parallel.fixes import Fix, Remove, Set
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
 
-_UNCUT = "an encoder-decoder is not cut in this way"
-
 
 def check_model(run: Run) -> None:
     """Refuse sizes that do not divide, layers that do not exist, and keys that this model does not read. Raises BadInput."""
@@ -57,12 +55,12 @@ def check_model(run: Run) -> None:
 def _check_latent(run: Run) -> None:
     m, by = run.model, "model.latent.key_rank"
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", ""),
-        "model.positions": ("rotary", ""),
+        "model.kind": ("decoder", "T5 and Switch have none"),
+        "model.positions": ("rotary", "keys have rotary channels"),
         "model.num_kv_heads": (None, "keys and values of all heads are made of the latent"),
         "model.qk_norm": ("none", "the latents are normed"),
-        "model.qkv_bias": (False, ""),
-        "model.clip_qkv": (None, ""),
+        "model.qkv_bias": (False, "the latents are normed"),
+        "model.clip_qkv": (None, "the latents are normed"),
         "model.scales.attention": (None, "the scale of latent attention is YaRN's alone"),
     }
     if m.num_kv_heads == m.num_heads:
@@ -129,13 +127,11 @@ def _check_fraction(m: Model) -> None:
 def _check_ahead(run: Run) -> None:
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", ""),
+        "model.kind": ("decoder", "T5 and Switch have none"),
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
-        "model.scales.embedding": (1, ""),
-        "model.scales.head": (1, ""),
-        "model.logit_cap": (None, ""),
+        "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
+        "model.scales.head": (1, "blocks of multi-token prediction are not scaled"),
         "model.sliding_window": (None, "no key says which blocks of multi-token prediction have a window"),
-        "sharding.offload.parameters": ("none", ""),
     }
     check_others(run, "model.ahead", works, off)
     if run.degrees.tp > 1 and run.tensor.kind in GRIDS:
@@ -180,15 +176,11 @@ def check_encoder_decoder(run: Run) -> None:
     if m.spans.inputs != m.max_length:
         needed = f"at least {m.spans.inputs}, for one hidden span"
         raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
-    if m.document_mask:
-        raise clash(run, "model.document_mask", "model.kind", False, "hidden spans and sentinels separate documents")
+    if m.document_mask and run.degrees.sp > 1:
+        why = "in cross attention a query's document and a key's are of different sequences, and methods of sp have one list"
+        raise clash(run, "degrees.sp", "model.document_mask", 1, why)
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"
         raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix=Set("model.vocab_size", None))
     _check_shards_of_halves(run)
-    if run.degrees.tp > 1 and run.tensor.kind not in ("1d", "copied"):
-        raise clash(run, "tensor.kind", "model.kind", "1d", _UNCUT)
-    if run.optimizer.kind == "kfac":
-        needed = "adamw, muon, adafactor or sgd: in cross-attention a K-FAC factor would belong to two inputs"
-        raise clash(run, "optimizer.kind", "model.kind", "adamw", needed=needed)

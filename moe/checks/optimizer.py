@@ -6,7 +6,6 @@ from moe.checks.clash import check_others, clash
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.pipeline import continuous
 from moe.recipe.sections import Run
-from parallel.data.kinds.catalog import CUT, PLAIN
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.pipeline.schedules.catalog import ADVISED
@@ -17,12 +16,11 @@ _ADAMW = Set("optimizer.kind", "adamw")
 def check_optimizer(run: Run) -> None:
     """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
-    if (o.kind in ("muon", "adafactor", "sgd") or o.is_own) and s.carrier(pp=run.degrees.pp).steps == "elements":
-        got = f"{o.kind} with sharding.kind=zero and stage {s.stage}"
-        needed = "adamw: DeepSpeed updates flat ranges of elements, not matrices"
-        raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.kind", PLAIN if o.kind == "adafactor" else CUT) | _ADAMW)
+    if o.of_matrices and run.carrier.steps == "elements":
+        why = "DeepSpeed updates flat ranges of elements, not matrices"
+        raise clash(run, "optimizer.kind", "sharding.engine", "adamw", why, Set("sharding.engine", "auto", said="auto, which is FSDP"))
     if o.kind != "adamw" and s.offload.optimizer != "none":
-        got, needed = f"{o.kind} with sharding.offload.optimizer={s.offload.optimizer}", "adamw, the only step that the host makes"
+        got, needed = f"{o.kind} with sharding.offload.optimizer={s.offload.optimizer}", "adamw, the only optimizer with a step on the host"
         raise BadInput("optimizer.kind", got=got, needed=needed, fix=Set("sharding.offload.optimizer", "none") | _ADAMW)
     if o.kind in ("muon", "adafactor"):
         _check_matrices(run)
@@ -34,16 +32,8 @@ def check_optimizer(run: Run) -> None:
 
 
 def _check_matrices(run: Run) -> None:
-    works: dict[str, tuple[object, str]] = {"tiling.ffn": (1, "a tile is a part of a matrix")}
-    if run.optimizer.kind == "adafactor":
-        whole = "its means are of whole matrices, and ranks hold parts"
-        works |= {key: (1, whole) for key in ("degrees.tp", "degrees.etp", "tiling.head")}
-        if run.tensor.kind == "copied":
-            del works["degrees.tp"]
-        if run.sharding.named.steps != "matrices":
-            got, fix = f"adafactor with sharding.kind={run.sharding.kind}", Set("sharding.kind", "ddp") | Set("optimizer.kind", "muon")
-            raise BadInput("optimizer.kind", got=got, needed=f"ddp: {whole}", fix=fix)
-    check_others(run, "optimizer.kind", works, _ADAMW)
+    keys = ("tiling.ffn", "tiling.head") if run.optimizer.kind == "adafactor" else ("tiling.ffn",)
+    check_others(run, "optimizer.kind", {key: (1, "a tile is a part of a matrix") for key in keys}, _ADAMW)
 
 
 def _check_kfac(run: Run) -> None:

@@ -41,15 +41,16 @@ def _check_zero(run: Run) -> None:
     if s.engine == "deepspeed" and s.named.stage == 0:
         why = "stage 0 shards nothing, which is data parallelism as torch's DDP does it"
         raise clash(run, "sharding.engine", "sharding.stage", "auto", why, Set("sharding.stage", 1, 2, 3))
-    if run.precision.master != "fp32" and s.named.stage > 0:
+    if run.precision.master != "fp32" and run.carrier.steps == "elements":
         why = "its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute"
-        raise clash(run, "precision.master", "sharding.kind", "fp32", why, Set("sharding.kind", "ddp"))
+        raise clash(run, "precision.master", "sharding.engine", "fp32", why, Set("sharding.engine", "auto", said="auto, which is FSDP"))
     for key, place in _places(s.offload).items():
         if place == "none":
             continue
-        if s.carrier() is not s.named and (key, place) not in s.carrier().offloads:
-            got, needed = f"{place} with sharding.engine=fsdp", "DeepSpeed: FSDP offloads the optimizer to cpu alone"
-            raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=Set("sharding.engine", "auto"))
+        if run.degrees.pp == 1 and run.carrier is not s.named and (key, place) not in run.carrier.offloads:
+            got, needed = f"{place} with sharding.engine={run.carrier.name}", "DeepSpeed: FSDP offloads the optimizer to cpu alone"
+            fix = Set("sharding.engine", "auto") | Set("precision.master", "fp32") | Set(f"sharding.offload.{key}", "none")
+            raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=fix)
         if (key, place) not in s.named.offloads:
             lowest, got = offloading(key, place).stage, f"{place} with sharding.stage={s.stage}"
             fix = Set("sharding.stage", lowest) | Set(f"sharding.offload.{key}", "cpu" if key == "optimizer" and s.stage else "none")

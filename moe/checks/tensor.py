@@ -29,15 +29,9 @@ def check_tensor(run: Run) -> None:
     if run.optimizer.kind == "kfac" and kind != "copied":
         why = "a direction is made of a whole matrix, and ranks of tp hold parts"
         raise clash(run, "optimizer.kind", "degrees.tp", "adamw", why, Set("degrees.tp", 1))
-    if m.qk_norm == "whole" and kind != "copied":
-        why = "the mean is over all heads, of which each rank of tp would have some"
-        raise clash(run, "degrees.tp", "model.qk_norm", 1, why, Set("tensor.kind", "copied"))
     if m.latent.key_rank is not None and kind not in ("copied", "1d"):
         why = "neither a grid nor DTensor cuts latent attention, whose latents belong to all heads"
         raise clash(run, "tensor.kind", "model.latent.key_rank", "1d", why)
-    if kind in GRIDS and (m.qkv_bias or m.out_bias):
-        got, needed = f"{kind} with model.{'qkv_bias' if m.qkv_bias else 'out_bias'}", f"{' or '.join(LINES)}: no grid cuts biases"
-        raise BadInput("tensor.kind", got=got, needed=needed, fix=Set("tensor.kind", "1d"))
     _check_sequences(run)
 
 
@@ -107,8 +101,8 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """Refuse a training or evaluation batch whose sequences cannot be divided equally among the rows of a grid, each of which reads other
-    sequences, in whole capacity groups. In a MoE model, also refuse sequences that do not give each rank of tp a token to route."""
+    """Refuse a training or evaluation batch whose sequences do not divide equally, in whole capacity groups, among the rows of a grid.
+    In a MoE model, also refuse sequences that do not give each rank of tp a token to route."""
     tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if m.layers_with_experts():

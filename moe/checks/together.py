@@ -145,7 +145,7 @@ def _check_casts(run: Run) -> None:
     p, key = run.precision, "precision.casts"
     if p.compute == "fp32" or p.compute == p.master:
         raise clash(run, key, f"compute {p.compute} and master {p.master}", "use", "no weight is cast")
-    if p.casts not in run.sharding.carrier(pp=run.degrees.pp).casts:
+    if p.casts not in run.carrier.casts:
         why = "replicas copy the weights" if run.sharding.named.threads else "its engine already gathers or holds them in precision.compute"
         raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
     if run.optimizer.kind == "kfac":

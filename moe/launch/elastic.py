@@ -71,7 +71,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
     if found:
         return found
     works = smaller(run, below=below, least=1)
-    needed = f"at most {works[0]}, as {listed(works)} can train it" if works else "a smaller number that can train it, and there is none"
+    needed = f"at most {works[0]}, one of {listed(works)}" if works else "a smaller number, and none is possible"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
     raise BadInput("--elastic", got=f"{least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 

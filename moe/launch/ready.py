@@ -49,7 +49,7 @@ class Forked:
     def poll(self, wait_s: float = 0.0) -> int | None:
         while self.returncode is None and (message := self._receive(wait_s)) is not None:
             for rank, code in zip(self.ranks, message.get("codes", ()), strict=False):
-                rank.code = code  # the leader, which is their parent, has every exit code, also those that `Rank.look` missed
+                rank.code = code  # the leader is their parent, so it has all exit codes, also of ranks that `Rank.look` missed
             if "codes" not in message:
                 self.returncode = int(message.get("ended", FAILED))
         return self.returncode
@@ -148,7 +148,7 @@ def _load(words: list[str]) -> None:
     run, _ = load(given.recipe, given.overrides)
     for name in ("moe.launch.launch", "moe.train.loop.trainer", *_LATER):
         importlib.import_module(name)
-    run.sharding.carrier(pp=run.degrees.pp).load()
+    run.carrier.load()
     gc.collect()
     gc.freeze()  # otherwise garbage collection in a forked rank writes to all objects, so that the shared memory is copied
 

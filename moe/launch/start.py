@@ -253,7 +253,7 @@ def _watch(
             ranks.extend(rank for rank in find_ranks(process.pid) if rank.pid not in known)
             looked = now
             if len(ranks) == world:
-                print(f"{counted(world, 'process')} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
+                print(f"{counted(world, 'process')} started after {now - began:.0f} s: waiting for the first output", flush=True)
         if asked_first:
             passed_at = now
             if not _pass_on(launch, ranks, folder, hosts):

@@ -204,9 +204,8 @@ class Transformer(nn.Module):
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
             context = context.remembering()  # so that a recomputed layer repeats its routing
-        if self.config.document_mask:
-            separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
-            context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
+        if self.config.document_mask and not self.halves:
+            context = context.with_documents(self._separator, self._whole_inner_sequences)
         if self.halves:
             x_BLD, reports, context = self._encode_and_decode(blocks, tokens_BL, context, part)
         else:
@@ -215,6 +214,13 @@ class Transformer(nn.Module):
             none = torch.empty(0, device=x_BLD.device)
             return Output(none, none, reports, x_BLD)
         return self._end(x_BLD, targets_BL, context, reports)
+
+    @property
+    def _separator(self) -> int:
+        return SEPARATOR if self.config.document_separator is None else self.config.document_separator
+
+    def _whole_inner_sequences(self, x_BL: Tensor) -> Tensor:
+        return self.inner_sequences(self.whole_sequences(x_BL))
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
         """Return the encoder's output for whole texts: [B, S, D], the `source_BSD` of `written`."""
@@ -233,7 +239,11 @@ class Transformer(nn.Module):
         """Return (the decoder's hidden states, or on a stage before the last both halves', reports, context of the decoder's tokens).
         `x_BLD`: tokens, or hidden states of both halves.
         """
-        (read, written), begins = context.halves(), self.config.decoder_begins
+        begins, sentinels = self.config.decoder_begins, self.vocab_size - self.config.spans.num_spans
+        if self.config.document_mask:
+            read, written = context.halves_with_documents(self._separator, sentinels, self._whole_inner_sequences)
+        else:
+            read, written = context.halves()
         if part.begins:
             x_BLD = self._look_up(_in_slices(x_BLD, context.source, self.slices))
         x_BSD, y_BLD = x_BLD.tensor_split([context.source // self.slices], dim=1)

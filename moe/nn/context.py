@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.nn.routing_record import RoutingRecord
@@ -29,7 +30,8 @@ class Context:
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
     `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each column in its sequence. `length`:
     tokens of a whole sequence, of which this rank may hold a shard. `document_BS` int64: the document of each token of whole sequences;
-    None: attention sees across documents. `source`: number of leading columns held here that the encoder reads; 0: no encoder.
+    None: attention sees across documents. `source_document_BS`: the same of the encoder's tokens, for cross attention. `source`: number of
+    leading columns held here that the encoder reads; 0: no encoder.
 
     `auxiliary_scale`: factor of auxiliary losses, which is this pass's share of the global batch's tokens times the loss scale. `valid_T`
     bool [T]: False for padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this pass's sums; None:
@@ -48,6 +50,7 @@ class Context:
     sequence_B: Tensor | None = None
     place_L: Tensor | None = None
     document_BS: Tensor | None = None
+    source_document_BS: Tensor | None = None
     source: int = 0
     length: int | None = None
     record_routing: RoutingRecord | None = None
@@ -140,7 +143,8 @@ class Context:
         return replace(self, **self._changed(mine), auxiliary_scale=scale, whole_step=whole_step)
 
     def to(self, device: torch.device) -> Context:
-        return replace(self, **self._changed(lambda x: x.to(device), *_OF_TOKENS, "sequence_B", "place_L", "document_BS"))
+        of_sequences = ("sequence_B", "place_L", "document_BS", "source_document_BS")
+        return replace(self, **self._changed(lambda x: x.to(device), *_OF_TOKENS, *of_sequences))
 
     def _changed(self, change: Callable[[Tensor], Tensor], *names: str) -> dict[str, Any]:
         """Return field name -> its value with `change` applied, for the fields `names` (default: the fields [T]) that are not None."""
@@ -151,6 +155,21 @@ class Context:
         assert self.tokens_T is not None and self.sequence_B is not None
         begins_BS = whole((self.tokens_T == separator).view(len(self.sequence_B), -1))
         return replace(self, document_BS=begins_BS.long().cumsum(1))
+
+    def halves_with_documents(self, separator: int, sentinels: int, whole: Callable[[Tensor], Tensor]) -> tuple[Context, Context]:
+        """Return `halves` with documents. One begins at each token `separator` that the encoder reads, but for the last, which ends the
+        text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no such sentinel.
+        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`.
+        """
+        assert self.tokens_T is not None and self.sequence_B is not None
+        read_BS, written_BL = whole(self.tokens_T.view(len(self.sequence_B), -1)).tensor_split([self.source], dim=1)
+        of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)
+        marks_BS, marks_BL = ((half >= sentinels).long() for half in (read_BS, written_BL))
+        of_span_BN = of_read_BS[:, -1:].repeat(1, 1 + max(read_BS.shape[1], written_BL.shape[1]))  # by the sentinel's number, from 1
+        of_span_BN = of_span_BN.scatter(1, marks_BS.cumsum(1) * marks_BS, of_read_BS)
+        of_written_BL = of_span_BN.gather(1, marks_BL.cumsum(1).clamp(min=1))  # the tokens before the first sentinel have its document
+        read, written = self.halves()
+        return replace(read, document_BS=of_read_BS), replace(written, document_BS=of_written_BL, source_document_BS=of_read_BS)
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
         """Return decide(), or in a recomputed pass its result from the first pass. `name`: key of the result."""

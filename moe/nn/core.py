@@ -1,7 +1,7 @@
 """The core of attention: softmax over queries and keys. Only here does one token see others.
 
     softmax_core    causal: a token sees itself and earlier tokens of its document, or the last `window` of them
-    open_core       every token sees all keys
+    open_core       every token sees all keys of its document
     attend          one call of torch's attention, optionally with attention sinks (arXiv 2309.17453): a logit for each head, which takes
                     a share of the softmax and adds nothing to the output
 
@@ -100,14 +100,23 @@ def _fused(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, mask: Tensor | Non
 
 
 def masked(
-    queries: range, keys: range, documents: tuple[Tensor, Tensor] | None, *, bias: Bias | None, window: int | None, like: Tensor
+    queries: range,
+    keys: range,
+    documents: tuple[Tensor, Tensor] | None,
+    *,
+    bias: Bias | None,
+    window: int | None,
+    like: Tensor,
+    causal: bool = True,
 ) -> Tensor:
-    """Return the causal mask [..., L, S] for queries and keys at these positions, on the device of `like`: values in its dtype to add to
-    the logits, or bool without a bias. `documents`: the document of each query [B, L] and of each key [B, S]; None: one document.
+    """Return the mask [..., L, S] for queries and keys at these positions, on the device of `like`: values in its dtype to add to the
+    logits, or bool without a bias. `documents`: the document of each query [B, L] and of each key [B, S]; None: one document. `causal`
+    False: later keys are visible too.
     """
     query_L, key_S = (torch.arange(places.start, places.stop, device=like.device) for places in (queries, keys))
     distance_LS = query_L.unsqueeze(1) - key_S
-    visible = distance_LS >= 0 if window is None else (distance_LS >= 0) & (distance_LS < window)
+    visible = distance_LS >= 0 if causal else torch.ones_like(distance_LS, dtype=torch.bool)
+    visible = visible if window is None else visible & (distance_LS < window)
     if documents is not None:
         visible = visible & (documents[0].unsqueeze(2) == documents[1].unsqueeze(1)).unsqueeze(1)
     return visible if bias is None else bias.of(queries, keys).masked_fill(~visible, -math.inf).to(like.dtype)
@@ -143,8 +152,11 @@ def open_core(
     sink_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention in which every token sees all keys: in an encoder, and (without bias) in cross attention."""
+    """Compute attention in which every token sees all keys of its document: in an encoder, and (without bias) in cross attention."""
     assert sink_H is None
-    places = range(q_BHLC.shape[2])
-    mask = None if bias is None else bias.of(places, places).to(q_BHLC.dtype)
+    queries, keys = range(q_BHLC.shape[2]), range(k_BKSC.shape[2])
+    mask = None if bias is None else bias.of(queries, keys).to(q_BHLC.dtype)
+    if context.document_BS is not None:
+        of_keys = context.document_BS if context.source_document_BS is None else context.source_document_BS
+        mask = masked(queries, keys, (context.document_BS, of_keys), bias=bias, window=None, like=q_BHLC, causal=False)
     return attend(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=scale, sink_H=None)

@@ -41,7 +41,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
         adapt(model, run.lora)
         save_memory(model, recompute=run.recompute, tiling=run.tiling)
         model.to(DTYPES[run.precision.master])
-    if run.sharding.carrier(pp=run.degrees.pp).by_module or run.degrees.tp > 1:
+    if run.carrier.by_module or run.degrees.tp > 1:
         embedding_as_module(model)
     plan = plan_for(run)
     layouts = lay_out(model, plan)
@@ -66,7 +66,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     for num_experts in set(model.expert_counts.values()):  # not in laid_out, which must not run a user's code: `moe show --plan` calls it
         check_own(run.router, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
-    cut = run.sharding.carrier(pp=run.degrees.pp).cut
+    cut = run.carrier.cut
     if cut is None:
         initialise(model, first, device=device)
     else:

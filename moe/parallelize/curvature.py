@@ -1,6 +1,6 @@
 """The matrices of a model that K-FAC handles, and the hooks through which it gets their input rows and gradients.
 
-    plain linears   attention's four, feed-forward networks, shared and residual experts: a hook on each module
+    plain linears   attention's and cross attention's four, feed-forward networks, shared and residual experts: a hook on each module
     experts         each expert's matrices on the rows routed to it: in a step that updates factors, products are not fused
 
 Embedding, vocabulary projection, router, gates and norms take AdamW's steps.
@@ -26,11 +26,12 @@ from parallel.mesh.mesh import Mesh
 # R rows, E experts held, I and O a matrix's in and out
 
 _READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # matrix -> the first matrix that reads the same input rows
+_CROSS_READS = {"v": "k"}  # the same of cross attention, in which k and v read the encoder's output
 _GATES = ("shared_gate", "coefficient")  # linears with one or two outputs a token, in fp32, which K-FAC leaves to AdamW
 
 
 def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, settings: Settings, experts: bool) -> Kfac:
-    """Return K-FAC over the model's linears, which pass it their inputs and gradients by hooks. `experts`: also the experts' matrices."""
+    """Return K-FAC over trained linears, which pass it their inputs and gradients by hooks. `experts`: also over the experts' matrices."""
     linears: dict[str, Linear] = {}
     plain: list[tuple[str, Plain]] = []
     stacks: list[tuple[str, Experts]] = []
@@ -40,10 +41,11 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
     for path, module in model.named_modules():
         stem, _, last = path.rpartition(".")
-        if isinstance(module, Plain) and last not in _GATES:
-            add(f"{path}.weight", module.weight, f"{stem}.{_READS_WHAT.get(last, last)}.weight".removeprefix("."))
+        if isinstance(module, Plain) and last not in _GATES and module.weight.requires_grad:
+            reads = _CROSS_READS if stem.endswith(".cross") else _READS_WHAT
+            add(f"{path}.weight", module.weight, f"{stem}.{reads.get(last, last)}.weight".removeprefix("."))
             plain.append((f"{path}.weight", module))
-        elif isinstance(module, Experts) and experts and module.num_tiles == 1:
+        elif isinstance(module, Experts) and experts and module.num_tiles == 1 and module.w1.requires_grad:
             for name in MATRICES if module.w3 is not None else MATRICES[:2]:
                 weight = getattr(module, name)
                 add(f"{path}.{name}", weight, f"{path}.{_READS_WHAT.get(name, name)}")

@@ -84,7 +84,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
         layouts,
         mesh,
         offload=offload_of(s.offload),
-        reshard=s.reshard,
+        reshard=run.reshards,
         prefetch=s.prefetch,
         replicas=s.replicas,
         casts=run.precision.casts,
@@ -138,7 +138,7 @@ def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.devic
 
 def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
     """Start the engine of the recipe's data parallelism. `rule`: a user's own optimizer, instead of the recipe's. Collective."""
-    optimizer, kind = rule or optimizer_of(run.optimizer), run.sharding.carrier(pp=run.degrees.pp)
+    optimizer, kind = rule or optimizer_of(run.optimizer), run.carrier
     setup, k = setup_of(run, model, layouts, mesh), run.optimizer.kfac
     for module in model.modules() if kind.frees_weights else ():
         if isinstance(module, Linear):
@@ -172,7 +172,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
     """Refuse a user's optimizer if no checkpoint can hold its state, or if its step on a shard would differ from its step on the whole.
     `layouts`: of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
     """
-    kind = run.sharding.carrier(pp=run.degrees.pp)
+    kind = run.carrier
     unlike = mesh.axis("pp").size > 1  # whether ranks hold different parameters or different shards
     for name, layout in layouts.items():
         num_dims = len(layout.shape)

@@ -118,14 +118,21 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
     """Return (pattern of parameters, style) for a grid. `keys`: style of k and v; `second`: of out and w2; `first`: of all other matrices.
     `heads`: the axis over which heads are sharded.
     """
+    of_attention = (
+        *_weights(OF_HEADS, "*_norm"),
+        *_weights(keys, "k", "v"),
+        *_weights(second, "out"),
+        *_weights(Channels(heads, dim=1), "bias"),
+        *_weights(Channels(heads), "sinks", "q_bias"),
+        *_weights(Channels(f"{heads}_heads"), "k_bias", "v_bias"),
+        *_weights(Channels(), "out_bias"),
+        *_weights(first, "*"),
+    )
     return (
-        *_weights(OF_HEADS, "layers.*.attention.*_norm"),
-        *_weights(keys, "layers.*.attention.k", "layers.*.attention.v"),
-        *_weights(second, "layers.*.attention.out", "layers.*.ffn.w2"),
-        *_weights(Channels(heads, dim=1), "layers.*.attention.bias"),
-        *_weights(Channels(heads), "layers.*.attention.sinks"),
-        *_weights(first, "layers.*.attention.*", "layers.*.ffn.*"),
-        *_weights(ChannelsNorm(), "layers.*.attention_norm", "layers.*.ffn_norm", "norm"),
+        *((f"layers.*.{of}.{pattern}", style) for of in ("attention", "cross") for pattern, style in of_attention),
+        *_weights(second, "layers.*.ffn.w2"),
+        *_weights(first, "layers.*.ffn.*"),
+        *_weights(ChannelsNorm(), "layers.*.*_norm", "norm", "encoder_norm"),
         *_weights(vocabulary, "embedding", "head"),
     )
 
@@ -165,7 +172,12 @@ def _kind(run: sections.Run) -> str:
 
 
 def plan_for(run: sections.Run) -> Plan:
-    return plan_of(run.dispatch, tensor=_kind(run), chunks=run.tensor.overlap_chunks)
+    plan = plan_of(run.dispatch, tensor=_kind(run), chunks=run.tensor.overlap_chunks)
+    if run.model.qk_norm != "whole" or _kind(run) == "copied":
+        return plan
+    heads = "tp_col" if run.tensor.kind in ("2d", "2.5d") else "tp_row"
+    norms = (("q_norm", ChannelsNorm(heads)), ("k_norm", ChannelsNorm(f"{heads}_heads")))
+    return Plan((*((f"**.attention.{name}.weight", kind) for name, kind in norms), *plan.rows))
 
 
 def axes_of_tokens(run: sections.Run, mesh: Mesh) -> None:

@@ -101,7 +101,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
 
 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of activations that one rank sends to the next stage, for a micro-batch of which it reads tokens [B, L]: [B, L, D],
+    """Return the shape of activations that one rank sends to the next stage, for its tokens [B, L] of a micro-batch: [B, L, D],
     with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
     """
     batch, length = tokens_BL

@@ -47,7 +47,7 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def _function(run: Run) -> dict[str, Any]:
-    """Return key -> value for the keys that this run reads and that change the function that its model computes."""
+    """Return key -> value for the keys that this run reads and that change the model's function."""
     values = _values(run)
     values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate does not matter, and a new bias is 0
     values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares its contents

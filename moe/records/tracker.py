@@ -37,7 +37,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
             fix = f"pip install {name}" | Set("it", [each for each in names if each != name])
-            raise BadInput("train.trackers", got=f"{name}, which is not installed", needed="a tracker that is there", fix=fix)
+            raise BadInput("train.trackers", got=f"{name}, which is not installed", needed="an installed tracker", fix=fix)
         if names.count(name) > 1:
             raise BadInput("train.trackers", got=f"{name} twice", needed="each once", fix=Set("it", list(dict.fromkeys(names))))
 
@@ -55,7 +55,7 @@ def open_tensorboard(folder: Path, *, first_step: int) -> Board:
     """Open TensorBoard's files. Steps from `first_step` on in older files are hidden. Raises ImportError if it is not installed."""
     from torch.utils.tensorboard import SummaryWriter  # here, because it is optional and takes half a second
 
-    folder.mkdir(exist_ok=True)  # without parents: the writer itself would make the folder of a run that was renamed
+    folder.mkdir(exist_ok=True)  # without parents, so that the folder of a renamed run is not made again (the writer would)
     older = any(folder.glob("events.*"))
     _silence_writers()
     writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)

@@ -174,7 +174,7 @@ def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
 def carried(run: Run) -> tuple[Run, str]:
     """Replace an engine that cannot run on tensors without values. Return the run, and a line about the replacement or "". Raises BadInput
     for offload and for DP, which have no replacement."""
-    s, kind = run.sharding, run.sharding.carrier(pp=run.degrees.pp)
+    s, kind = run.sharding, run.carrier
     if kind.threads:
         got, needed = "dp, whose replicas are threads of one process", "one thread a rank, which is what a rehearsal follows"
         raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))

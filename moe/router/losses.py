@@ -102,7 +102,7 @@ def step_means(
 
 
 def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
-    """Return the number of elements that `whole` of `step_means` sums for one layer."""
+    """Return the number of elements of one layer's tensor that `step_means` sums over ranks."""
     return (3 if chances else 2) * num_experts + 1
 
 

@@ -157,7 +157,7 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses the experts, unless a record gives them, gates decide drops, or they were chosen before."""
+        """Route by one kernel. It also chooses experts, unless a record or an earlier pass gives them, or drops depend on gates."""
         from moe.kernels.triton.router import Given
 
         spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()
@@ -337,7 +337,7 @@ class Router(nn.Module):
             return max(1, sequences // each)
         if self.training:
             fix = Set("router.group", "sequence")
-            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the {sequences} given", fix=fix)
+            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the pass's {sequences}", fix=fix)
         return 1  # in evaluation, one group: there may be fewer sequences than in a training group
 
 
@@ -348,7 +348,7 @@ def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | N
 
 
 def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:
-    """Return logits [T, E], fp32 on the CPU, by which every expert is chosen equally often: for a rehearsal, which computes no values.
+    """Return logits [T, E], fp32 on the CPU, with an equal load of all experts: for a rehearsal, which computes no values.
     Token t chooses K experts in a row from expert t K (modulo E). For E = 6 and K = 2: 0 1, 2 3, 4 5.
     """
     choice_K = torch.arange(num_choices)

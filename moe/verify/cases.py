@@ -116,11 +116,41 @@ OPTIONS: dict[str, dict[str, Any]] = {
         },
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
+    "t5_packed": {
+        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+        "data": {"objective": "span_corruption"},
+    },
 }  # fmt: skip
 AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more tokens, with latent attention without a query latent
     "ahead": {
-        "model": {"ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5}, "dropout": 0.1},
+        "model": {
+            "ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5},
+            "dropout": 0.1, "logit_cap": 2.0,
+        },
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+    },
+}  # fmt: skip
+OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; frozen parts
+    "olmoe": {
+        "optimizer": LINEAR,
+        "model": {"qk_norm": "whole", "qkv_bias": True, "out_bias": True, "attention_sinks": True},
+        "router": {"preset": "glam", "min_capacity": 1},
+    },
+    "muon": {
+        "optimizer": {"kind": "muon"},
+        "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
+        "experts": {"shared": 1, "shared_gate": True},
+    },
+    "adafactor": {
+        "optimizer": {"kind": "adafactor"},
+        "router": {"preset": "glam", "min_capacity": 1},
+        "model": {"num_heads": 8, "d_model": 32, "d_ff": 24},
+    },
+    "frozen": {
+        "train": {"freeze": ["experts", "embedding", "router"]},
+        "router": {"preset": "glam", "min_capacity": 1},
+        "model": {"tied_embeddings": False},
     },
 }
 FEW: dict[str, dict[str, Any]] = {  # other numbers of heads
@@ -243,7 +273,7 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        known = MODELS | ROUTERS | PACKED | FEW | HALVES | OPTIONS | AHEAD
+        known = MODELS | ROUTERS | PACKED | FEW | HALVES | OPTIONS | AHEAD | OTHER
         changes = known[self.model] if self.recipe is None else small(self.recipe, ep=self.ep)
         for section, changed in changes.items():
             values[section] = values.get(section, {}) | changed
@@ -259,10 +289,10 @@ class Case:
 
 
 def as_written(values: dict[str, Any], world: int, *, name: str) -> Case:
-    """Return the case of a recipe as it is, given by its values, on `world` processes: three steps, of which the second and third read the
-    state that the ones before left. Raises BadInput if the recipe is refused."""
+    """Return the case of a recipe as it is, given by its values, on `world` processes: three steps, so that later ones
+    read the state of earlier ones. Raises BadInput if the recipe is refused."""
     run = check_run(build_run(values), world)
-    d, p, kind = run.degrees, run.pipeline, run.sharding.carrier(pp=run.degrees.pp)
+    d, p, kind = run.degrees, run.pipeline, run.carrier
     kernels = Case.kernels if run.experts.kernels == "auto" else run.experts.kernels
     assert isinstance(d.dp, int) and isinstance(d.ep, int)
     resolved = values | {"degrees": {**values.get("degrees", {}), "dp": d.dp, "ep": d.ep}}

@@ -7,18 +7,20 @@ data-parallel; ep and etp use the same ranks as the other axes.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from moe.checks.together import check_run
 from moe.experts.dispatch.catalog import PLAIN, examples, rows_for
-from moe.verify.cases import EXPERTS, MODELS, SLICED, Case, attentions
+from moe.verify.cases import EXPERTS, HALVES, MODELS, SLICED, Case, attentions
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
 from moe.verify.rows.pipeline import LAYERS
 from parallel.data.kinds.catalog import ENGINES, planned
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
-from parallel.mesh.grids import SMALLEST
+from parallel.mesh.grids import GRIDS, SMALLEST
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # number of ranks of every row; sequences of a step, divisible by the degree of every axis
@@ -35,6 +37,16 @@ FACTORS: dict[str, tuple[str, ...]] = {  # feature -> its values, the simplest f
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16"),
 }
+# further rows in fp32, with other models and few sequences in a micro-batch; fsdp+kept: sharding.reshard false
+FEW: dict[str, tuple[str, ...]] = {
+    "model": ("gshard", "deepseek", "megatron", "t5", "t5_untied", "muon", "frozen", "olmoe", "latent", "adafactor"),
+    "schedule": ("none", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "dualpipe", "chimera"),
+    "tensor": ("none", "1d", "sliced", "2d"),
+    "sequence": ("none", "zigzag", "ulysses"),
+    "data": (*planned(), "fsdp+kept"),
+    "experts": ("ep2", "ep4", "ep2 etp2"),
+    "sequences": ("1", "3"),  # of a micro-batch of each data-parallel rank, or of each row of its grid
+}
 
 
 class Idle(BadInput):
@@ -42,22 +54,33 @@ class Idle(BadInput):
 
 
 def hybrid_cases() -> list[Case]:
-    """Return the cases of `moe verify --kinds hybrid`: one for each row of `covering`."""
-    return [case_of(row, world=WORLD) for row in covering().rows]
+    """Return the cases of `moe verify --kinds hybrid`: one for each row of `covering` and of `covering_few`."""
+    return [case_of(row, world=WORLD) for row in covering().rows] + [few_of(row) for row in covering_few().rows]
 
 
 def covering() -> Covering:
     """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows prefer fp32, with the fastest reference run."""
+    return cover(FACTORS, complete=completed, refuse=_refusal(lambda row: case_of(row, world=WORLD)), first_of=("precision",))
+
+
+def covering_few() -> Covering:
+    """Return rows in which every allowed pair of values of FEW occurs, and the refused pairs."""
+    simplest = {factor: values[0] for factor, values in FEW.items()}
+    return cover(FEW, complete=lambda chosen: simplest | chosen, refuse=_refusal(few_of))
+
+
+def _refusal(made: Callable[[Choice], Case]) -> Callable[[Choice], BadInput | None]:
+    """Return a function that returns why the case that `made` makes of a row is refused, or None."""
 
     def refuse(choice: Choice) -> BadInput | None:
         try:
-            case = case_of(choice, world=WORLD)
+            case = made(choice)
             check_run(case.run(), case.world)
         except BadInput as refused:
             return refused
         return None
 
-    return cover(FACTORS, complete=completed, refuse=refuse, first_of=("precision",))
+    return refuse
 
 
 def described(found: Covering) -> list[str]:
@@ -71,15 +94,21 @@ def described(found: Covering) -> list[str]:
     return lines
 
 
-def as_json(found: Covering) -> dict[str, dict[str, Any]]:
+def as_json(*coverings: Covering) -> dict[str, dict[str, Any]]:
     """Return {"pairs": pair -> number of rows with it, "refused_pairs": pair -> reason}. Pairs are text "FEATURE VALUE x FEATURE VALUE"."""
-    named = {pair: " x ".join(" ".join(value) for value in pair) for pair in (*found.met, *found.refused)}
-    pairs: dict[str, Any] = {named[pair]: times for pair, times in found.met.items()}
-    return {"pairs": pairs, "refused_pairs": {named[pair]: str(refused) for pair, refused in found.refused.items()}}
+    pairs, refused = Counter[str](), dict[str, Any]()
+    for found in coverings:
+        pairs.update({_named(pair): times for pair, times in found.met.items()})
+        refused |= {_named(pair): str(reason) for pair, reason in found.refused.items()}
+    return {"pairs": dict(pairs), "refused_pairs": refused}
+
+
+def _named(pair: Pair) -> str:
+    return " x ".join(" ".join(value) for value in pair)
 
 
 def completed(chosen: Choice) -> Choice:
-    """Complete a row by the simplest value of each other feature with which the chosen dispatcher or split of experts can run."""
+    """Add the missing features of a row: the simplest value with which the chosen dispatcher or split of experts can run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -112,6 +141,20 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
     return replace(case, sp=sp, attention=choice["sequence"]) if sp > 1 else case
 
 
+def few_of(choice: Choice) -> Case:
+    """Return the case of a row of FEW on WORLD ranks. Raises BadInput if it needs more."""
+    (ep, etp), schedule, model = PLACES[choice["experts"]], choice["schedule"], choice["model"]
+    pp, tp, sp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]], (1 if choice["sequence"] == "none" else 2)
+    dp = _rest(choice, WORLD, pp * tp * sp, ep * etp, sharers=sp)
+    microbatches, sequences = (2 if pp == 1 else 4), int(choice["sequences"]) * (2 if choice["tensor"] in GRIDS else 1)
+    layers = 4 if model in HALVES else LAYERS[2][int(pp > 1 and SCHEDULES[schedule].chunks != 1)]
+    length = 24 if model == "latent" else 32  # with 32, a token of latent is nearly tied between two experts in step 3
+    case = Case(model, choice["data"], WORLD, ep, microbatches, "fp32", etp=etp, experts=EXPERTS, layers=layers, length=length)
+    case = replace(case, batch=dp * microbatches * sequences, tp=tp, tensor=choice["tensor"] if tp > 1 else case.tensor)
+    case = replace(case, pp=pp, schedule=schedule) if pp > 1 else case
+    return replace(case, sp=sp, attention=choice["sequence"]) if sp > 1 else case
+
+
 def _check_idle(choice: Choice, ep: int) -> None:
     rows, places = choice["dispatch"], choice["experts"]
     if (rows == "none") != (ep == 1):
@@ -125,7 +168,11 @@ def _check_idle(choice: Choice, ep: int) -> None:
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
     """Return the degree of dp for the choice. ranks: pp * tp * sp. experts: ep * etp. sharers: degree of sp. Raises BadInput."""
     # an engine that shards states needs at least two ranks of dp or sp
-    least = 1 if ENGINES[choice["data"]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
+    least = (
+        1
+        if ENGINES[choice["data"].partition("+")[0]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d")
+        else 2
+    )
     if world is None:
         return max(2, experts)
     if ranks * least > world:

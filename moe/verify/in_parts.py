@@ -78,9 +78,9 @@ def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
 
 
 def in_blocks(model: Transformer, side: int) -> None:
-    """Make the attention, dense networks and untied head of a whole model multiply in side x side blocks, but not its MoE layers."""
+    """Make attention, cross attention, dense networks and untied head of a whole model multiply in side x side blocks; not MoE layers."""
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and fits("layers.*.attention.*", name) | fits("layers.*.ffn.*", name):
+        if isinstance(module, Linear) and any(fits(f"layers.*.{part}.*", name) for part in ("attention", "cross", "ffn")):
             module.product = partial(_product, side=side)
     if isinstance(model.head, Rows | TiledRows):
         model.head.others = _Alone(side)

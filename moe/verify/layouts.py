@@ -37,6 +37,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.clip import GradientNorm
 from parallel.numerics.precision import LossScale
 from parallel.optim.given import Given
+from parallel.optim.sgd import MOMENTUM
 from parallel.process import process
 from parallel.process.fork import each_on_ranks
 from parallel.store.checkpoint import pieces
@@ -211,8 +212,9 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
     for name, layout in engine.layouts.items():
         if what != "weight" and not engine.module.get_parameter(name).requires_grad:
             continue  # frozen parameters have neither gradients nor moments
-        tensor = engine.gradient(name) if what == "gradient" else engine.state(name)[what]
-        if layout.is_owner(mesh):
+        held = {"gradient": engine.gradient(name)} if what == "gradient" else engine.state(name)
+        tensor = held.get(what, held.get(MOMENTUM))  # Muon's momentum instead of exp_avg; Adafactor has neither
+        if tensor is not None and layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):
                 whole = found.setdefault(p.name, torch.zeros(p.shape))
                 whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import lcm
 from typing import Any
 
+from moe.plan.pipeline import continuous
 from moe.recipe.frozen import layers_of
 from moe.recipe.load import load
 from moe.recipe.sections import Run
@@ -95,9 +96,10 @@ def not_compared(run: Run) -> list[str]:
 
 
 def known(run: Run) -> bool:
-    """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW, and no plug-ins that change numbers."""
+    """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW, Muon or Adafactor, and no plug-ins that change
+    numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
-    return run.optimizer.kind == "adamw" and not named
+    return run.optimizer.kind in ("adamw", "muon", "adafactor") and not named
 
 
 def not_in_the_twin(run: Run) -> str | None:
@@ -111,5 +113,6 @@ def not_in_the_twin(run: Run) -> str | None:
         "precision.master bf16": run.precision.master != "fp32",
         "precision.compute auto": run.precision.compute == "auto",
         f"optimizer.kind {run.optimizer.kind} in 16 bits": rounded and not known(run),
+        f"optimizer.kind {run.optimizer.kind} with {run.pipeline.schedule}": continuous(run) and run.optimizer.kind != "adamw",
     }
     return next((name for name, there in found.items() if there), None)

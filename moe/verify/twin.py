@@ -1,7 +1,7 @@
 """Trains the plain twin, with which `moe verify` compares layouts: ten steps of whole batches, with its own model and its own update.
 
     moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
-    moe/verify/plain/step.py    weight decay, clipping, AdamW, the biases     moe/verify/plain/encoder_decoder.py   T5's two halves
+    moe/verify/plain/step.py    weight decay, clipping, optimizers, the biases      moe/verify/plain/encoder_decoder.py   T5's two halves
 
 It shares with the trainer only the recipe and the first values of parameters. It computes in float64, because in fp32 its own rounding
 could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient into lr d / eps = 300 d. For PipeDream
@@ -29,7 +29,7 @@ from moe.verify.plain import model as plain_model
 from moe.verify.plain.batches import PADDING, batch
 from moe.verify.plain.layer import Layer, Weights
 from moe.verify.plain.model import Rounding
-from moe.verify.plain.step import PlainAdamW, moved_bias, norms
+from moe.verify.plain.step import PlainStep, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.pipeline.schedules.catalog import SCHEDULES
@@ -55,7 +55,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     """Train the case's model with the twin for `steps` steps, in float64 unless `rounding` is given. tape: records the first steps."""
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
-    optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
+    optimizer, old = PlainStep(run.optimizer), ages(case, [*parameters, *biases])
     trained = set(_adapters(list(parameters)) if run.lora.rank else [name for name in parameters if not _frozen(name, run.train.freeze)])
     history: list[Weights] = []
     losses: list[float] = []
@@ -84,7 +84,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
 def updated(run: Run, gradients: Weights) -> Weights:
     """Return a new model's parameters, float64, after the update that these gradients of the first step give."""
     parameters = {name: value.double() for name, value in first_values(run)[0].items()}
-    PlainAdamW(run.optimizer).step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()})
+    PlainStep(run.optimizer).step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()})
     return parameters
 
 

@@ -23,7 +23,7 @@ from moe.records.results import source_commit
 from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, computed_in_background, rounds, twin_of
-from moe.verify.hybrid import WORLD, as_json, covering, described
+from moe.verify.hybrid import WORLD, as_json, covering, covering_few, described
 from moe.verify.kinds import KINDS, cases, recipe_cases
 from moe.verify.layouts import Ran, run_world
 from moe.verify.small import known
@@ -99,10 +99,10 @@ def main(
     _say_where(failed, expected, run, say)
     for line in (*notes, *_sums(table.rows, expected, nproc, time.perf_counter() - started)):
         say(line)
-    pairs = covering() if "hybrid" in kinds.split(",") and nproc >= WORLD else None
-    for line in [] if pairs is None else described(pairs):
+    coverings = (covering(), covering_few()) if "hybrid" in kinds.split(",") and nproc >= WORLD else ()
+    for line in (line for found in coverings for line in described(found)):
         say(line)
-    table.write(**({} if pairs is None else as_json(pairs)))
+    table.write(**(as_json(*coverings) if coverings else {}))
     return exit_codes.of(bool(table.rows) and not failed)
 
 

@@ -284,7 +284,8 @@ class FSDP(Stepped):
 
     def state(self, name: str) -> dict[str, Tensor]:
         device = self.on_device.get(name, self.parameters[name]).device
-        return {kind: self._gathered(name, part.to(device)) for kind, part in super().state(name).items()}
+        means = self.rule.kept(name, self.parameters[name].ndim)
+        return {kind: self._gathered(name, part.to(device), means.get(kind)) for kind, part in super().state(name).items()}
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         super().load_state(names, load, steps=steps)
@@ -305,10 +306,12 @@ class FSDP(Stepped):
             start[cut.dim], _ = cut.run(cut.axis.index)
         return start
 
-    def _gathered(self, name: str, part: Tensor) -> Tensor:
+    def _gathered(self, name: str, part: Tensor, mean: int | None = None) -> Tensor:
         """Return this rank's tensor- or expert-parallel shard of the parameter, gathered from all FSDP shards of it; `part` is this
-        rank's. Collective."""
-        return Whole((self._cut_of(name),)).gathered(part) if name in self.cut else part
+        rank's. mean: the dim (negative) of the parameter that `part` lacks, because it is a mean over it. Collective."""
+        if name not in self.cut or (cut := self._cut_of(name)).dim == mean:
+            return part
+        return Whole((cut if mean is None or cut.dim > mean else replace(cut, dim=cut.dim + 1),)).gathered(part)
 
     def _cut_of(self, name: str) -> Cut:
         return _cut_of(self.cut[name], replace(data_axis(self.layouts[name], self.mesh), label=name))

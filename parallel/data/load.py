@@ -61,7 +61,7 @@ def fill_stepped(
     for kind, dim in kept.items():
         if kind not in state:
             state[kind] = parameter.new_empty(_shape(parameter, dim), requires_grad=False)
-        fill(state[kind], partial(load, kind), start=start)
+        fill(state[kind], partial(load, kind), start=[at for d, at in enumerate(start) if dim is None or d != dim % parameter.ndim])
     state["step"] = torch.tensor(float(steps), device=parameter.device)
 
 

@@ -50,10 +50,9 @@ class Whole:
 
     @staticmethod
     def of(layout: Layout, mesh: Mesh) -> Whole | None:
-        """Return how to undo a layout's cuts of a matrix; None if the parameter has one dim, or no other rank has a shard or copy of it."""
-        if len(layout.shape) < 2:
-            return None
-        cuts = tuple(cut for dim in range(len(layout.shape) - 2, len(layout.shape)) for cut in _cuts_of_dim(layout, dim, mesh))
+        """Return how to undo a layout's cuts of a matrix or vector; None if no other rank has a shard or copy of it."""
+        num_dims = len(layout.shape)
+        cuts = tuple(cut for dim in range(max(0, num_dims - 2), num_dims) for cut in _cuts_of_dim(layout, dim, mesh))
         copies = data_axis(layout, mesh)
         return Whole(cuts, copies if copies.size > 1 else None) if cuts or copies.size > 1 else None
 

@@ -119,6 +119,6 @@ class BubbleFiller(Watcher):
         return (next(a for a in self._order if a.op in ops and a[1:3] == (stage, microbatch)),)
 
     def _last_ended(self, timeline: Timeline, placed: Placed) -> int:
-        """Return the index of the last action of the step that has ended when the work starts; -1 if no action has."""
+        """Return the index of the step's last action that has ended when the work starts; -1 if none has."""
         at = placed.start - placed.step * timeline.makespan
         return sum(span.end <= at + 1e-9 for span in timeline.spans[0][:-1]) - 1

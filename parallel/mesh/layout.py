@@ -81,9 +81,10 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def without(self, dim: int) -> Layout:
-        """Return the layout of the parameter's mean over `dim`, which no axis may cut. A negative dim counts from the end."""
+        """Return the layout of the parameter's mean over `dim`, of which ranks that cut `dim` hold copies. A negative dim counts from the
+        end."""
         dim %= len(self.shape)
-        assert self.tile is None and (dim or self.unstack is None), "a mean over a dim that a rank does not hold whole"
+        assert self.tile is None and (dim or self.unstack is None), "a mean over tiles or experts"
         return replace(
             self,
             shape=(*self.shape[:dim], *self.shape[dim + 1 :]),

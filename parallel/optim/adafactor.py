@@ -4,20 +4,23 @@
     V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U))
     W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) if `step` is relative, or lr if it is absolute
 
-A vector keeps the mean of all its squares. Each expert is a matrix of its own.
+A vector keeps the mean of all its squares. Each expert is a matrix of its own. If ranks hold shards of a matrix, sums for its means are
+added over these ranks: of R and C, as many numbers as a rank holds of them, and three numbers a matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from parallel.data.engine import Rule, StateDims
-from parallel.data.whole import Whole
+from parallel.data.whole import Cut, Whole
+from parallel.mesh.collectives import sum_over
 from parallel.optim.step import Group, PerWeight, decay_and_subtract
 
 ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"  # names of the optimizer states: R and C; V of a vector
@@ -38,36 +41,38 @@ class Adafactor(Rule):
         return {ROW: -1, COLUMN: -2} if num_dims > 1 else {SQUARE: None}
 
     def build(self, groups: list[Group], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        assert not any(whole.cuts for whole in (wholes or {}).values()), "means are of whole matrices"
-        return PerWeight(groups, self._update)
+        return PerWeight(groups, partial(self._update, wholes=wholes or {}))
 
-    def _update(self, weight: Tensor, state: dict[str, Tensor], group: Group) -> None:
+    def _update(self, weight: Tensor, state: dict[str, Tensor], group: Group, *, wholes: Mapping[int, Whole]) -> None:
         assert weight.grad is not None
-        grad = weight.grad.float()
+        grad, mean = weight.grad.float(), partial(_mean, cuts=wholes.get(id(weight), Whole(())).cuts)
         square, dims = grad.square().add_(EPS), tuple(range(max(-2, -weight.ndim), 0))
-        means = {ROW: square.mean(-1), COLUMN: square.mean(-2)} if weight.ndim > 1 else {SQUARE: square}
+        means = {ROW: mean(square, (-1,)).squeeze(-1), COLUMN: mean(square, (-2,)).squeeze(-2)} if weight.ndim > 1 else {SQUARE: square}
         if not state:
             state["step"] = torch.zeros((), device=weight.device)
-            state |= {kind: torch.zeros_like(mean, dtype=weight.dtype) for kind, mean in means.items()}
+            state |= {kind: torch.zeros_like(now, dtype=weight.dtype) for kind, now in means.items()}
         state["step"] += 1
         new = state["step"] ** -DECAY  # weight of the newest squares; 1 in the first step
-        for kind, mean in means.items():
-            state[kind].copy_(torch.lerp(state[kind].float(), mean, new))
-        update = grad * _inverse_root({kind: state[kind].float() for kind in means})
-        update /= _rms(update, dims).clamp_min(1.0)
+        for kind, now in means.items():
+            state[kind].copy_(torch.lerp(state[kind].float(), now, new))
+        if weight.ndim > 1:
+            rows, columns = state[ROW].float().unsqueeze(-1), state[COLUMN].float().unsqueeze(-2)
+            update = grad * (rows / mean(rows, (-2,))).rsqrt() * columns.rsqrt()
+        else:
+            update = grad * state[SQUARE].float().rsqrt()
+        update /= mean(update.square(), dims).sqrt().clamp_min(1.0)
         if self.step == "relative":
-            update *= _rms(weight.float(), dims).clamp_min(FLOOR)
+            update *= mean(weight.float().square(), dims).sqrt().clamp_min(FLOOR)
         decay_and_subtract(weight, update.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
-def _inverse_root(means: dict[str, Tensor]) -> Tensor:
-    """Return 1 / sqrt(V). means: ROW and COLUMN of matrices, or SQUARE of a vector."""
-    if SQUARE in means:
-        return means[SQUARE].rsqrt()
-    rows, columns = means[ROW], means[COLUMN]
-    return (rows / rows.mean(-1, keepdim=True)).rsqrt()[..., :, None] * columns.rsqrt()[..., None, :]
-
-
-def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the root mean square of x over these dims, which keep size 1."""
-    return x.square().mean(dims, keepdim=True).sqrt()
+def _mean(x: Tensor, dims: tuple[int, ...], *, cuts: tuple[Cut, ...]) -> Tensor:
+    """Return the mean over these dims (negative), which keep size 1, of whole matrices of which x is this rank's shard. cuts: how they are
+    cut, over which this is collective."""
+    total, count = x.sum(dims, keepdim=True), 1
+    for dim in dims:
+        of_dim = [cut for cut in cuts if cut.dim == dim]
+        count *= max((cut.size for cut in of_dim), default=x.shape[dim])
+        for cut in of_dim:
+            total = sum_over(total, cut.axis)
+    return total / count

@@ -24,9 +24,9 @@ from parallel.rehearse.work import where
 
 
 class Call(NamedTuple):
-    """A call of a collective, or of a message to or from the rank `peer`. `said`: all that must be equal on the ranks that meet. `group`:
-    the group's name and its ranks. `batch`: number of the batch of messages that start together; 0: it starts alone. `place`: file, line
-    and function.
+    """A call of a collective, or of a message to or from the rank `peer`. `said`: operator, shapes and dtypes, which must be equal on its
+    ranks. `group`: the group's name and its ranks. `batch`: number of the batch of messages that start together; 0: it starts alone.
+    `place`: file, line and function.
     """
 
     group: tuple[str, tuple[int, ...]]

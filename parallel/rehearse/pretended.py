@@ -105,7 +105,7 @@ class Pretended(FakeTensorMode):
             with _disable_current_modes():  # no fake tensors, because a real run also builds its model on the meta device
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
-            kwargs = kwargs | {"device": self.device}  # autograd's C++ code asks for the CPU, which it sees as the device (_device_in_cpp)
+            kwargs = kwargs | {"device": self.device}  # autograd takes the tensors' device for the CPU (_device_in_cpp)
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
         if READS & set(func.tags):

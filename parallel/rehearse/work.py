@@ -116,7 +116,7 @@ class Counted:
             self.wait()
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Count the module's passes under `name`, or under that of a watched module within it."""
+        """Count work in the module's passes under `name`. Work in a watched submodule counts under the submodule's name."""
         outer: list[str] = []
 
         def begin(_: nn.Module, given: Any, named: Any) -> None:

@@ -67,7 +67,7 @@ class DTensorRow(Style):
 
 
 class Ranks:
-    """An axis as torch's DeviceMesh, made at the first use, because layers can be filled before process groups exist."""
+    """An axis as torch's DeviceMesh, made at its first use, because layers are split before process groups exist."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis

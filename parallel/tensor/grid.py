@@ -77,17 +77,21 @@ class Channels(Style):
 
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
-    """A norm between layers, with channels over tp_col. Fills the norm's slot `normed`, and sets `first_channel` of its block, if any."""
+    """A norm whose channels are split over `axis`: between layers, or over the heads of queries or keys. Fills the norm's slot `normed`,
+    and sets `first_channel` of its block or model, if it has one."""
+
+    axis: str = "tp_col"
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Channels().layout(name, shape)
+        return Channels(self.axis).layout(name, shape)
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
             path = name.rpartition(".")[0]
-            model.get_submodule(path).normed = partial(normed, axis=mesh.axis("tp_col", label=path))  # type: ignore[assignment]
-            if "." in path:
-                model.get_submodule(path.rpartition(".")[0]).first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
+            model.get_submodule(path).normed = partial(normed, axis=mesh.axis(self.axis, label=path))  # type: ignore[assignment]
+            block = model.get_submodule(path.rpartition(".")[0])
+            if hasattr(block, "first_channel"):
+                block.first_channel = layout.region(mesh)[0].start
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:

@@ -267,7 +267,7 @@ class Watchdog:
         ranks' hashes of their collectives shows a difference."""
         self._leaving = True
         self._settle("differ")
-        return self.line or "ranks did not make the same collectives in this step, and none says more"
+        return self.line or "ranks did not make the same collectives in this step, and no rank knows which ones differ"
 
     def _settle(self, why: Why) -> None:
         """Ask all ranks for their progress, unless another rank does. Wait for the verdict; on rank 0 until others have read it."""

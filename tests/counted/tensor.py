@@ -24,6 +24,7 @@ from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 
+SOURCE = 32  # tokens that an encoder reads if its decoder reads LENGTH
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
 FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))
 OVERLAPPED = (("1d", 2, 3), ("sliced", 2, 3))  # (form, ranks, tensor.overlap_chunks)
@@ -36,9 +37,10 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
     """Print the measured rows and the table of closed forms. Return 1 if sent bytes differ from the closed form, or others by over 5 %."""
     torch.set_num_threads(1)
     rows = []
-    for kind, ranks, chunks in [*((*form, 1) for form in FORMS), *OVERLAPPED]:
+    forms = [(*form, 1, source) for form in FORMS for source in (0, SOURCE)] + [(*form, 0) for form in OVERLAPPED]
+    for kind, ranks, chunks, source in forms:
         for precision in DTYPES if ranks <= max(nproc, 4) or nproc >= 8 else ():
-            found = measured(kind, ranks, precision, chunks=chunks)
+            found = measured(kind, ranks, precision, chunks=chunks, source=source)
             for row in (row for row in found if (row["what"] == "sent") == (what == "sent")):
                 rows.append(row)
                 print_row(row)
@@ -48,16 +50,22 @@ def main(*, what: Literal["sent", "kept"] = "sent", nproc: int = 4, json: str | 
     return exit_codes.of(all(row["passed"] for row in rows))
 
 
-def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> list[dict[str, Any]]:
-    """Return the rows "sent", "weights" and "kept" of one form of tensor parallelism. chunks: tensor.overlap_chunks.
+def measured(kind: str, ranks: int, precision: str, *, chunks: int = 1, source: int = 0) -> list[dict[str, Any]]:
+    """Return the rows "sent", "weights" and "kept" of one form of tensor parallelism. chunks: tensor.overlap_chunks. source: tokens of an
+    encoder, SOURCE or 0.
     Sent bytes (mean over ranks) must equal the closed form; for 1D and sliced also the number of calls. Weights and kept bytes (maximum
     over ranks) must agree within 5 %."""
-    of = DenseLayer(SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize)
+    of = DenseLayer(
+        SEQUENCES * LENGTH, WIDTH, HEADS, HEAD_SIZE, KV_HEADS, HIDDEN, itemsize=DTYPES[precision].itemsize, source=SEQUENCES * source
+    )
     form = grid(kind, ranks)
     assert form is not None
     theory = cost(form, of, chunks=chunks)
-    found = run_on_ranks(_measure, ranks, kind, ranks, precision, chunks)
-    name, calls = f"tensor {kind}" + (f" in {chunks} chunks" if chunks > 1 else ""), max(one["calls"] for one in found)
+    found = run_on_ranks(_measure, ranks, kind, ranks, precision, chunks, source)
+    name, calls = (
+        f"tensor {kind}" + (f" in {chunks} chunks" if chunks > 1 else "") + (" with cross" if source else ""),
+        max(one["calls"] for one in found),
+    )
     rows = []
     for what, expected in {"sent": theory.forward + theory.backward, "weights": theory.weights, "kept": theory.kept}.items():
         got = sum(one["sent"] for one in found) / ranks if what == "sent" else max(one[what] for one in found)
@@ -75,8 +83,9 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"{row['kind']:<27}{row['ranks']:>3} {row['precision']:<6}{row['what']:<9}{both}{calls}", flush=True)
 
 
-def run_of(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> Run:
-    """Return the recipe of a model of one dense layer with this form of tensor parallelism. chunks: tensor.overlap_chunks."""
+def run_of(kind: str, ranks: int, precision: str, *, chunks: int = 1, source: int = 0) -> Run:
+    """Return the recipe of a model of one dense layer with this form of tensor parallelism, or with `source` of an encoder-decoder, in
+    which layer 2 computes no position bias."""
     values: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 1, "d_model": WIDTH, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "d_ff": HIDDEN,
@@ -87,18 +96,22 @@ def run_of(kind: str, ranks: int, precision: str, *, chunks: int = 1) -> Run:
         "precision": {"compute": precision},
         "train": {"global_batch": SEQUENCES, "eval_sequences": SEQUENCES},
     }  # fmt: skip
+    if source:
+        values["model"] |= {"kind": "encoder_decoder", "num_layers": 3, "encoder_layers": 1, "positions": "t5", "max_length": source}
+        values["data"] = {"objective": "span_corruption"}
     return check_run(build_run(values), ranks)
 
 
-def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> dict[str, int]:
-    run = run_of(kind, ranks, precision, chunks=chunks)
+def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int, source: int) -> dict[str, int]:
+    run = run_of(kind, ranks, precision, chunks=chunks, source=source)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     model, _ = build(run, mesh, device=torch.device("cpu"))
-    layer = model.layers[0]
+    layer = model.layers[-1]
     form = run.tp_grid()
-    size = SEQUENCES // form.sequences, LENGTH // (ranks if kind == "sliced" else 1), WIDTH // form.columns
-    x = torch.randn(size).to(DTYPES[precision]).requires_grad_()
-    context = Context.of(torch.zeros(size[0], LENGTH, dtype=torch.long))
+    sequences, slices = SEQUENCES // form.sequences, ranks if kind == "sliced" else 1
+    sizes = ((sequences, length // slices, WIDTH // form.columns) for length in (LENGTH, source))
+    x, encoded = (torch.randn(size).to(DTYPES[precision]).requires_grad_() for size in sizes)
+    context = Context.of(torch.zeros(sequences, LENGTH, dtype=torch.long))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     kept: dict[int, tuple[Tensor, int]] = {}  # address -> (tensor, bytes); holding the tensors prevents that an address is used again
 
@@ -108,7 +121,7 @@ def _measure(rank: int, kind: str, ranks: int, precision: str, chunks: int) -> d
 
     mesh.communicator.reset_counts()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        out, _ = layer(x, context)
+        out, _ = layer(x, context, None, encoded if source else None)
     # tensors of at most LENGTH * HEAD_SIZE elements are rotary angles, which do not count
     held = sum(size for at, (saved, size) in kept.items() if at not in parameters and saved.numel() > LENGTH * HEAD_SIZE)
     out.backward(torch.randn_like(out))

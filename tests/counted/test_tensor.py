@@ -6,15 +6,17 @@ import pytest
 
 from moe.plan.time.tensor import cost
 from parallel.mesh.grids import Grid
-from tests.counted.tensor import PAPER, forms_of, measured
+from tests.counted.tensor import PAPER, SOURCE, forms_of, measured
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "chunks"), [("1d", 2, 3), ("sliced", 2, 1), ("sliced", 2, 3), ("2d", 4, 1), ("2.5d", 8, 1), ("3d", 8, 1)]
+    ("kind", "ranks", "chunks", "source"),
+    [("1d", 2, 3, 0), ("sliced", 2, 1, SOURCE), ("sliced", 2, 3, 0), ("2d", 4, 1, SOURCE), ("2.5d", 8, 1, 0), ("3d", 8, 1, SOURCE)],
 )
-def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int, chunks: int) -> None:
-    """In bf16, with all-reduces in fp32. With n chunks there are n times as many calls; kept bytes are the same."""
-    for row in measured(kind, ranks, "bf16", chunks=chunks):
+def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int, chunks: int, source: int) -> None:
+    """In bf16, with all-reduces in fp32. With n chunks there are n times as many calls; kept bytes are the same. With a source, the layer
+    has cross attention too."""
+    for row in measured(kind, ranks, "bf16", chunks=chunks, source=source):
         assert row["measured_bytes"] == row["expected_bytes"] and row["passed"], row
 
 

@@ -8,15 +8,15 @@ import sys
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 from moe.checks.verdict import verdict
 from moe.cli.run import write_rows
 from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
-from moe.verify.pairwise import Pair, every_pair, together
+from moe.verify.pairwise import Pair, every_pair
 from parallel.errors import BadInput
 from parallel.store.files import write_text
+from tests.laws.refusals import listed, reason_of, refusals
 from tests.support.command import carry_out
 
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
@@ -32,7 +32,6 @@ recipe passes before it runs (`moe/checks/`). In each pair, all other values are
 | yes | runs |
 | slow | runs with the right result, but is not recommended; the number gives the reason and a better choice |
 | no | refused before the run starts; the number gives the reason |
-| - | no effect: one of the two values changes nothing with the other |
 
 | factor | key and values |
 |---|---|
@@ -57,43 +56,15 @@ class Judged:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Whether another system runs or refuses each pair of a value in `one` and a value in `other`, as read in its file `source`.
-    one, other: (factor of moe/verify/hybrid.py, values of this factor). Conditions on sizes are left out."""
-
-    system: str
-    one: tuple[str, tuple[str, ...]]
-    other: tuple[str, tuple[str, ...]]
-    status: Literal["runs", "refused"]
-    reason: str
-    source: str
-
-
-_STAGES, _FSDP = ("schedule", ("gpipe", "1f1b", "interleaved")), ("data", ("fsdp",))
-_SPARSE, _EP, _MEGATRON = ("model", ("switch", "gshard", "deepseek")), ("experts", ("ep2", "ep4")), "training/arguments.py"
-_GATHERED, _OWN_LAYER = "weights stay gathered over the micro-batches by default", "of its own MoE layer; its automatic ep runs without tp"
-_STAGE_1 = "its pipeline engine asserts stage 0 or 1"
-RULES = (
-    Rule("DeepSpeed", _STAGES, ("data", ("zero2", "zero3")), "refused", _STAGE_1, "runtime/pipe/engine.py"),
-    Rule("Megatron-Core", _STAGES, _FSDP, "refused", "with torch's FSDP2; its own Megatron-FSDP runs", _MEGATRON),
-    Rule("torchtitan", _STAGES, _FSDP, "runs", _GATHERED, "distributed/fsdp.py"),
-    Rule("DeepSpeed", ("data", ("zero3",)), _SPARSE, "refused", _OWN_LAYER, "runtime/engine.py"),
-    Rule("Megatron-Core", _FSDP, _EP, "refused", "with torch's FSDP2", _MEGATRON),
-    Rule("torchtitan", _FSDP, _EP, "runs", "where ep divides dp_shard * cp * tp", "distributed/parallel_dims.py"),
-    Rule("Megatron-Core", _FSDP, ("precision", ("fp16",)), "refused", "with torch's FSDP2", _MEGATRON),
-)
-
-
 def main(*, out: Path | None = None, json: Path | None = None) -> int:
     """Prints the page or writes it to --out, and writes one row for each pair to --json."""
-    table = judge_pairs()
-    text = page(table)
+    table, refused = judge_pairs(), refusals()
+    text = page(table, refused)
     if out is None:
         print(text, end="")
     else:
         write_text(out, text, what="--out")
-    write_rows(json, "combinations", _rows(table))
+    write_rows(json, "combinations", _rows(table, refused))
     return exit_codes.DONE
 
 
@@ -124,14 +95,18 @@ def _without_got(refused: BadInput) -> str:
     return f"`{refused.what}`: needed {refused.needed}; fix: {refused.fix}"
 
 
-def page(table: dict[Pair, Judged]) -> str:
+def page(table: dict[Pair, Judged], refused: dict[Pair, BadInput]) -> str:
     parts = [PAGE, _alone()]
     for one, other in combinations(FACTORS, 2):
+        if {one, other} < {"dispatch", "experts", "model"}:
+            continue
         cells = {(a[1], b[1]): judged for (a, b), judged in table.items() if (a[0], b[0]) == (one, other)}
         if any(judged.status != "runs" for judged in cells.values()):
             parts.append(_matrix(one, other, cells))
-    others = "## All other pairs of factors\n\nAll their values run together.\n"
-    return "\n".join([*parts, others, _systems(table)])
+    others = (
+        "## All other pairs of factors\n\nAll run together, but a dense model has no experts to spread, and only `ep` has dispatchers.\n"
+    )
+    return "\n".join([*parts, others, listed(refused)])
 
 
 def _alone() -> str:
@@ -164,31 +139,13 @@ def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in numbers.items())]) + "\n"
 
 
-def _systems(table: dict[Pair, Judged]) -> str:
-    rows = [
-        f"| {together(pairs)[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | "
-        f"{', '.join(dict.fromkeys(table[pair].status for pair in pairs))} |"
-        for rule in RULES
-        for pairs in [_pairs(rule)]
-    ]
-    head = "## Other systems\n\nRead in their code. For a pair that is not listed with a system, its answer is not known.\n\n"
-    return head + "\n".join(["| pair | system | there | its file | here |", "|---|---|---|---|---|", *rows]) + "\n"
-
-
-def _pairs(rule: Rule) -> list[Pair]:
-    (one, ones), (other, others) = rule.one, rule.other
-    return [((one, a), (other, b)) for a in ones for b in others]
-
-
-def _rows(table: dict[Pair, Judged]) -> list[dict[str, object]]:
+def _rows(table: dict[Pair, Judged], refused: dict[Pair, BadInput]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = [
         {"system": "moe-parallel", "one": " ".join(one), "other": " ".join(other), "status": judged.status, "reasons": list(judged.reasons)}
         for (one, other), judged in table.items()
     ]
-    for rule in RULES:
-        for one, other in _pairs(rule):
-            named = {"one": " ".join(one), "other": " ".join(other)}
-            rows.append({"system": rule.system, **named, "status": rule.status, "reasons": [rule.reason], "source": rule.source})
+    for (one, other), reason in refused.items():
+        rows.append({"system": "keys", "one": " ".join(one), "other": " ".join(other), "status": "refused", "reasons": [reason_of(reason)]})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels at published shapes for GPUs that need not be present, and makes the table of docs/moe/kernels.md.
+"""Compiles the Triton kernels at published shapes for GPUs that need not be present, and prints a table of registers and spills.
 
 Each row: a kernel and a tile's rows. A cell: the tile's columns, a thread's registers, bytes that ptxas spills, and buffers, the fewest
 copies of a tile under way to shared memory; the worst of all variants (activations, gathered operands, weights' dtype, remainders).

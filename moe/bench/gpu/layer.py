@@ -89,8 +89,8 @@ def race_page(rows: Sequence[Row]) -> list[str]:
 
 
 def _expected(kernel: str, shape: Shape) -> float:
-    """Return the TF/s that were expected of an H100 before any was at hand: 0.8 of a large product's rate in the inner loop, and for each
-    tile the time of FILL more steps of BLOCK_K = 64, in which its loads begin and its result is written."""
+    """Return the expected TF/s of an H100: 0.8 of a large product's rate in the inner loop, and for each tile FILL more steps of
+    BLOCK_K = 64, for its first loads and its result."""
     each = shape.rows / shape.experts
     steps = {"up": shape.width / 64, "product": 1.5 * shape.hidden / 64, "back": shape.width / 64, "weights": each / 64}[kernel]
     return H100_TF_PER_S * 0.8 * steps / (steps + FILL)

@@ -1,6 +1,6 @@
 """One part of the first hour, and the machine that it measures.
 
-    rows    what a part measured: dicts that go into the JSON, by which a later call goes on
+    rows    what a part measured: dicts for the JSON file, from which a later call continues
     page    the rows as lines for a reader
 
 The parts are listed in moe/bench/gpu/__main__.py. `packages`: what a part needs in addition to torch, triton, numpy and einops.

@@ -278,8 +278,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes this model: the original one, `kept`, or else of the first family that has such models. Raises
-    BadInput if no family has. `ends`: id of the token that ends a text."""
+    """Return a config.json that describes this model: the original (`kept`) if it fits, else one of the first family that fits. Raises
+    BadInput if none fits. `ends`: id of the token that ends a text."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
     fitting = [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]

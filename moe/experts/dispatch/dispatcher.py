@@ -79,7 +79,7 @@ class Dispatcher(ABC):
 @dataclass(frozen=True)
 class Exchange(ABC):
     """An opened dispatcher, for all layers of a model or, from `layer`, for one of them. It keeps nothing between calls but buffers.
-    `axes`: those over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
+    `axes`: axes over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
     place (placement.py); None: expert p at place p.
     """
 

@@ -86,8 +86,8 @@ class Steps(Exchange):
         return y_TD
 
     def planned(self, routing: Routing) -> tuple[Plan, Callable[[], list[Step]]]:
-        """Return the plan of the rows, and a function that returns a step for each chunk. It waits for the numbers of rows, of which all
-        go to the host in one copy, which starts now. Collective.
+        """Return the plan of the rows, and a function that returns a step for each chunk. One copy of all numbers of rows to the host
+        starts now; the function waits for it. Collective.
         """
         ranks, held = self.axis.size, routing.probs_TE.shape[1] // self.axis.size
         each, order = held // self.chunks, None

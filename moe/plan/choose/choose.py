@@ -38,7 +38,7 @@ class Ranked:
 @dataclass(frozen=True)
 class Refused:
     """`count` plans that were refused for one reason. over_bytes: by how much `example` exceeds the memory limit, 0 for other reasons.
-    example: of plans that exceed the limit, the one that does so by least; for other reasons, the first plan."""
+    example: of plans that exceed the memory limit, the one that exceeds it the least; for other reasons, the first plan."""
 
     reason: str
     count: int
@@ -57,7 +57,7 @@ class Ranking:
 
     @property
     def nearest(self) -> Refused | None:
-        """The reason whose example exceeds the memory limit by least; None if no plan was refused for its memory."""
+        """Return the refusal whose example exceeds the memory limit the least; None if no plan was refused for its memory."""
         return min((of for of in self.refused if of.over_bytes > 0), key=lambda of: of.over_bytes, default=None)
 
 

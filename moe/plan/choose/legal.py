@@ -52,12 +52,8 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         if plan.tensor == "sliced":
             yield "tensor.sequence_parallel needs degrees.tp above 1"
         return
-    if plan.tensor != "copied" and network.qk_norm == "whole":
-        yield f"degrees.tp={tp} does not go with model.qk_norm=whole"
     if plan.tensor in (*GRIDS, "dtensor") and network.latent is not None:
         yield f"tensor.kind={plan.tensor} does not go with model.latent.key_rank={network.latent.key_rank}"
-    if plan.tensor in GRIDS and (network.qkv_biases or network.out_bias):
-        yield f"tensor.kind={plan.tensor} does not go with model.{'qkv_bias' if network.qkv_biases else 'out_bias'}"
     yield from _sizes(network, plan)
 
 
@@ -87,8 +83,8 @@ def _halves(network: Network, plan: Plan) -> Iterator[str]:
         return
     if plan.pp > 1 and SCHEDULES[plan.schedule].continuous:
         yield f"pipeline.schedule={plan.schedule} does not go with model.kind=encoder_decoder"
-    if plan.tp > 1 and plan.tensor not in ("1d", "sliced", "copied"):
-        yield f"tensor.kind={plan.tensor} does not go with model.kind=encoder_decoder"
+    if network.documents and plan.sp > 1:
+        yield f"degrees.sp={plan.sp} does not go with model.document_mask and an encoder"
     ways = plan.sp * (plan.tp if plan.tensor == "sliced" else 1)
     if network.encoder.length % ways:
         yield f"slices over {ways} ranks do not divide model.max_length={network.encoder.length}"
@@ -99,8 +95,6 @@ def _ahead(network: Network, plan: Plan) -> Iterator[str]:
         return
     if plan.tensor in GRIDS:
         yield f"tensor.kind={plan.tensor} does not go with model.ahead={network.ahead}"
-    if plan.offload_parameters != "none":
-        yield f"offload of the parameters does not go with model.ahead={network.ahead}"
 
 
 def _frozen(network: Network, plan: Plan) -> Iterator[str]:

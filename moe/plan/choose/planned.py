@@ -147,6 +147,8 @@ def planned(
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
     """Yield plans of a run with resolved degrees, also plans that cannot run. only: if given, only plans with these degrees."""
     base, stored = plan_of(run), _storages(run)
+    if not run.is_flat:  # then another engine of `space` carries out the others
+        space = replace(space, engines=tuple(name for name in space.engines if ENGINES[name].unless_flat is None))
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
         like = stored[plan.carrier.name]
         yield plan.but(storage=like.storage, compute_bytes=like.compute_bytes)

@@ -103,7 +103,7 @@ def attention(network: Network, t: int, *, over: int) -> float:
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
-    others = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
+    others = (n.width if n.out_bias else 0) + n.heads / over * (n.sinks + (0 if n.shared_buckets else n.buckets))
     return attention_matrices(n, t, over=over) + biases + others
 
 
@@ -143,7 +143,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     found = dense(network, sum(map(norm, runs)), "norms") + dense(network, positions)
     for run in runs if network.shared_buckets else ():  # the first layer of a stack has its T5 bias
         of_first, _ = network.at(network.before if run is network else 0)
-        found += dense(of_first, run.heads / plan.grid.matrix * run.buckets, "attention")
+        found += dense(of_first, run.heads / plan.grid.units * run.buckets, "attention")
     if first or (last and (network.tied or network.ahead)):  # multi-token prediction needs the embedding on the last stage
         found += table(network, plan, "embedding")
     if last and not network.tied:

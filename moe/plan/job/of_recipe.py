@@ -153,7 +153,7 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
 
 def plan_of(run: Run) -> Plan:
     """Return the plan of a recipe with resolved degrees (`run.resolve(world)`)."""
-    d = run.mesh_degrees()
+    d, engine = run.mesh_degrees(), run.sharding.named if run.is_flat else run.carrier
     replicas = d.dp * run.pipeline.microbatches
     return Plan(
         dp=d.dp,
@@ -162,7 +162,7 @@ def plan_of(run: Run) -> Plan:
         pp=d.pp,
         ep=d.ep,
         etp=d.etp,
-        engine=run.sharding.named.planned_as or run.sharding.named.name,
+        engine=engine.planned_as or engine.name,
         tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
         depth=d.tp_depth,
         sequence=run.sequence.kind,
@@ -180,7 +180,7 @@ def plan_of(run: Run) -> Plan:
         offload_optimizer=run.sharding.offload.optimizer,
         offload_parameters=run.sharding.offload.parameters,
         tiles=run.tiling.ffn,
-        reshard=run.sharding.reshard,
+        reshard=run.reshards,
     )
 
 
@@ -218,7 +218,7 @@ def storage_of(run: Run) -> Storage:
 
 def _with_adam(run: Run) -> Storage:
     """Return the storage with AdamW, for the recipe's master precision. Some engines compute with a copy of the master parameters."""
-    carrier = run.sharding.carrier(pp=run.degrees.pp)
+    carrier = run.carrier
     copied = carrier.master_copy or (run.precision.casts in carrier.casts[1:] and compute_bytes(run) == 2)
     if run.precision.master == "bf16":
         return MIXED if copied else BF16

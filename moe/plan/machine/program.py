@@ -40,7 +40,7 @@ class Program:
     interleaved_transfers: Literal["waited", "overlapped"] = "waited"  # messages between interleaved stages
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
-    capacity_kernels: int = 0  # of dispatch_kernels forward, the kernels that a layer without capacity does not need
+    capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds / time of a micro-batch

@@ -55,14 +55,15 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["attention"] += _latents(n, plan, stack, at)
     if plan.sp > 1:
         parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
+    masks = _masks(n, plan)
     if n.buckets and plan.sp == 1:  # with sp, the backward pass recomputes the bias
         if stack.biased == "scores":
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
-            parts["attention"] += c * bias_elements(n, plan, stack)
-        parts["attention"] += n.length**2 if n.sees == "past" else 0  # the causal mask has 1 byte
+            parts["attention"] += c * bias_elements(n, plan, stack) * masks
+        parts["attention"] += n.length**2 * (masks if n.sees == "past" or n.documents else 0)  # a mask of what is seen has 1 byte
     elif stack.keys == "repeated" and plan.sp == 1:  # torch converts a mask to the queries' dtype; documents need one for each sequence
-        parts["attention"] += c * (plan.microbatch if n.documents else n.windows_masked) * n.length**2
+        parts["attention"] += c * (masks if n.documents else n.windows_masked) * n.length**2
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):
@@ -92,11 +93,17 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     """Bytes that a layer's cross-attention keeps, without the encoder's output, which `ends_kept` counts once for all layers."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
     inner, keys = n.heads * n.channels, _key_heads(n, stack, c) * n.channels
-    of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
+    of_norm = (norm_kept(n, plan, stack) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
     core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
+    kept += c * _masks(n, plan) * n.length * encoder.length if n.documents else 0  # in the queries' dtype
     kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
     return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
+
+
+def _masks(n: Network, plan: Plan) -> float:
+    """Number of masks of attention that a micro-batch needs on a rank: with documents one for each sequence."""
+    return plan.microbatch / plan.grid.sequences if n.documents else 1
 
 
 def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:

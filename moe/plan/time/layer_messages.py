@@ -93,10 +93,12 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
     """Passes of a layer's collectives over tp. sparse: the layer has experts."""
     if plan.tp == 1 or plan.tensor == "copied":
         return Passes()
-    group, left = _tp_group(plan, cluster), 1 - program.tensor_overlap
+    group, left, n, late = _tp_group(plan, cluster), 1 - program.tensor_overlap, tokens_of(network, plan), network.latent
+    norms = Pass()
+    if network.qk_norm == "whole":  # one number of each token, of queries and of keys
+        norms = Pass(tensor=2 * left * all_reduce(cluster, group, 4 * n / plan.grid.sequences))
     if plan.tensor not in (*LINES, "sliced"):
-        return _on_grid(network, plan, cluster, group, left)
-    n, late = tokens_of(network, plan), network.latent
+        return _on_grid(network, plan, cluster, group, left) + Passes(norms, norms)
     size = n * network.width * plan.compute_bytes
     read = network.width if late is None else (late.query_rank or network.width) + late.key_rank + late.rotary_size
     entering = n * read * plan.compute_bytes  # bytes that all heads read: x, or the latents
@@ -109,7 +111,7 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
         forward = (1 + dense) * all_reduce(cluster, group, size) + again
         backward = all_reduce(cluster, group, entering) + dense * all_reduce(cluster, group, size) + again
         kernels = (1 + dense) / 2
-    return Passes(Pass(tensor=left * forward, kernels=kernels), Pass(tensor=left * backward, kernels=kernels))
+    return Passes(Pass(tensor=left * forward, kernels=kernels), Pass(tensor=left * backward, kernels=kernels)) + Passes(norms, norms)
 
 
 def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> Passes:
@@ -117,6 +119,7 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
     of = tensor_parallel.DenseLayer(
         *(round(tokens_of(network, plan)), network.width, network.heads, network.channels),
         *(max(network.groups, plan.grid.units), network.hidden, network.gated, plan.compute_bytes),
+        source=0 if network.encoder is None else round(tokens_of(network.encoder, plan)),
     )
     cost = tensor_parallel.cost(plan.grid, of)
     messages = len(of.products) * plan.grid.columns
@@ -129,8 +132,8 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention's all-reduces in 1D: of its output; of the gradients of decoder's and encoder's tokens."""
-    if plan.grid.units == 1:
+    """Passes of cross-attention's all-reduces in 1D: of its output; of the gradients of decoder's and encoder's tokens. On grids none."""
+    if plan.grid.units == 1 or plan.tensor in GRIDS:
         return Passes()
     sizes = (tokens_of(half, plan) * network.width * plan.compute_bytes for half in (network, encoder))
     own, other = (all_reduce(cluster, _tp_group(plan, cluster), size) for size in sizes)

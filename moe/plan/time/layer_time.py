@@ -212,12 +212,13 @@ def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, key
 
 def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
     """Passes of cross-attention, with its norm, residual addition and all-reduces."""
-    n, read, d, t = tokens_of(network, plan), tokens_of(encoder, plan), network.width, plan.grid.units
+    n, read = (tokens_of(half, plan) / plan.grid.sequences for half in (network, encoder))
+    d, t = network.width, plan.grid.units
     a, k = network.heads * network.channels / t, max(network.groups / t, 1) * network.channels
     inside = 2 * _pointwise_bytes(plan, program) * (a * n + 2 * k * read)
     moved = (_around(network, plan, program) / 2 + inside) * program.pointwise
     passes = _products([(n, a, d), (read, 2 * k, d), (n, d, a)], moved, plan, cluster, program, streams=(5, 7), kernels=(9, 12))
-    count = plan.microbatch * network.heads / t
+    count = plan.microbatch / plan.grid.sequences * network.heads / t
     if program.attention == "fused":
         core = _fused(count * network.length / plan.sp * encoder.length, 2 * network.channels, plan, cluster)
     else:

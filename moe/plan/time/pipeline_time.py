@@ -76,7 +76,7 @@ def pipeline_time(
 
 
 def _of_stages(plan: Plan, times: Times) -> Times:
-    """Return the seconds of each stage. times: seconds of each rank, all of whose stages take equally long."""
+    """Return the seconds of each stage. times: seconds of each rank, whose stages all take equally long."""
     if placed(plan.schedule) == "both_ways":
         return times
     homes = homes_of(plan)

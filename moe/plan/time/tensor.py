@@ -11,6 +11,9 @@
     2.5d     P / q^2   as 2d with N / d                          as 2d with N / d
     3d       P / q^3   (q-1)/q^3 of N I + I O + N O              (q-1)/q^3 of N O + I O + 2 N I, and I O wide
 
+    Cross attention over S tokens of an encoder is like attention, but q is a product of its own, and k and v are a product of the S tokens.
+    1d: one more all-reduce forward, N D, and two backward, N D and S D. sliced: gathers x and the S tokens. It also keeps the S tokens.
+
     On a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them. Norms on a grid gather 2 wide
     numbers per token forward and sum 2 backward.
 
@@ -34,7 +37,8 @@ from parallel.mesh.grids import Grid
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """Sizes of a dense layer: attention with rotary positions, a feed-forward network, LayerNorms. itemsize: bytes of an element."""
+    """Sizes of a dense layer: attention with rotary positions, a feed-forward network, LayerNorms. itemsize: bytes of an element. source:
+    tokens of an encoder, to which the layer has cross attention too; 0: none."""
 
     tokens: int
     width: int
@@ -44,6 +48,11 @@ class DenseLayer:
     hidden: int
     gated: bool = True
     itemsize: int = 4
+    source: int = 0
+
+    @property
+    def norms(self) -> int:
+        return 3 if self.source else 2
 
     @property
     def inner(self) -> int:
@@ -52,16 +61,17 @@ class DenseLayer:
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of each product: q, k, v, out, w1, w3 if there is a gate, w2."""
+        """(inputs, outputs) of each product: q, k, v, out, for cross attention the same again, w1, w3 if there is a gate, w2."""
         keys, into = self.kv_heads * self.head_size, (self.width, self.hidden)
         attention = (self.width, self.inner), (self.width, keys), (self.width, keys), (self.inner, self.width)
-        return *attention, *(into,) * (2 if self.gated else 1), (self.hidden, self.width)
+        return *attention * (self.norms - 1), *(into,) * (2 if self.gated else 1), (self.hidden, self.width)
 
     @property
-    def fused_products(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of each product if products of the same input are one product."""
-        q, k, v, out, *into, down = self.products
-        return (self.width, q[1] + k[1] + v[1]), out, (self.width, sum(outputs for _, outputs in into)), down
+    def fused_products(self) -> tuple[tuple[int, int, int], ...]:
+        """(tokens, inputs, outputs) of each product if products of the same input are one product."""
+        n, d, a, keys = self.tokens, self.width, self.inner, 2 * self.kv_heads * self.head_size
+        cross = ((n, d, a), (self.source, d, keys), (n, a, d)) if self.source else ()
+        return (n, d, a + keys), (n, a, d), *cross, (n, d, (1 + self.gated) * self.hidden), (n, self.hidden, d)
 
     @property
     def elements(self) -> int:
@@ -88,24 +98,26 @@ def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:
     """Return the bytes of a layer on each rank of a grid of kind 1d, sliced, 2d, 2.5d or 3d. chunks: value of tensor.overlap_chunks."""
     kind = grid.kind
     forward, backward = _on_a_line(kind, grid.ranks, of) if kind in ("1d", "sliced") else _on_a_grid(kind, grid.depth, grid.columns, of)
-    calls = {"1d": 4 * chunks, "sliced": 8 * chunks}.get(kind)
+    calls = {"1d": (7 if of.source else 4) * chunks, "sliced": (14 if of.source else 8) * chunks}.get(kind)
     weights = of.elements * of.itemsize // grid.matrix
     return Cost(weights, _kept(kind, grid.ranks, grid.columns, of, chunks), int(forward), int(backward), calls)
 
 
 def _on_a_line(kind: str, ranks: int, of: DenseLayer) -> tuple[Fraction, Fraction]:
-    share = Fraction(ranks - 1, ranks) * of.tokens * of.width
-    one_way = 4 * share * of.itemsize
-    return one_way, one_way if kind == "1d" else 2 * share * (of.itemsize + max(WIDE, of.itemsize))
+    own, other = (Fraction(ranks - 1, ranks) * tokens * of.width for tokens in (of.norms * of.tokens, of.source))
+    if kind == "1d":
+        return 2 * own * of.itemsize, 2 * (own + other) * of.itemsize
+    wide = max(WIDE, of.itemsize)
+    return (2 * own + other) * of.itemsize, own * (of.itemsize + wide) + other * wide
 
 
 def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fraction, Fraction]:
-    held = of.tokens if kind == "3d" else Fraction(of.tokens, depth)
+    held = Fraction(1, 1 if kind == "3d" else depth)
     part, wide = Fraction(side - 1, side**3 if kind == "3d" else side**2), max(WIDE, of.itemsize)
-    row = Fraction(2 * of.tokens, depth * side)  # two norms of the tokens in a row of the grid
+    row = Fraction(of.norms * of.tokens, depth * side)  # tokens that a row of ranks normalises, in each norm
     forward, backward = row * 2 * (side - 1) * wide, row * 2 * Fraction(2 * (side - 1), side) * wide
-    for inputs, outputs in of.fused_products:
-        x, w, y = held * inputs, inputs * outputs, held * outputs if kind == "3d" else 0
+    for tokens, inputs, outputs in of.fused_products:
+        x, w, y = held * tokens * inputs, inputs * outputs, held * tokens * outputs if kind == "3d" else 0
         forward += part * (x + w + y) * of.itemsize
         backward += part * ((2 * x + w + y) * of.itemsize + w * wide)
     return forward, backward
@@ -113,11 +125,13 @@ def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fracti
 
 def _kept(kind: str, ranks: int, side: int, of: DenseLayer, chunks: int) -> int:
     n, wide, line = of.tokens, max(WIDE, of.itemsize), kind in ("1d", "sliced")
-    keys = of.kv_heads * of.head_size
-    inside = Fraction(n, ranks) * ((2 * of.inner + 2 * keys + (4 if of.gated else 2) * of.hidden) * of.itemsize + of.heads * wide)
+    keys, layers = of.kv_heads * of.head_size, of.norms - 1
+    inside = n * ((2 * layers * of.inner + 2 * keys + (4 if of.gated else 2) * of.hidden) * of.itemsize + layers * of.heads * wide)
+    inside += of.source * 2 * keys * of.itemsize
     read, normed = n if kind == "1d" else Fraction(n, ranks), n if line else Fraction(n, ranks)
-    norms = 2 * (read * (wide if line else of.itemsize) + normed * of.itemsize) * of.width
-    statistics = 4 * (read if line else Fraction(n * side, ranks)) * wide
-    second = of.width * (of.inner + of.hidden) if chunks > 1 else 0
+    norms = of.norms * (read * (wide if line else of.itemsize) + normed * of.itemsize) * of.width
+    norms += Fraction(of.source, 1 if line else ranks) * of.itemsize * of.width
+    statistics = 2 * of.norms * (read if line else Fraction(n * side, ranks)) * wide
+    second = of.width * (layers * of.inner + of.hidden) if chunks > 1 else 0
     cast = (of.elements - second) * of.itemsize // ranks if line and of.itemsize < WIDE else 0
-    return int(inside + norms + statistics + cast)
+    return int(Fraction(inside, ranks) + norms + statistics + cast)

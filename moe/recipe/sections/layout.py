@@ -51,10 +51,12 @@ class Sharding(Section, alters="cost"):
         """The engine of `kind` and `stage`."""
         return engine_named(self.kind, self.stage)
 
-    def carrier(self, *, pp: int = 1) -> EngineKind:
-        """Return the engine that runs: the one of sharding.engine, or `named`. With pipeline stages (pp > 1) another may replace it."""
+    def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
+        """Return the engine that runs: the one of sharding.engine, or `named`. Another may replace it with pipeline stages (pp > 1), or
+        if the optimizer does not step flat ranges of fp32 elements (`flat` False)."""
         chosen = ENGINES.get(self.engine, self.named)
-        return ENGINES[chosen.with_stages] if pp > 1 and chosen.with_stages else chosen
+        other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
+        return ENGINES[other] if other else chosen
 
 
 class Tensor(Section, alters="cost"):

@@ -11,6 +11,7 @@ from moe.recipe.sections.experts import Dispatch, Experts, Router
 from moe.recipe.sections.layout import Parallel, Pipeline, Precision, Recompute, Sequence, Sharding, Tensor, Tiling
 from moe.recipe.sections.model import Model
 from moe.recipe.sections.training import Data, Lora, Optimizer, Train
+from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput
 from parallel.mesh.grids import Grid, grid_of
 from parallel.mesh.mesh import Degrees, divisors
@@ -80,6 +81,21 @@ class Run(Section):
         """Return the number of ranks of tp that hold the same key-value head: 1 unless there are more ranks than heads."""
         heads, ways = self.model.num_kv_heads or self.model.num_heads, self.tp_grid().units
         return ways // heads if self.tensor.kind != "dtensor" and ways > heads and ways % heads == 0 else 1
+
+    @property
+    def carrier(self) -> EngineKind:
+        """The data-parallel engine that runs."""
+        return self.sharding.carrier(pp=self.degrees.pp, flat=self.is_flat)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the optimizer can step flat ranges of fp32 elements, as DeepSpeed does: no matrices, no master weights in 16 bits."""
+        return not self.optimizer.of_matrices and self.precision.master == "fp32"
+
+    @property
+    def reshards(self) -> bool:
+        """Whether FSDP frees gathered weights after the forward pass. ZeRO-1, and ZeRO-2 without stages, keep them."""
+        return self.sharding.reshard and self.sharding.named.stage not in ((1,) if self.degrees.pp > 1 else (1, 2))
 
     def mesh_degrees(self) -> Degrees:
         """Return the resolved degrees. Call `resolve` first: raises BadInput if one is still `auto`."""

@@ -103,6 +103,11 @@ class Optimizer(Section, alters="training"):
         """Whether a user's program or plugin gives the optimizer."""
         return self.kind == "given" or is_plugin(self.kind)
 
+    @property
+    def of_matrices(self) -> bool:
+        """Whether the optimizer steps matrices, or shards of them, and not flat ranges of elements."""
+        return self.kind in ("muon", "adafactor", "sgd") or self.is_own
+
 
 class Lora(Section, alters="shape"):
     """LoRA adapters: two narrow matrices, which are trained, for each frozen one. Frozen weights come from another run (--init_from)."""

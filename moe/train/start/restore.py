@@ -77,7 +77,7 @@ def base_of(found: Reader, moved: Path | None = None) -> Reader:
     said = found.state.get(WHERE)
     said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
     path, there = moved or Path(said.get("path", "")), Path(said.get("path", "BASE"))
-    what, needed = "the base of a run of adapters", f"the checkpoint that {found.path.name} has adapters of"
+    what, needed = "the base of a run of adapters", f"the checkpoint for which the adapters of {found.path.name} were trained"
     if not said or not (path / "manifest.json").is_file():
         fix = f"link it (mkdir -p {there.parent} && ln -s WHERE_IT_IS {there}), or move it back; {_TRAINS}"
         raise BadInput(what, got=f"no checkpoint in {path}", needed=needed, fix=fix)

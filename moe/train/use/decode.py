@@ -128,8 +128,11 @@ class Written:
 
 
 def can_cache(model: Transformer) -> bool:
-    """Return whether a token's output depends on earlier tokens alone. If experts choose their tokens, it depends on later ones too."""
-    return all(method_of(layer.router.spec).tokens_choose for layer in moe_layers(model))
+    """Return whether a token's output depends on earlier tokens alone. If experts choose their tokens, it depends on later ones too. The
+    cache of an encoder-decoder keeps no documents."""
+    return not (model.halves and model.config.document_mask) and all(
+        method_of(layer.router.spec).tokens_choose for layer in moe_layers(model)
+    )
 
 
 def for_continuing(model: Transformer) -> None:

@@ -232,5 +232,5 @@ def _prompts(path: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    """Print text, on a terminal without control characters, which could change its settings."""
+    """Print text. On a terminal, control characters are replaced, because they could change its settings."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -30,6 +30,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     model = run.model
     read, total = model.max_length, model.read_length
     layers: dict[str, Layer] = {}
+    documents = documents_of(run, batch[:, :-1].tolist()) if model.document_mask else None
     places = torch.arange(len(batch) * total).view(-1, total)
 
     def stack(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
@@ -52,12 +53,14 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
             name = f"layers.{number}"
             seen = cast(norm(x, weights[f"{name}.attention_norm.weight"], model))
             bias = wide(cast(wide(weights[f"{first}.attention.bias.weight"])))
-            out = attention(seen, seen, weights, f"{name}.attention", run, len(batch), bias, source is not None, cast)
+            same = None if documents is None else same_document(*(documents[source is not None],) * 2)
+            out = attention(seen, seen, weights, f"{name}.attention", run, len(batch), bias, source is not None, cast, same)
             noted(f"{name}.attention", out)
             x = cast(x + dropped(run, out, f"{name}.attention", tokens, cast))
             if source is not None:
                 seen = cast(norm(x, weights[f"{name}.cross_norm.weight"], model))
-                out = attention(seen, source, weights, f"{name}.cross", run, len(batch), None, False, cast)
+                same = None if documents is None else same_document(documents[1], documents[0])
+                out = attention(seen, source, weights, f"{name}.cross", run, len(batch), None, False, cast, same)
                 noted(f"{name}.cross", out)
                 x = cast(x + dropped(run, out, f"{name}.cross", tokens, cast))
             seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
@@ -79,10 +82,46 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     return Passed(F.cross_entropy(logits, targets, reduction="sum", ignore_index=PADDING), layers)
 
 
+def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the document of each token that the encoder reads, and of each that the decoder reads, in each row of the batch."""
+    model, first_sentinel = run.model, run.vocab_size - run.model.spans.num_spans
+    found: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for row in rows:
+        document, spans, of_read, of_written = 0, 0, list[int](), list[int]()
+        of_sentinel: dict[int, int] = {}
+        for place, token in enumerate(row[: model.max_length]):
+            if token == (model.document_separator or 0) and place < model.max_length - 1:
+                document += 1
+            of_read.append(document)
+            if token >= first_sentinel:
+                of_sentinel[len(of_sentinel) + 1] = document
+        for token in row[model.max_length :]:
+            spans += token >= first_sentinel
+            of_written.append(of_sentinel.get(max(spans, 1), document))
+        found[0].append(of_read)
+        found[1].append(of_written)
+    return found
+
+
+def same_document(queries: list[list[int]], keys: list[list[int]]) -> Tensor:
+    """Return bool [B, L, S]: whether query and key are of the same document."""
+    return torch.tensor([[[a == b for b in k] for a in q] for q, k in zip(queries, keys, strict=True)])
+
+
 def attention(
-    x: Tensor, source: Tensor, weights: Weights, name: str, run: Run, sequences: int, bias: Tensor | None, causal: bool, cast: Rounding
+    x: Tensor,
+    source: Tensor,
+    weights: Weights,
+    name: str,
+    run: Run,
+    sequences: int,
+    bias: Tensor | None,
+    causal: bool,
+    cast: Rounding,
+    same: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. bias [32, H]: see `buckets`."""
+    """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. bias [32, H]: see `buckets`.
+    same: bool [B, L, S], whether a query sees a key; None: it sees all."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads
@@ -101,6 +140,8 @@ def attention(
             scores = scores + bias[buckets(length, others, both_ways=not causal), head]
         if causal:
             scores = scores.masked_fill(torch.ones(length, others, dtype=torch.bool).triu(1), -math.inf)
+        if same is not None:
+            scores = scores.masked_fill(~same, -math.inf)
         mixed.append(cast(scores.softmax(2).to(v.dtype) @ v[group]))
     flat = torch.stack(mixed, 2).reshape(-1, heads * size)
     return cast(flat @ cast(weights[f"{name}.out.weight"]).t())

@@ -128,7 +128,7 @@ def _ahead_loss(
         seen = cast(norm(x, weights[f"{block}.ffn_norm.weight"], model))
         x = cast(x + dropped(run, dense(seen, weights, f"{block}.ffn", model.ffn, model.swiglu, cast), f"{layer}.ffn", tokens, cast))
         read = cast(norm(x, weights[f"{name}.norm.weight"], model))
-        logits = wide(cast(read @ cast(table).t()))
+        logits = capped(wide(cast(read @ cast(table).t())), model.logit_cap)
         total = total + F.cross_entropy(logits, predicted(torch.tensor(wanted)).flatten(), reduction="sum", ignore_index=PADDING)
     return total / model.ahead
 

@@ -1,6 +1,8 @@
-"""Computes the twin's update in plain code: weight decay, gradient norm, clipping, AdamW, and the selection biases of routers.
+"""Computes the twin's update in plain code: weight decay, gradient norm, clipping, AdamW, Muon, Adafactor, and selection biases of routers.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
+    p <- p - lr wd p - lr s X                          X: g + mu m made orthogonal, with Muon               arXiv 2502.16982
+    p <- p - lr wd p - lr rms(p) U                     U: g over the root of factored squares, Adafactor    arXiv 1804.04235
     b_e <- b_e + rate * sign(mean load - load_e)                                                            arXiv 2408.15664
 
 It uses nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses.py.
@@ -22,6 +24,8 @@ _NO_DECAY = {
     *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"],
 }  # between dots in a name
 
+_GATES = ("router", "shared_gate", "coefficient")  # matrices inside layers that Muon leaves to AdamW
+
 
 def decayed(name: str) -> bool:
     """Return whether the parameter has weight decay: all have, except norms, biases, sinks and routers."""
@@ -39,8 +43,18 @@ def norms(gradients: Weights) -> dict[str, float]:
     return {name: math.sqrt(value) for name, value in squares.items()} | {"total": math.sqrt(sum(squares.values()))}
 
 
-class PlainAdamW:
-    """AdamW. exp_avg: parameter name -> first moment; exp_avg_sq: parameter name -> second moment."""
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return Muon's five Newton-Schulz iterations of the matrix divided by its norm. A zero matrix stays zero."""
+    x = matrix / matrix.square().sum().sqrt().clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
+
+
+class PlainStep:
+    """AdamW, Muon or Adafactor. exp_avg: parameter name -> first moment, or Muon's momentum; exp_avg_sq: parameter name -> second moment;
+    of Adafactor also "<name> rows", "<name> columns" and "<name> all" -> means of squares."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps = settings, 0
@@ -55,14 +69,46 @@ class PlainAdamW:
         total = norms(gradients)["total"]
         factor = 1.0 if s.clip_norm is None or total <= s.clip_norm else s.clip_norm / total
         for name, p in parameters.items():
+            by_muon = s.kind == "muon" and p.ndim == 2 and not {"embedding", "head", "bias", *_GATES} & set(name.split("."))
+            lr = s.lr * s.muon.lr_factor if by_muon else s.lr
             gradient = gradients[name] * factor
-            m = self.exp_avg.setdefault(name, torch.zeros_like(p))
-            v = self.exp_avg_sq.setdefault(name, torch.zeros_like(p))
-            m.copy_(s.beta1 * m + (1 - s.beta1) * gradient)
-            v.copy_(s.beta2 * v + (1 - s.beta2) * gradient**2)
-            moved = m / (1 - s.beta1**self.steps) / ((v / (1 - s.beta2**self.steps)).sqrt() + s.eps)
-            shrunk = p * (1 - s.lr * s.weight_decay) if decayed(name) else p
-            p.copy_(shrunk - s.lr * moved)
+            if s.kind == "adafactor":
+                moved = self._by_adafactor(name, gradient, p)
+            else:
+                moved = (self._by_muon if by_muon else self._by_adamw)(name, gradient)
+            shrunk = p * (1 - lr * s.weight_decay) if decayed(name) else p
+            p.copy_(shrunk - lr * moved)
+
+    def _by_adamw(self, name: str, gradient: Tensor) -> Tensor:
+        s = self.settings
+        m, v = (moments.setdefault(name, torch.zeros_like(gradient)) for moments in (self.exp_avg, self.exp_avg_sq))
+        m.copy_(s.beta1 * m + (1 - s.beta1) * gradient)
+        v.copy_(s.beta2 * v + (1 - s.beta2) * gradient**2)
+        return m / (1 - s.beta1**self.steps) / ((v / (1 - s.beta2**self.steps)).sqrt() + s.eps)
+
+    def _by_muon(self, name: str, gradient: Tensor) -> Tensor:
+        s = self.settings.muon
+        m = self.exp_avg.setdefault(name, torch.zeros_like(gradient))
+        m.copy_(s.momentum * m + gradient)
+        outputs, inputs = gradient.shape[::-1] if "experts" in name.split(".") else gradient.shape
+        scale = 0.2 * max(outputs, inputs) ** 0.5 if s.scale == "rms" else max(1.0, outputs / inputs) ** 0.5
+        return scale * orthogonal(gradient + s.momentum * m)
+
+    def _by_adafactor(self, name: str, gradient: Tensor, p: Tensor) -> Tensor:
+        def mean(kind: str, now: Tensor) -> Tensor:
+            held = self.exp_avg_sq.setdefault(f"{name} {kind}", torch.zeros_like(now))
+            held.copy_(held + (now - held) * self.steps**-0.8)
+            return held
+
+        square = gradient**2 + 1e-30
+        if p.ndim == 1:
+            squares = mean("all", square)
+        else:
+            rows, columns = mean("rows", square.mean(1)), mean("columns", square.mean(0))
+            squares = torch.outer(rows, columns) / rows.mean()
+        update = gradient / squares.sqrt()
+        update = update / max(1.0, update.square().mean().sqrt().item())
+        return update * max(1e-3, p.square().mean().sqrt().item()) if self.settings.adafactor.step == "relative" else update
 
 
 def moved_bias(bias: Tensor, load: list[int], rate: float) -> Tensor:

@@ -136,6 +136,7 @@ def _options_cases() -> list[Case]:
     """Cases of models with options of published models, each with two engines; `mixer`, which draws experts at random, also in bf16; and
     multi-token prediction in fp16, whose loss needs the loss scale."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
+    engines["t5_packed"] = ("ddp", "zero3")
     found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")
         for model, kinds in engines.items()

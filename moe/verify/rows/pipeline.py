@@ -63,6 +63,7 @@ def _halves_cases() -> list[Case]:
     found += [replace(staged("t5", "ddp", 4, 4, "1f1b", "fp32"), layers=4, stages=stages) for stages in ((1, 1, 1, 1), (0, 3, 1, 0))]
     found += [replace(staged("t5", "ddp", 2, 2, schedule, "bf16"), layers=4) for schedule in ("1f1b", "zb_h1")]
     both = replace(staged("t5", "ddp", 4, 2, "1f1b", "fp32"), layers=4, microbatches=3)
+    found += [replace(staged("t5_packed", "ddp", 2, 2, "zb_h1", "fp32", "full"), layers=4)]
     return [*found, replace(both, tp=2, tensor="sliced", ep=2), replace(both, sp=2, length=12, attention="zigzag", ep=2)]
 
 

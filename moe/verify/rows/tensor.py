@@ -12,6 +12,7 @@ from moe.verify.rows.pipeline import staged
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.grids import SMALLEST
 
+SOURCE = 31  # tokens that an encoder reads if its decoder writes 8, one for each rank of a grid
 TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 
 
@@ -39,12 +40,17 @@ def _line_cases() -> list[Case]:
     options = partial(Case, world=2, tp=2, ep=2, kind="ddp", microbatches=1)
     found += [options("mixer", tensor="sliced", precision=precision) for precision in ("fp32", "bf16")]
     found += [options("gpt_oss", tensor=tensor, precision="fp32") for tensor in ("dtensor", "sliced")]
-    found += [options("free", tensor="1d", precision="fp32")]
-    return [*found, options("gpt_oss", world=4, tp=4, tensor="1d", precision="fp32")]  # biases of fewer key heads than ranks of tp
+    found += [
+        options("free", tensor="1d", precision="fp32"),
+        *(options("olmoe", tensor=kind, precision="fp32") for kind in ("sliced", "dtensor")),
+    ]
+    # fewer key heads than ranks of tp: biases, and norms over all heads
+    return found + [options(model, world=4, tp=4, tensor="1d", precision="fp32") for model in ("gpt_oss", "olmoe")]
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders: tp splits cross-attention by heads, and the position bias that the layers of encoder or decoder share."""
+    """Cases of encoder-decoders in all kinds of tensor parallelism: cross attention's keys come from the encoder, and the layers of a half
+    share a position bias, which is split by heads."""
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
@@ -53,7 +59,24 @@ def _halves_cases() -> list[Case]:
     found += [one("t5", world=4, tp=4, ep=2, **TILED), four("t5", ep=4, tensor="overlapped")]
     found += [two("t5", ep=2, tensor="sliced"), two("t5_untied", ep=1, tensor="sliced", kind="zero3", recompute="full")]
     found += [four("t5", kind="fsdp", ep=4, tensor="overlapped_sliced"), two("t5", ep=2, tensor="sliced", precision="bf16")]
-    return [*found, four("t5", kind="fsdp", ep=2, precision="bf16", recompute="selective")]
+    found += [four("t5", kind="fsdp", ep=2, precision="bf16", recompute="selective")]
+    found += [two("t5", ep=2, tensor="dtensor"), two("t5", ep=1, tensor="dtensor", kind="fsdp", precision="bf16")]
+    found += [two("t5_untied", ep=2, tensor="dtensor_sliced", kind="zero3", recompute="full")]
+    grids = {tensor: partial(one, world=tp, tp=tp, tensor=tensor, batch=24, length=SOURCE) for tensor, tp in SMALLEST.items()}
+    for grid in grids.values():
+        found += [grid("t5", ep=2), grid("t5_untied", ep=4, kind="fsdp", recompute="full"), grid("t5", ep=1, precision="bf16")]
+    found += [grids["2d"]("t5", kind="zero3", ep=2, recompute="selective"), grids["2.5d"]("t5_untied", kind="zero1", ep=1, **TILED)]
+    found += [
+        grids["3d"]("t5_untied", ep=1, etp=2, microbatches=3),
+        grids["3d"]("t5_packed", ep=2),
+        two("t5_packed", ep=2, tensor="sliced"),
+    ]
+    flat = partial(one, "t5", world=8, tp=4, tensor="2d", batch=24, ep=2)
+    found += [flat(sp=2, attention=attention, length=32) for attention in ("zigzag", "ulysses")] + [flat(kind="zero2", length=SOURCE)]
+    return found + [
+        replace(staged("t5", "ddp", 4, 2, schedule, "fp32"), world=8, microbatches=6, batch=24, ep=2, tp=4, tensor="2d", length=SOURCE)
+        for schedule in ("1f1b", "zb_h1", "chimera")
+    ]
 
 
 def _grid_cases() -> list[Case]:
@@ -71,6 +94,7 @@ def _grid_cases() -> list[Case]:
         found += [one("one_head", kind, ep=2, precision="fp32") for kind in planned()] + [plain("one_head", ep=4, recompute="full")]
         found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
         found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
+        found += [plain("olmoe", ep=2)]
     flat = partial(Case, world=8, tp=4, tensor="2d", precision="fp32", batch=24, microbatches=1)
     found += [flat("gshard", "ddp", ep=4), flat("dense", "zero1", ep=1), *(flat("one_head", kind, ep=2) for kind in ("fsdp", "zero2"))]
     sliced = partial(flat, kind="ddp", ep=2, recompute="full", sp=2, length=SLICED)

@@ -19,7 +19,7 @@ _SHOWN = 5  # reasons and names that are printed; --json has all
 
 
 def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
-    """Compare two folders of `record`. Prints a table; returns 0 if all compared values, gradients among them, are equal within bounds."""
+    """Compare two folders of `record`. Prints a table; returns 0 if gradients were compared and all values are equal within bounds."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
         got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"

@@ -40,7 +40,7 @@ from moe.verify.yours.values import MOST, Key, Piece, Recorded
 from parallel.errors import BadInput
 
 _WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
-_ORDERS = (2, 3, 4)  # numbers of parts in which the runs that measure rounding compute sums
+_ORDERS = (2, 3, 4)  # numbers of parts into which sums are cut, in the runs that measure rounding
 
 
 def record(folder: str | Path, model: nn.Module, *others: Any, on: bool = True, most: int = MOST) -> Iterator[Step]:

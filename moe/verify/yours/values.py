@@ -5,7 +5,7 @@
     Recording    all ranks of a folder: rank-<r>.pt (tensors) and rank-<r>.json (index); `rounded`: the same step with other orders of sums
 
 A tensor of more than `most` elements is sampled: along each dim, of each 64 indices the first k of a hashed order are kept. k is halved
-along the longest dim until the sample is small enough. Two ranks that hold parts of one tensor so keep the same elements of it, if a part
+along the longest dim until the sample is small enough. So two ranks that hold parts of one tensor keep the same elements of it, if a part
 begins at a multiple of 64 or its place is known. The norm of all elements is kept with a sample.
 """
 

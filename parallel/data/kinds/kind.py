@@ -95,7 +95,8 @@ class EngineKind:
     casts: the values of precision.casts that it can carry out.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
-    with_stages, stands_in, planned_as: another engine that is used with pipeline stages, in a rehearsal, in the planner; None: this one.
+    with_stages, unless_flat, stands_in, planned_as: another engine that is used with pipeline stages, for steps that are not on flat ranges
+    of fp32 elements, in a rehearsal, in the planner; None: this one.
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: whether a bucket of gradients is allocated: `none`, from a pass's first gradient on (`passes`), or `always`.
@@ -117,6 +118,7 @@ class EngineKind:
     master_copy: bool = False
     offloads: frozenset[tuple[str, str]] = frozenset()
     with_stages: str | None = None
+    unless_flat: str | None = None
     stands_in: StandIn | None = None
     planned_as: str | None = None
     overlaps: bool = True

@@ -58,6 +58,7 @@ def gathered(at: At, w: Whole) -> float:
 
 def _zero(stage: int, **facts: Any) -> EngineKind:
     fixed: dict[str, Any] = {"keys": ("engine", "offload"), "load": load, "steps": "elements", "master_copy": True, "bucket": "passes"}
+    fixed["unless_flat"] = "fsdp"
     return EngineKind(f"zero{stage}", partial(_start, stage), {"kind": "zero", "stage": stage}, stage=stage, **(fixed | facts))
 
 

@@ -189,8 +189,8 @@ def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node
 
 
 class Graph:
-    """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. All S of a stage are one vertex, in
-    parallel with the next actions of their ranks. A message also needs the previous message of its link.
+    """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. The gradient sums S of
+    a stage are one vertex, which runs in parallel with its ranks' next actions. A message also needs the previous message of its link.
 
     vertices: node -> its vertex. before, after: vertices that each vertex needs, and that need it. transfers: vertices of messages."""
 
@@ -264,7 +264,7 @@ class ClockedGraph:
         return [node for node in nodes if ends[vertices[node]] + tails[vertices[node]] >= longest]
 
     def change(self, node: Node, clock: Clock) -> None:
-        """Set the clock of one action, which must not be S. Recomputes only the times that depend on it."""
+        """Set the clock of one action, which must not be a gradient sum (S). Recomputes only the times that depend on it."""
         changed = self.graph.vertices[node]
         was, self.times[changed] = self.times[changed], clock.time
         times, ends, tails, before, after = self.times, self.ends, self.tails, self.graph.before, self.graph.after

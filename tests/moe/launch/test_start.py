@@ -287,7 +287,7 @@ def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str
     code, error = run.end(80)
     assert code == 75, error
     lines = error.splitlines()
-    assert re.search(r"^2 processes started after \d+ s: waiting for the first to speak$", run.said, flags=re.M), run.said
+    assert re.search(r"^2 processes started after \d+ s: waiting for the first output$", run.said, flags=re.M), run.said
     assert len(lines) == 2 and lines[0].startswith("stopping: SIGTERM passed to 2 ranks"), error
     assert not [path.name for path in (tmp_path / "tmp").iterdir() if "elastic" in path.name]
     for rank in range(2):

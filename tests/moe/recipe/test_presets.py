@@ -23,22 +23,26 @@ from tests.support.routed import from_logits, random, route
 PAGE = Path(__file__).resolve().parents[3] / "docs/moe/routing.md"
 
 
-def cell(value: Any) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def settings_of(values: dict[str, Any]) -> str:
+    """Return values as a recipe writes them on one line."""
+    shown = {name: "null" if value is None else f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
+    return "`" + ", ".join(f"{name}: {value}" for name, value in shown.items()) + "`"
 
 
 def table() -> list[str]:
     """Return the lines of the page's table of presets, made from PRESETS."""
-    ahead = ["second choices" if only_second_choices_look_ahead(s) else "yes" if looks_ahead(s) else "no" for s in PRESETS.values()]
-    rows = {f"`{key}`": [cell(getattr(s, key)) for s in PRESETS.values()] for key in RouterSpec.model_fields} | {"looks ahead": ahead}
-    head = ["| key | " + " | ".join(f"`{name}`" for name in PRESETS) + " |", "|" + "---|" * (len(PRESETS) + 1)]
-    return head + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+    lines = ["| preset | values other than the defaults | looks ahead |", "|---|---|---|"]
+    for name, spec in PRESETS.items():
+        ahead = "second choices" if only_second_choices_look_ahead(spec) else "yes" if looks_ahead(spec) else "no"
+        lines.append(f"| `{name}` | {settings_of({'num_choices': spec.num_choices} | spec.model_dump(exclude_defaults=True))} | {ahead} |")
+    return lines
 
 
 def test_the_pages_table_is_the_codes() -> None:
     section = PAGE.read_text(encoding="utf-8").split("## Presets")[1].split("\n## ")[0]
     shown = [line for line in section.splitlines() if line.startswith("|")]
     assert shown == table(), "docs/moe/routing.md should have:\n" + "\n".join(table())
+    assert f"Defaults: {settings_of(RouterSpec().model_dump())}." in section, settings_of(RouterSpec().model_dump())
 
 
 def test_a_recipe_may_name_every_preset_and_every_key_of_a_spec() -> None:

@@ -134,6 +134,16 @@ PREDICTED: dict[str, dict[str, Any]] = {
     "t5": {"model": T5, "pipeline": {"microbatches": 2}},
     "t5 in fp32": {"model": T5, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}},
     "halves": {"model": T5 | {"kind": "encoder_decoder", "num_layers": 4}, "data": {"objective": "span_corruption"}},
+    "halves with documents": {
+        "model": T5 | {"kind": "encoder_decoder", "num_layers": 4, "document_mask": True},
+        "data": {"objective": "span_corruption"},
+    },
+    "halves in 2d": {
+        "model": T5 | {"kind": "encoder_decoder", "num_layers": 4},
+        "data": {"objective": "span_corruption"},
+        "degrees": {"dp": 1, "tp": 4},
+        "tensor": {"kind": "2d"},
+    },
     "stages": {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2}},
     "I and W, recomputed": {"degrees": {"pp": 2}, "pipeline": {"schedule": "zb_h1", "microbatches": 2}, "recompute": {"kind": "full"}},
     "16 bits alone": {"precision": {"master": "bf16"}},

@@ -11,7 +11,7 @@ import pytest
 from moe.checks.together import check_run
 from moe.verify import hybrid
 from moe.verify.cases import Case
-from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, described
+from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, covering_few, described, few_of
 from moe.verify.kinds import cases
 from moe.verify.pairwise import Choice, Covering, cover, every_pair, together
 from parallel.errors import BadInput
@@ -83,8 +83,16 @@ def test_no_legal_row_contains_a_refused_pair() -> None:
 
 
 def test_only_eight_processes_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of few sequences are legal too, differ from each other, and have micro-batches of one and of three sequences a rank."""
+    few = covering_few()
     monkeypatch.setattr(hybrid, "covering", made)
-    assert cases(8, kinds=("hybrid",)) == cases(9, kinds=("hybrid",)) == rows_made()
+    monkeypatch.setattr(hybrid, "covering_few", lambda: few)
+    found = [few_of(row) for row in few.rows]
+    assert cases(8, kinds=("hybrid",)) == cases(9, kinds=("hybrid",)) == [*rows_made(), *found]
+    assert len({case.in_full for case in found}) == len(found) >= 60
+    assert {case.batch // (case.dp * case.microbatches * case.grid.sequences) for case in found} == {1, 3}
+    for case in found:
+        check_run(case.run(), WORLD)
     assert {case.world for case in cases(4)} == {1, 2, 3, 4}
     for kinds in (("hybrid",), ("data", "hybrid")):
         with pytest.raises(BadInput, match="--nproc: got 4 with --kinds hybrid, needed 8"):

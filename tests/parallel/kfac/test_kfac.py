@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +302,8 @@ class Small:
         return self.engine.kfac
 
     def step(self, number: int) -> float:
-        tokens = torch.randint(0, 256, (8, 13), generator=torch.Generator().manual_seed(number))
+        length = self.run.model.read_length + 1
+        tokens = torch.randint(0, 256, (8, length), generator=torch.Generator().manual_seed(number))
         shard, o = shard_of(self.run, self.mesh, 8), self.run.optimizer
         numbers = accumulate(
             self.executor,
@@ -418,26 +420,53 @@ def test_a_run_resumes_from_a_checkpoint_of_kfac_or_of_adamw(tmp_path: Path) -> 
         torch.testing.assert_close(other.weights()[name], weight)
 
 
-def _on_ranks(rank: int, ranks: int, degrees: dict[str, int], attention: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    small = Small(SPARSE | {"degrees": degrees, "sequence": attention}, rank=rank, ranks=ranks)
+HALVES: dict[str, Any] = {
+    "model": MODEL | {"kind": "encoder_decoder", "positions": "t5", "moe_every": 2, "num_layers": 4},  # 12 tokens read, 4 written
+    "experts": {"num_experts": 4},
+    "router": {"capacity_factor": 1.5},
+    "data": {"objective": "span_corruption"},
+}
+
+
+def test_keys_and_values_of_cross_attention_share_the_factor_of_the_encoders_tokens() -> None:
+    small, encoded = Small(HALVES, kfac={"refresh_every": 1}), list[Tensor]()
+    assert small.model.encoder_norm is not None
+    small.model.encoder_norm.register_forward_hook(lambda _, inputs, output: encoded.append(output.detach()))
+    small.step(0)
+    of_encoder, linears = unit(summed_products(encoded[0].flatten(0, 1))), small.kfac.linears
+    for layer in (2, 3):
+        name = f"layers.{layer}.cross"
+        torch.testing.assert_close(running(small.kfac)[f"A {name}.k.weight"], of_encoder)
+        assert [linears[f"{name}.{m}.weight"].inputs.rsplit(".", 2)[1] for m in ("q", "k", "v", "out")] == ["q", "k", "k", "out"]
+        assert not torch.allclose(running(small.kfac)[f"A {name}.q.weight"], of_encoder, rtol=0.1)
+
+
+def _on_ranks(
+    rank: int, ranks: int, degrees: dict[str, int], attention: dict[str, Any], model: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
+    stages = {"pipeline": {"microbatches": 2}} if "pp" in degrees else {}
+    small = Small(model | {"degrees": degrees, "sequence": attention} | stages, rank=rank, ranks=ranks)
     losses = [small.step(step) for step in range(4)]
     return losses, {name: factor for name, factor in running(small.kfac).items() if "experts" not in name}
 
 
 @pytest.mark.parametrize(
-    ("degrees", "attention"),
+    ("degrees", "attention", "model"),
     [
-        pytest.param({"dp": 2, "ep": 1}, {}, id="dp"),
-        pytest.param({"dp": 2, "ep": 2}, {}, id="ep"),
-        pytest.param({"sp": 2, "ep": 1}, {"kind": "ring"}, id="sp"),
-        pytest.param({"sp": 2, "ep": 2}, {"kind": "lightseq"}, id="sp-ep"),
-        pytest.param({"dp": 2, "sp": 2, "ep": 2}, {"kind": "ulysses"}, id="dp-sp-ep"),
+        pytest.param({"dp": 2, "ep": 1}, {}, SPARSE, id="dp"),
+        pytest.param({"dp": 2, "ep": 2}, {}, SPARSE, id="ep"),
+        pytest.param({"sp": 2, "ep": 1}, {"kind": "ring"}, SPARSE, id="sp"),
+        pytest.param({"sp": 2, "ep": 2}, {"kind": "lightseq"}, SPARSE, id="sp-ep"),
+        pytest.param({"dp": 2, "sp": 2, "ep": 2}, {"kind": "ulysses"}, SPARSE, id="dp-sp-ep"),
+        pytest.param({"pp": 2, "sp": 2, "ep": 2}, {"kind": "ring"}, HALVES, id="halves-pp-sp-ep"),
     ],
 )
-def test_losses_and_factors_on_several_ranks_equal_one_process(degrees: dict[str, int], attention: dict[str, Any]) -> None:
-    alone = Small(SPARSE)
-    losses, ranks = [alone.step(step) for step in range(4)], degrees.get("dp", 1) * degrees.get("sp", 1)
-    for got, factors in run_on_ranks(_on_ranks, ranks, ranks, degrees, attention, timeout_s=60):
+def test_losses_and_factors_on_several_ranks_equal_one_process(
+    degrees: dict[str, int], attention: dict[str, Any], model: dict[str, Any]
+) -> None:
+    alone, ranks = Small(model), prod(value for axis, value in degrees.items() if axis != "ep")
+    losses = [alone.step(step) for step in range(4)]
+    for got, factors in run_on_ranks(_on_ranks, ranks, ranks, degrees, attention, model, timeout_s=60):
         assert got == pytest.approx(losses, rel=1e-5)
         for name, factor in factors.items():
             torch.testing.assert_close(factor, running(alone.kfac)[name], rtol=1e-3, atol=1e-4, msg=name)

@@ -113,10 +113,9 @@ def test_with_stages_only_the_optimizer_can_be_offloaded() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "works"),
     [
-        ({"qk_norm": "whole"}, "1d", False),
+        ({"qk_norm": "whole"}, "1d", True),
         ({"qkv_bias": True}, "1d", True),
-        ({"qkv_bias": True}, "2d", False),
-        ({"out_bias": True}, "2d", False),
+        ({"qkv_bias": True, "out_bias": True, "qk_norm": "whole"}, "2d", True),
         ({"attention_sinks": True}, "2d", True),
         ({"qk_norm": "heads"}, "1d", True),
         ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "1d", True),

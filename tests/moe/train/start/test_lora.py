@@ -4,6 +4,7 @@ hold adapters alone and name their base; frozen weights neither change nor cost 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe.checks.together import check_run
 from moe.kernels.grouped import grouped_ffn
 from moe.model.transformer import Transformer
+from moe.nn.context import Context
 from moe.nn.linear import linear_fp32
 from moe.nn.lora import adapt, freeze, is_adapter, merged
 from moe.nn.lora import trained as trained_of
@@ -73,6 +75,7 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
         Adapted("gshard", "fsdp", 2, 1, 3, "fp32"),
         Adapted("deepseek", "ddp", 2, 1, 1, "fp32", etp=2),
         Adapted("deepseek", "ddp", 2, 2, 1, "fp32", rows="overlapped", targets=("experts",)),
+        Adapted("t5_untied", "fsdp", 2, 2, 1, "fp32", "full"),
     ]
     for case, ran in run_world(cases, 2):
         assert not isinstance(ran, str), (case.layout, ran)
@@ -83,34 +86,41 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
 LATENT = Latent(key_rank=10, query_rank=14, rotary_size=4, value_size=5)
 
 
+READS = {"kind": "encoder_decoder", "positions": "t5", "moe_every": 1}
+
+
 @pytest.mark.parametrize(
-    ("compute_dtype", "latent"),
-    [(torch.float32, Latent()), (torch.bfloat16, Latent()), (torch.float32, LATENT)],
-    ids=["fp32", "bf16", "latents"],
+    ("compute_dtype", "form", "source"),
+    [(torch.float32, {}, 0), (torch.bfloat16, {}, 0), (torch.float32, {"latent": LATENT}, 0), (torch.float32, READS, 5)],
+    ids=["fp32", "bf16", "latents", "encoder-decoder"],
 )
-def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype, latent: Latent) -> None:
-    """With B = 0 logits are bitwise the base's. A merged model has the adapted model's logits, also when decoding with a cache."""
-    sizes = Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, moe_every=2, ffn="swiglu", latent=latent)
+def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype, form: dict[str, Any], source: int) -> None:
+    """With B = 0 logits are bitwise the base's. A merged model has the adapted model's logits, also when decoding with a cache. `source`:
+    tokens that an encoder reads."""
+    sizes = Model(**{"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "max_length": 9, "moe_every": 2, "ffn": "swiglu"} | form)
     parts: Any = (sizes, Experts(num_experts=4, shared=1), Router(preset="mixtral"))
     model = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
     base = {name: value.clone() for name, value in model.state_dict().items()}
     tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
+    context = Context.of(tokens_BL, source=source)
     with torch.no_grad():
-        before = model(tokens_BL).logits_BLV
+        before = model(tokens_BL, context).logits_BLV
         adapt(model, lora := Lora(rank=3, alpha=6.0, targets=ALL))
         freeze(model)
         adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert adapters.keys() == trained_of(dict(model.named_parameters())) and not adapters.keys() & base.keys()
-        plain = {name for name, w in base.items() if w.dim() > 1 and ".attention." in name}
-        assert plain == {name for name in base if ".attention." in name and f"{name.removesuffix('.weight')}.lora_a" in adapters}
+        attends = {name for name in base if re.search(r"\.(attention|cross)\.(q|k|v|out|\w+_down|\w+_up)\.", name)}
+        assert attends == {
+            name for name in base if re.search(r"\.(attention|cross)\.", name) and f"{name.removesuffix('.weight')}.lora_a" in adapters
+        }
         generator = torch.Generator().manual_seed(2)
         for name, p in adapters.items():
             zero = name.endswith("lora_b") or name.endswith("_b") and ".experts." in name
             p.copy_(torch.zeros(p.shape) if zero else torch.randn(p.shape, generator=generator))
-        assert torch.equal(model(tokens_BL).logits_BLV, before)
+        assert torch.equal(model(tokens_BL, context).logits_BLV, before)
         for p in adapters.values():
             p.copy_(torch.randn(p.shape, generator=generator) / 5)
-        unmerged = model(tokens_BL).logits_BLV
+        unmerged = model(tokens_BL, context).logits_BLV
         alone = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
         for name, p in alone.named_parameters():
             stem = name.removesuffix(".weight")
@@ -118,9 +128,9 @@ def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype
             p.copy_(merged(base[name], *(adapters[one] for one in pair), scale=lora.scale) if pair[0] in adapters else base[name])
         assert not torch.allclose(unmerged, before, atol=0.1)
         exact = compute_dtype == torch.float32
-        torch.testing.assert_close(alone(tokens_BL).logits_BLV, unmerged, rtol=0 if exact else 0.05, atol=1e-6 if exact else 0.1)
+        torch.testing.assert_close(alone(tokens_BL, context).logits_BLV, unmerged, rtol=0 if exact else 0.05, atol=1e-6 if exact else 0.1)
         if exact:
-            torch.testing.assert_close(Cached(model)(tokens_BL, 0), unmerged[:, -1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(Cached(model, source=source, max_length=9)(tokens_BL, 0), unmerged[:, -1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

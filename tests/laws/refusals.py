@@ -1,0 +1,206 @@
+"""The list of refusals in docs/parallel/combinations.md: each pair of a key's value with a value of another key, or with a kind of
+parallelism, that the checks of recipes refuse, and the reason. `WHY` says for a reason why nothing better is worth its code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from moe.checks.together import check_run
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.machine.cluster import load_cluster
+from moe.plan.time.cost import step_time
+from moe.recipe.load import build_run, load
+from moe.verify.hybrid import case_of, completed
+from moe.verify.pairwise import Pair
+from parallel.errors import BadInput
+from parallel.fixes import put
+
+# values of keys, with further keys that they need: the first one names them
+KEYS: tuple[dict[str, Any], ...] = (
+    {"optimizer.kind": "muon"},
+    {"optimizer.kind": "adafactor"},
+    {"optimizer.kind": "kfac"},
+    {"optimizer.clip_norm": 1.0},
+    {
+        "model.kind": "encoder_decoder",
+        "model.positions": "t5",
+        "data.objective": "span_corruption",
+        "model.max_length": 32,
+        "model.num_layers": 6,
+    },
+    {"model.latent.key_rank": 8, "model.latent.rotary_size": 4, "model.num_kv_heads": None},
+    {"model.ahead": 1},
+    {"model.document_mask": True},
+    {"model.sliding_window": 4},
+    {"model.attention_sinks": True},
+    {"model.qk_norm": "whole"},
+    {"model.qkv_bias": True},
+    {"model.out_bias": True},
+    {"model.clip_qkv": 8.0},
+    {"model.logit_cap": 30.0},
+    {"model.tied_embeddings": True},
+    {"experts.biases": True},
+    {"experts.skip": 1},
+    {"experts.rebalance_every": 10},
+    {"router.balance_scope": "global_batch"},
+    {"tiling.ffn": 2},
+    {"tiling.head": 2},
+    {"lora.rank": 2},
+    {"train.freeze": ["attention"]},
+    {"train.freeze": ["layers.0"]},
+    {"train.audit_every": 10},
+    {"train.compile": True},
+    {"train.deterministic": True},
+    {"train.save_mode": "async"},
+    {"sharding.offload.optimizer": "cpu", "sharding.kind": "zero"},
+    {"sharding.offload.parameters": "cpu", "sharding.kind": "zero", "sharding.stage": 3},
+    {"precision.master": "bf16", "precision.compute": "bf16"},
+    {"precision.casts": "step", "precision.compute": "bf16"},
+)
+# kinds of parallelism: value of a factor of moe/verify/hybrid.py -> the name on the page of all values that are refused with it
+WITH = {
+    ("schedule", "1f1b"): "stages",
+    ("schedule", "pipedream"): "pipedream and two_bw",
+    ("tensor", "1d"): "1d",
+    ("tensor", "dtensor"): "dtensor",
+    ("tensor", "2d"): "grids",
+    ("sequence", "zigzag"): "ring",
+    ("sequence", "ulysses"): "ulysses",
+    ("data", "fsdp"): "fsdp",
+    ("data", "zero1"): "zero 1",
+    ("data", "zero3"): "zero 2 and 3",
+    ("experts", "etp2"): "etp",
+    ("recompute", "full"): "full",
+}
+# words of a refusal's `needed` -> why nothing better is worth its code; {grids}: see `_grids`. A refusal without an entry is listed with
+# its own words: its two values exclude each other by their meaning
+_STALE = (
+    "stages update at different times, so no moment has one version of all weights or gradients. `zb_v` goes with all and takes as long"
+)
+_STALE += ": 48 a further batch (`moe simulate --microbatches 16`)"
+_FACTORS = "factors of a d x 4d matrix have 17 d² numbers, 4.25 times the matrix: ranks that need shards have no room for them"
+_TILE = "tiles save memory that a step on whole matrices needs again"
+_GRID = "1d with `sequence_parallel` is no worse: 3d takes {grids} of its predicted step (Mixtral, GLaM, GPT-3, Llama 3 on 64 A100, tp 8)"
+_HOST = "Muon's step of 7 billion parameters takes 7e14 FLOPs, minutes on a host; Adafactor's states are under 0.1 % of AdamW's"
+_ADAPTERS = "adapters of rank 8 are 0.4 % of a 4096 x 4096 matrix, so their states need no room; `fsdp` and `zero` shard the frozen rest"
+_FROZEN = "a stage without a trained weight has no backward pass: with frozen stages, ranks do a third of the others' work"
+_FETCHED = "a stage of 7 billion parameters on four ranks would fetch 3.5 GB for each micro-batch: 0.14 s at 25 GB/s"
+_T5 = "T5 and Switch have none"
+WHY: dict[str, str] = {
+    "K-FAC's factors belong to the weights of one step": _STALE,
+    "different versions of": _STALE,
+    "steps overlap": _STALE,
+    "a step that ends before its update": _STALE,
+    "stages keep older versions": _STALE,
+    "no gradient norm of the whole model": _STALE,
+    "the other engines step once for all": _STALE,
+    "a direction is made of a whole matrix": _FACTORS,
+    "whole matrices, on one rank": _FACTORS,
+    "a K-FAC factor belongs to a whole matrix": _FACTORS,
+    "a tile is a part of a matrix": _TILE,
+    "cuts latent attention": _GRID,
+    "no grid cuts the blocks": _GRID,
+    "the only optimizer with a step on the host": _HOST,
+    "one stage": _ADAPTERS,
+    "ranks must hold whole matrices": _ADAPTERS,
+    "an adapter's states are small": _ADAPTERS,
+    "states on the device": _ADAPTERS,
+    "has no backward pass": _FROZEN,
+    "it offloads nothing else": _FETCHED,
+    "FSDP offloads the optimizer to cpu alone": "FSDP's weights are at most 4 bytes a parameter over all ranks",
+    "a stack of biases": "no published model has biases in experts and trains with Adafactor",
+    "T5 and Switch have none": _T5,
+    "the latents are normed": "DeepSeek's latents are normed, and have no biases or bounds",
+    "which blocks of multi-token prediction have a window": "no published model with multi-token prediction has windows",
+    "loads count only experts that compute": "LongCat-Flash and MoE++, which have such choices, move no experts",
+}
+
+
+HEAD = """## Every other refusal
+
+Values of keys, with each other and with kinds of parallelism. Sizes that do not divide are left out.
+
+| refused | because |
+|---|---|
+"""
+
+
+def listed(found: dict[Pair, BadInput]) -> str:
+    """Return the section of the page for the refused pairs."""
+    by_reason: dict[str, list[Pair]] = {}
+    for pair, refused in found.items():
+        by_reason.setdefault(reason_of(refused), []).append(pair)
+    rows = (f"| {'; '.join(_short(pairs))} | {reason.replace('{grids}', _grids())} |\n" for reason, pairs in by_reason.items())
+    return HEAD + "".join(rows)
+
+
+_SHORT = {"stages, pipedream and two_bw": "stages", "1d, dtensor, grids": "tp", "fsdp, zero 1, zero 2 and 3": "fsdp, zero"}
+
+
+def _short(pairs: list[Pair]) -> list[str]:
+    """Return the pairs as texts. Values on the left that are refused with the same values on the right share a text."""
+    on_right: dict[tuple[str, str], list[str]] = {}
+    for left, (right, other) in pairs:
+        on_right.setdefault(left, []).append(f"`{right}` {other}" if "." in right else other)
+    lefts: dict[str, dict[str, list[str]]] = {}
+    for (key, value), rights in on_right.items():
+        lefts.setdefault(", ".join(rights), {}).setdefault(key, []).append(value)
+    texts = [", ".join(f"`{key}` {', '.join(values)}" for key, values in keys.items()) + f" x {right}" for right, keys in lefts.items()]
+    for long, short in _SHORT.items():
+        texts = [text.replace(long, short) for text in texts]
+    return texts
+
+
+def refusals() -> dict[Pair, BadInput]:
+    """Return the refused pairs, each of a value in KEYS with a value of `WITH` or with a later value in KEYS."""
+    found: dict[Pair, BadInput] = {}
+    for (factor, value), name in WITH.items():
+        case = case_of(completed({factor: value, "model": "switch"}), world=None)
+        values = case.run().model_dump(mode="json")
+        for keys in KEYS:
+            if not any(f"{key}." in f"{factor if factor != 'data' else 'sharding'}." for key in (k.split(".")[0] for k in keys)):
+                found |= _judged((_named(keys), (factor, name)), values, case.world, keys)
+    case = case_of(completed({"model": "switch"}), world=None)
+    values = case.run().model_dump(mode="json")
+    for one, other in combinations(KEYS, 2):
+        if all(other.get(key, value) == value for key, value in one.items()):
+            found |= _judged((_named(one), _named(other)), values, case.world, one | other)
+    return found
+
+
+def reason_of(refused: BadInput) -> str:
+    """Return the entry of WHY for a refusal, or else its own reason."""
+    return next((why for words, why in WHY.items() if words in refused.needed), refused.needed.partition(": ")[2] or refused.needed)
+
+
+def _named(keys: dict[str, Any]) -> tuple[str, str]:
+    key, value = next(iter(keys.items()))
+    return key, " ".join(value) if isinstance(value, list) else str(value).lower()
+
+
+def _judged(pair: Pair, values: dict[str, Any], world: int, keys: dict[str, Any]) -> Iterator[tuple[Pair, BadInput]]:
+    changed = copy.deepcopy(values)
+    for key, value in keys.items():
+        put(changed, key, value)
+    try:
+        check_run(build_run(changed), world)
+    except BadInput as refused:
+        yield pair, refused
+
+
+def _grids() -> str:
+    """Return the predicted step times of 3D tensor parallelism divided by those of 1d with sequence_parallel, as text."""
+    cluster, ratios = load_cluster("a100-80-8").holding(64), []
+    for name in ("mixtral_8x7b", "glam_64b_64e", "gpt3_175b", "llama3_405b"):
+        run = load(f"recipes/published/{name}.yaml")[0].resolve(64)
+        network = network_of(run)
+        base = plan_of(run).but(
+            dp=8, tp=8, pp=1, sp=1, ep=8, etp=1, engine="zero1", stage_layers=None, chunks=1, microbatch=8, microbatches=1
+        )
+        grid, line = (step_time(network, base.but(tensor=kind, schedule="1f1b"), cluster).step for kind in ("3d", "sliced"))
+        ratios.append(grid / line)
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
