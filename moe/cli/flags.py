@@ -68,7 +68,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
         values[field] = (*values.get(field, ()), found) if several else found
     if len(given) < len(needed):
         missing = needed[len(given)]
-        needed_words = " ".join(["moe", verb, *map(str.upper, wanted)])
+        needed_words = " ".join(["moe", verb, *(word.upper() if word in needed else f"[{word.upper()}]" for word in wanted)])
         raise BadInput(f"moe {verb}", got=f"no {missing.upper()}", needed=needed_words, fix=_hint(missing, verb))
     if len(given) > len(wanted):
         extra, needed_words = given[len(wanted)], " ".join(map(str.upper, wanted)) or "flags only"
