@@ -25,22 +25,25 @@ class BadInput(ValueError):
 
     def __init__(self, what: str, *, got: object, needed: str, fix: Fix | str) -> None:
         self.what, self.got, self.needed, self.fix = what, got, needed, fix_of(fix)
-        line = f"{cut(what)}: got {cut(got) or repr(got)}, needed {needed}; fix: {_PAGE.sub(_place_of, str(fix))}"
-        super().__init__(plain(" ".join(line.split())))
+        asked = _PAGE.sub(_place_of, f"needed {needed}; fix: {fix}")
+        super().__init__(plain(" ".join(f"{cut(what)}: got {cut(got) or repr(got)}, {asked}".split())))
 
 
 _PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.md)\b")
 
 
 def _place_of(page: re.Match[str]) -> str:
-    """Return the path at which the user finds a page of docs: relative in a checkout, absolute in an installed package."""
-    if not (Path(__file__).parents[1] / page[0]).exists():
-        from importlib import metadata
+    """Return the path at which the user finds a page of docs: relative in the folder of a checkout, absolute elsewhere."""
+    if Path(page[0]).exists():
+        return page[0]
+    if (there := Path(__file__).parents[1] / page[0]).exists():
+        return str(there)
+    from importlib import metadata
 
-        for file in metadata.files("moe-parallel") or ():
-            if file.as_posix().endswith(f"share/doc/moe-parallel/{page[1]}"):
-                return str(Path(str(file.locate())).resolve())
-    return page[0]
+    files = metadata.files("moe-parallel") or ()
+    return next(
+        (str(Path(str(f.locate())).resolve()) for f in files if f.as_posix().endswith(f"share/doc/moe-parallel/{page[1]}")), page[0]
+    )
 
 
 def plain(text: str) -> str:

@@ -14,13 +14,22 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Refuse a new run in folder `out` if `source` (--init_from) has no checkpoint, or if it trains adapters and there is no source."""
+    """Refuse a new run in folder `out` if `source` (--init_from) has no checkpoint or would lose it, or if it trains adapters without a
+    source."""
+    check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return
     if source is None and run.lora.rank:
         raise no_base(run.lora.rank)
     if source is not None and not (source / "manifest.json").is_file() and not has_checkpoint(source):
         raise no_checkpoint(source)
+
+
+def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:
+    """Refuse --fresh in the folder of the run that --init_from names: it would set aside the checkpoints that are to be read."""
+    if fresh and source is not None and out.resolve() in (source.resolve(), *source.resolve().parents):
+        needed, fix = "another run's folder: --fresh sets this one's checkpoints aside", "choose another --out, without --fresh"
+        raise BadInput("--init_from", got=source, needed=needed, fix=fix)
 
 
 def no_base(rank: int) -> BadInput:

@@ -24,7 +24,7 @@ from moe.recipe.sections import Data, Run
 from moe.router.checks import check_causal, check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
 from parallel.data.kinds.catalog import PLAIN
-from parallel.errors import BadInput, counted, did_you_mean
+from parallel.errors import BadInput, counted, did_you_mean, some
 from parallel.fixes import Nproc, Remove, Set, guess
 from parallel.mesh.mesh import Degrees, check_world, divisors
 from parallel.pipeline.schedules.catalog import ADVISED
@@ -103,7 +103,7 @@ def _check_free(run: Run) -> None:
 def _check_networks(run: Run) -> None:
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
-        needed = f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all"
+        needed = f"one for each of the {len(layers)} layers with experts ({some(map(str, layers))}), or one number for all"
         fix = f"list {counted(len(layers), 'number')}, or change model.moe_every"
         raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:

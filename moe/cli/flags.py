@@ -25,7 +25,10 @@ from parallel.fixes import Fix
 
 _KINDS = {int: ("a whole number", "2"), float: ("a number", "0.8"), Path: ("a path", "PATH"), str: ("text", "TEXT")}
 _GRAVE = ("--fresh", "--force")  # flags never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
-_REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"}  # (verb, removed flag) -> fix
+_REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"} | {
+    ("plan", f"--{name}"): "name the devices in --cluster: h100-8x4 has 4 nodes of 8, and h100-2 two devices of one node"
+    for name in ("gpu", "gpus", "num_gpus", "nodes", "num_nodes", "nnodes", "devices", "world_size")
+}  # (verb, flag that it does not have) -> fix
 
 
 def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
@@ -65,7 +68,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
         values[field] = (*values.get(field, ()), found) if several else found
     if len(given) < len(needed):
         missing = needed[len(given)]
-        needed_words = " ".join(["moe", verb, *map(str.upper, wanted)])
+        needed_words = " ".join(["moe", verb, *(word.upper() if word in needed else f"[{word.upper()}]" for word in wanted)])
         raise BadInput(f"moe {verb}", got=f"no {missing.upper()}", needed=needed_words, fix=_hint(missing, verb))
     if len(given) > len(wanted):
         extra, needed_words = given[len(wanted)], " ".join(map(str.upper, wanted)) or "flags only"
@@ -104,7 +107,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
     """Return the fix for the name of another tool's flag, or for a recipe's key without its section (`--lr`); None for other names."""
-    from moe.recipe.keys import choices, known_keys
+    from moe.recipe.keys import choices, keys_named, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
 
@@ -113,15 +116,16 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
     if meant is not None and meant.flag in flags:
         given = "" if value is None or flags[meant.flag] is bool else f" {shlex.quote(value)}"
         return f"did you mean {meant.flag}{given}?"
-    if meant is not None and meant.flag is None and (verb in RECIPE_VERBS or meant.needless):
+    takes = {key: verb in RECIPE_VERBS and (verb != "eval" or key.startswith("data.")) for key in known_keys()}
+    if meant is not None and meant.flag is None and all(takes[key] for key in meant.named):
         return meant.fix(value, typed=True)
     if verb not in RECIPE_VERBS:
         return None
     if word in Run.model_fields:
         of_kind = value is not None and in_our_words(f"{word}.kind", value) in choices(f"{word}.kind")
         return Meant({f"{word}.kind": in_our_words(f"{word}.kind", value)} if of_kind else {f"{word}.KEY": None}).fix(value, typed=True)
-    key = next((k for k in known_keys() if k.rpartition(".")[2] == word), None)
-    return None if key is None else Meant({key: value}).fix(value, typed=True)
+    found = [key for key in keys_named(word, value) if takes[key]]
+    return Meant({found[0]: value}).fix(value, typed=True) if found else None
 
 
 def _value(name: str, kind: Any, text: str) -> Any:

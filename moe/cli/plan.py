@@ -90,6 +90,9 @@ def _check(flags: verbs.Plan) -> None:
         refuse_others(flags, ("recipe", "cluster", "compare", "json"), got="it with --compare", needed="two recipes' own plans")
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
+    # a recipe with the name of the one that it extends would extend itself
+    if out is not None and out.absolute() in (Path(f"{flags.recipe}").absolute(), out.absolute().parent / f"{flags.recipe}.yaml"):
+        raise BadInput("--out", got=f"{out}, the recipe itself", needed="another file", fix=f"--out {out.with_stem(f'{out.stem}_plan')}")
     if order is not None and order.suffix != ".csv":
         raise BadInput("--order", got=str(order), needed="a file of actions, *.csv", fix=f"--order {order.stem or 'order'}.csv")
     for what, path in (("--out", out), ("--order", order)):

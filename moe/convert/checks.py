@@ -13,7 +13,7 @@ from typing import Any, Literal
 from moe.recipe.keys import known_keys, value_of
 from moe.recipe.sections import Router, Run
 from moe.router.methods.catalog import method_of
-from parallel.errors import BadInput
+from parallel.errors import BadInput, some
 from parallel.fixes import Set
 from parallel.mesh.mesh import divisors
 
@@ -122,7 +122,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     fitting = GROWING if grown else SHRINKING
     settings = replace(settings, method=fitting[0]) if settings.method == "auto" else settings
     if settings.method not in fitting:
-        needed = f"one of {', '.join(fitting)} for these recipes"
+        needed = f"one of {some(fitting)} for these recipes"
         raise BadInput("--method", got=settings.method, needed=needed, fix=f"--method {fitting[0]}")
     if settings.moments == "copy" and not {before.optimizer.kind, run.optimizer.kind} <= {"adamw", "kfac"}:
         got = f"copy with optimizer.kind {before.optimizer.kind} and {run.optimizer.kind}"

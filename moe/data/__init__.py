@@ -104,6 +104,8 @@ def open_data(
         files = open_ids(data_config, cache=cache, log=log)
     else:
         corpus = find_corpus(data_config, text_key_set_by=text_key_set_by)
+        if data_config.text_key != "text" and not any(corpus.by_lines(name) or corpus.by_rows(name) for name in corpus.names):
+            log(f"data: {text_key_set_by} {data_config.text_key} is not read: {corpus.label} has no JSONL file and no table")
         files = open_or_build(corpus, data_config, cache=cache, given=tokenizer, verify=verify, log=log)
         files = replace(files, index=with_left_out(files.index, label=corpus.label, left_out=corpus.left_out))
     needed = files.tokenizer.vocab_size

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, some
 from parallel.store.files import read_text, user_path
 
 STATE = "hash_table"  # the table's key in a checkpoint's state, and the name of the copy in a run's folder
@@ -57,7 +57,7 @@ def check(table: Any, run: Run, *, where: str) -> None:
     layers = run.model.layers_with_experts()
     if not isinstance(table, list | dict) or (isinstance(table, dict) and table.keys() != {str(layer) for layer in layers}):
         got = f"layers {', '.join(map(str, table)) or 'none'}" if isinstance(table, dict) else f"a {type(table).__name__}"
-        needed = f"a list, or lists for layers {', '.join(map(str, layers))}"
+        needed = f"a list, or lists for layers {some(map(str, layers))}"
         raise BadInput(KEY, got=f"{got} in {where}", needed=needed, fix=_FIX)
     for nth, layer in enumerate(layers if isinstance(table, dict) else layers[:1]):
         here = run.experts.of_layer(nth) if isinstance(table, dict) else min(run.experts.counts)

@@ -24,6 +24,12 @@ def known_keys() -> tuple[str, ...]:
     return tuple(_within(Run, ""))
 
 
+def keys_named(name: str, value: Any = None) -> list[str]:
+    """Return the keys whose last part is `name`. Keys that have a choice `value` are first, then keys of outer sections."""
+    found = [key for key in known_keys() if key.rpartition(".")[2] == name]
+    return sorted(found, key=lambda key: (value not in choices(key), key.count(".")))
+
+
 def field_of(key: str) -> Any:
     """Return pydantic's FieldInfo of a dotted key; None if there is no such key."""
     return field_at(key.split("."))

@@ -18,8 +18,8 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
-from moe.recipe.keys import ALL, choices, field_at, field_of, known_keys, section_of, takes_plugin
-from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
+from moe.recipe.keys import ALL, choices, field_at, field_of, keys_named, known_keys, section_of, takes_plugin
+from moe.recipe.other_tools import in_our_words, meant_by
 from moe.recipe.plugin import WORDS, registered
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Section, takes_number
@@ -234,7 +234,9 @@ def _place(loc: Sequence[Any]) -> list[Any]:
 def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> BadInput:
     """Return the error for a key that does not exist. typed: the key was given on the command line, for which the fix is then written."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
-    elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
+    inner, given = _first_leaf(value)
+    named = dotted + inner
+    elsewhere = keys_named(named.rpartition(".")[2], given)
     outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or field_at(path[:n]) is not None)
     if field_at(path) is not None:
         example = next(key for key in known_keys() if key.startswith(f"{dotted}."))
@@ -242,24 +244,29 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
     where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
         return BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
-    inner, given = first_leaf(value)
-    named = dotted + inner
     meant = meant_by(named, given) or (None if elsewhere else meant_by(named.rpartition(".")[2], given))
     if last in section.gone:
         fix: Fix = Words(f"remove it: it is always {json.dumps(section.gone[last])}", Remove("it"))
     elif meant is not None:
         dotted, fix = named, meant.fix(given, typed=typed)
-    elif outer:
-        near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
-        key = elsewhere[0] if len(elsewhere) == 1 or (elsewhere and not near) else f"{where}.{near}" if near else None
-        fix = Rename("it", key) if key else Remove("it") | f"see: moe show --keys {outer[0]}"
     else:
-        near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
-        near = near or next(iter(elsewhere), None)
-        fix = Rename("it", near) if near else Words(f"see: moe show --keys {ALL}")
+        near = did_you_mean(str(path[len(outer)]), section.model_fields) if outer or len(path) == 1 else did_you_mean(dotted, known_keys())
+        near = f"{where}.{near}" if near and outer else near
+        if elsewhere and (len(elsewhere) == 1 or not near) and (outer or not near):
+            dotted, near = named, elsewhere[0]
+        fix = Rename("it", near) if near else Remove("it") | f"see: moe show --keys {outer[0] if outer else ALL}"
     kind = "key" if outer else "section"
     needed = f"one of {some(section.model_fields, rest=f'moe show --keys {where or ALL}')}"
     return BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
+
+
+def _first_leaf(value: Any) -> tuple[str, Any]:
+    """Return (path, value) of the first value in nested mappings: (".a.b", 1) for {"a": {"b": 1}}."""
+    path = ""
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        path += f".{name}"
+    return path, value
 
 
 def _of_each(field: Any) -> type[Section] | None:

@@ -1,13 +1,12 @@
-"""Names in other tools (Hugging Face, DeepSpeed, torchtitan, Megatron-LM, nanoGPT) for keys of a recipe and flags of `moe`.
+"""The meaning here of another tool's name for a key or flag, by the tables of other_names.py.
 
-    "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4"        a key here: its names in other tools, each with an example of a value
-
-An unknown name is looked up here first, and compared with similar names of keys only then: `hidden_size` is similar to head_size but means
-d_model.
+An unknown name is looked up there first, and compared with similar names of keys only then: `hidden_size` is similar to head_size but means
+d_model. A name that is nearly one of the tables (n_embed for n_embd) is taken for it.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,208 +14,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from moe.recipe.keys import known_keys
+from moe.recipe.other_names import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, OWN_FLAGS, SWITCHES, VERB_OF, WITH_OTHERS, WORDS
 from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
-# key -> its names in other tools. A value is used unchanged, or translated by WORDS.
-KEYS: dict[str, str] = {
-    "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768",
-    "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32",
-    "model.num_heads": "num_attention_heads=32 n_head=12 n_heads=32",
-    "model.num_kv_heads": "num_key_value_heads=8 n_kv_heads=8 num_query_groups=8",
-    "model.head_size": "head_dim=128 kv_channels=128 qk_nope_head_dim=128",
-    "model.d_ff": "intermediate_size=11008 ffn_hidden_size=4096 ffn_dim=2048 n_inner=3072 inter_dim=10944",
-    "model.ffn": "hidden_act=silu activation_function=gelu_new hidden_activation=gelu_pytorch_tanh activation=relu",
-    "model.norm": "normalization=RMSNorm norm_type=rmsnorm",
-    "model.norm_eps": "rms_norm_eps=1e-6 layer_norm_eps=1e-5 layernorm_epsilon=1e-5 norm_epsilon=1e-5 layer_norm_epsilon=1e-5",
-    "model.max_length": "max_position_embeddings=2048 n_positions=1024 n_ctx=1024 block_size=1024 seq_len=4096 seq_length=4096 "
-    "max_seq_len=2048 max_seq_length=2048 sequence_length=512 context_length=2048",
-    "model.positions": "position_embedding_type=rope",
-    "model.rope.base": "rope_theta=10000 rotary_base=10000",
-    "model.rope.fraction": "partial_rotary_factor=0.5 rotary_percent=0.5",
-    "model.tied_embeddings": "tie_word_embeddings=false enable_weight_tying=true",
-    "model.qkv_bias": "attention_bias=true add_qkv_bias=true",
-    "model.dropout": "attention_dropout=0.1 attn_pdrop=0.1 resid_pdrop=0.1 hidden_dropout=0.1 hidden_dropout_prob=0.1",
-    "model.vocab_size": "padded_vocab_size=50304",
-    "model.sliding_window": "window_size=4096",
-    "model.logit_cap": "final_logit_softcapping=30",
-    "model.ahead": "mtp_num_layers=1 num_nextn_predict_layers=1",
-    "model.ahead_weight": "mtp_loss_scaling_factor=0.1",
-    "model.latent.key_rank": "kv_lora_rank=512",
-    "model.latent.query_rank": "q_lora_rank=1536",
-    "model.latent.rotary_size": "qk_rope_head_dim=64",
-    "model.latent.value_size": "v_head_dim=128",
-    "model.moe_every": "moe_layer_freq=2 decoder_sparse_step=2 interleave_moe_layer_step=2",
-    "experts.num_experts": "num_local_experts=8 n_routed_experts=64 num_moe_experts=8 moe_num_experts=64 n_experts=8",
-    "experts.d_ff": "moe_intermediate_size=768 moe_ffn_hidden_size=768 moe_inter_dim=1408",
-    "experts.shared": "n_shared_experts=2 num_shared_experts=1",
-    "router.num_choices": "num_experts_per_tok=2 num_experts_per_token=2 moe_router_topk=2 top_k=2 topk=2 moe_top_k=8 experts_per_token=4 "
-    "num_selected_experts=2",
-    "router.balance_weight": "router_aux_loss_coef=0.01 moe_aux_loss_coeff=0.01 aux_loss_alpha=0.001 aux_loss_coef=0.01",
-    "router.z_weight": "router_z_loss_coef=0.001 moe_z_loss_coeff=0.001",
-    "router.jitter": "router_jitter_noise=0.01 moe_input_jitter_eps=0.01",
-    "router.capacity_factor": "moe_expert_capacity_factor=1.25 expert_capacity_factor=1.25",
-    "router.eval_capacity_factor": "moe_eval_capacity_factor=2.0",
-    "router.score": "scoring_func=sigmoid score_func=sigmoid moe_router_score_function=sigmoid",
-    "router.gate_scale": "routed_scaling_factor=2.5 route_scale=2.5 moe_router_topk_scaling_factor=2.5",
-    "router.bias_rate": "load_balance_coeff=1e-3 moe_router_bias_update_rate=1e-3",
-    "router.drop": "moe_token_drop_policy=probs",
-    "dispatch.kind": "moe_token_dispatcher_type=alltoall",
-    "degrees.dp": "data_parallel_size=8 dp_size=8 dp_degree=8 data_parallel_replicate_degree=2",
-    "degrees.tp": "tp_size=2 tensor_parallel_size=2 tensor_model_parallel_size=2 tensor_parallel_degree=2 tp_degree=2 "
-    "model_parallel_size=2",
-    "degrees.pp": "pp_size=2 pipeline_parallel_size=2 pipeline_model_parallel_size=2 pipeline_parallel_degree=2 pp_degree=2",
-    "degrees.ep": "ep_size=2 expert_parallel_size=2 expert_model_parallel_size=2 expert_parallel_degree=2 ep_degree=2",
-    "degrees.etp": "expert_tensor_parallel_size=2 expert_tensor_parallel_degree=2",
-    "degrees.sp": "sp_size=2 sequence_parallel_size=2 cp_size=2 context_parallel_size=2 context_parallel_degree=2",
-    "pipeline.microbatches": "gradient_accumulation_steps=8 grad_accum_steps=8 accumulate_grad_batches=8 num_microbatches=8 "
-    "num_micro_batches=8",
-    "pipeline.schedule": "pipeline_parallel_schedule=1F1B pp_schedule=GPipe",
-    "pipeline.chunks": "virtual_pipeline_model_parallel_size=2",
-    "precision.compute": "mixed_precision=bf16 torch_dtype=bfloat16 dtype=float16 mixed_precision_param=bfloat16 params_dtype=float32 "
-    "precision=bf16",
-    "recompute.kind": "recompute_granularity=full activation_checkpoint.mode=selective",
-    "data.text_key": "text_column=text text_column_name=text dataset_text_field=text json_keys=text",
-    "data.tokenizer": "tokenizer_type=bpe",
-    "data.packing": "sample_packing=true neat_packing=true",
-    "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4 peak_lr=3e-4 base_lr=3e-4",
-    "optimizer.kind": "optim=adamw_torch optimizer_type=Adam optimizer_name=AdamW optimizer.name=AdamW optimizer.type=Adam",
-    "optimizer.beta1": "adam_beta1=0.9",
-    "optimizer.beta2": "adam_beta2=0.95",
-    "optimizer.eps": "adam_epsilon=1e-8 adam_eps=1e-8",
-    "optimizer.weight_decay": "wd=0.1",
-    "optimizer.warmup_steps": "warmup_iters=20 lr_warmup_iters=20 lr_warmup_steps=20 num_warmup_steps=20 warmup_num_steps=20",
-    "optimizer.schedule": "lr_scheduler_type=cosine lr_decay_style=WSD lr_scheduler=constant_with_warmup decay_type=linear",
-    "optimizer.min_lr_share": "min_lr_factor=0.1 min_lr_ratio=0.1",
-    "optimizer.clip_norm": "max_grad_norm=1.0 grad_clip=1.0 clip_grad=1.0 gradient_clipping=1.0 gradient_clip_val=1.0 max_norm=1.0",
-    "lora.rank": "lora_r=8 lora_rank=8 peft_lora_r=8",
-    "lora.alpha": "lora_alpha=16",
-    "train.steps": "max_steps=500 max_iters=600 train_iters=500 num_train_steps=500 total_steps=500 training_steps=500 num_steps=500 "
-    "total_num_steps=500 max_train_steps=500",
-    "train.global_batch": "batch_size=32 global_batch_size=32 train_batch_size=32",
-    "train.eval_every": "eval_steps=500 eval_interval=500 eval_freq=500 val_check_interval=500 validation.freq=500",
-    "train.save_every": "save_steps=500 save_interval=500 checkpoint_interval=500 checkpointing_steps=500 save_freq=500 "
-    "checkpoint.interval=500",
-    "train.keep": "save_total_limit=2 keep_latest_k=2",
-    "train.save_mode": "async_mode=async",
-    "train.seed": "random_seed=1 global_seed=1",
-    "train.compile": "torch_compile=true use_compile=true compile.enable=true",
-    "train.deterministic": "deterministic_mode=true full_determinism=true",
-    "train.timeout_s": "ddp_timeout=1800 train_timeout_seconds=100",
-    "train.trackers": "report_to=wandb tracker=wandb",
-}
-# KEY=VALUE -> switches of other tools that mean this setting if they are on
-SWITCHES: dict[str, str] = {
-    "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16",
-    "precision.compute=fp16": "fp16 fp16.enabled use_fp16 use_amp",
-    "precision.compute=fp32": "fp32 no_mixed_precision",
-    "model.ffn=swiglu": "swiglu use_swiglu",
-    "model.ffn=geglu": "geglu",
-    "model.tied_embeddings=false": "untie_embeddings_and_output_weights",
-    "model.positions=rotary": "use_rotary_position_embeddings use_rope",
-    "model.qk_norm=heads": "use_qk_norm qk_layernorm",
-    "router.gates=before_drop": "norm_topk_prob",
-    "router.bias_rate=0.001": "moe_router_enable_expert_bias use_expert_bias",
-    "sharding.kind=zero": "deepspeed deepspeed_config use_deepspeed",
-    "sharding.kind=zero sharding.stage=1": "use_distributed_optimizer zero_redundancy_optimizer",
-    "sharding.kind=fsdp": "fsdp use_fsdp use_torch_fsdp2 fully_shard",
-    "sharding.kind=ddp": "use_ddp",
-    "sharding.kind=zero sharding.stage=2 sharding.offload.optimizer=cpu": "cpu_offload enable_cpu_offload optimizer_cpu_offload",
-    "recompute.kind=full": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing checkpoint_activations",
-    "recompute.kind=selective": "recompute_activations",
-    "train.save_mode=async": "async_save use_async_checkpoint",
-    "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking",
-}
-# several settings -> names in other tools, each of which means all of these settings; {} is replaced by the name's value
-WITH_OTHERS: dict[str, str] = {
-    "sharding.kind=zero sharding.stage={}": "zero_stage=3 zero_optimization.stage=2 ds_zero_stage=1",
-    "sharding.kind=fsdp degrees.dp={}": "data_parallel_shard_degree=8 dp_shard=8",
-    "sharding.kind=zero sharding.stage=3 sharding.offload.optimizer={}": "offload_optimizer_device=cpu offload_optimizer.device=cpu "
-    "zero_optimization.offload_optimizer.device=cpu",
-    "sharding.kind=zero sharding.stage=3 sharding.offload.parameters={}": "offload_param_device=cpu offload_param.device=cpu "
-    "zero_optimization.offload_param.device=cpu",
-    "data.source=text data.path={}": "data_path=corpus.txt dataset=corpus.txt dataset_path=corpus.txt dataset_name=corpus.txt "
-    "train_file=corpus.txt train_data_path=corpus.txt data_dir=corpus.txt train_data=corpus.txt",
-    "experts.shared=1 experts.shared_d_ff={}": "shared_expert_intermediate_size=512 moe_shared_expert_intermediate_size=512",
-    "router.select=group_limited router.expert_groups={}": "n_group=8 n_expert_groups=8 moe_router_num_groups=8",
-    "router.select=group_limited router.top_groups={}": "topk_group=4 n_limited_groups=4 moe_router_group_topk=4",
-    "model.rope.scaling=linear model.rope.factor={}": "rope_scaling_factor=8",
-    "optimizer.schedule=wsd optimizer.decay_share={}": "decay_ratio=0.2",
-}
-# key and its unit in words -> names in other tools whose values are in another unit, so that the user must convert them
-OTHER_UNITS: dict[str, str] = {
-    "train.global_batch, of all ranks and micro-batches together": "per_device_train_batch_size micro_batch_size local_batch_size "
-    "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch",
-    "train.steps, in steps of train.global_batch sequences": "num_train_epochs num_epochs epochs max_epochs train_epochs train_samples",
-    "train.steps, which the schedule of the learning rate spans": "lr_decay_iters lr_decay_steps",
-    "train.eval_sequences, in sequences": "eval_iters eval_batch_size per_device_eval_batch_size validation.steps limit_val_batches",
-    "train.timeout_s, in seconds": "distributed_timeout_minutes",
-    "optimizer.warmup_steps, in steps": "warmup_ratio lr_warmup_fraction",
-    "optimizer.min_lr_share, as a share of optimizer.lr": "min_lr",
-    "model.init_scale, which is variance times fan_in": "init_method_std initializer_range init_std",
-    "model.moe_layers, the numbers of layers with experts": "first_k_dense_replace mlp_only_layers",
-    "model.rope.scaling, with model.rope.factor": "rope_scaling",
-    "pipeline.chunks, stages a rank": "num_layers_per_virtual_pipeline_stage pipeline_parallel_layers_per_stage",
-    "data.validation_share, as a share": "validation_split_percentage split val_size",
-    "lora.targets, of attention, experts, dense": "lora_target_modules target_modules",
-    "train.freeze, a list of embedding, head, attention, dense, experts, router, norms, layers.N-M": "freeze_router freeze_moe_router "
-    "freeze_layers freeze_modules frozen_layers freeze_embeddings moe_router_freeze",
-}
-# flag of a `moe` verb -> its names in other tools
-FLAGS: dict[str, str] = {
-    "--out": "output_dir=runs/a out_dir=runs/a save=runs/a save_dir=runs/a run_dir=runs/a dump_folder=runs/a checkpoint.folder=runs/a "
-    "checkpoint_dir=runs/a",
-    "--nproc": "nproc_per_node=2 num_processes=2 num_gpus=2 gpus=2 ngpu=2 devices=2 num_gpus_per_node=2 world_size=2 np=2",
-    "--world": "world_size=8 nproc=8 num_processes=8",
-    "--init_from": "model_name_or_path=runs/a pretrained_model_name_or_path=runs/a pretrained=runs/a initial_load_path=runs/a "
-    "pretrained_checkpoint=runs/a",
-    "--restarts": "max_restarts=3",
-    "--profile": "enable_profiling use_profiler",
-    "--tokens": "max_new_tokens=50 max_tokens=50 out_seq_length=50",
-    "--samples": "num_return_sequences=2 num_samples=2 n_samples=2",
-    "--prompt": "start=text text=text input=text",
-}
-# reason why no key is needed -> names in other tools that need no key here
-NEEDLESS: dict[str, str] = {
-    "moe train continues from the newest checkpoint of its run folder; --out names another folder": "resume resume_from_checkpoint "
-    "auto_resume resume_from load load_checkpoint checkpoint.enable enable_checkpoint continue_from",
-    "checkpoints of the run folder are kept; a new --out begins another run": "overwrite_output_dir overwrite",
-    "moe train trains and evaluates; moe eval evaluates alone": "do_train do_eval do_predict eval_only",
-    "each step is one line of metrics.jsonl": "logging_steps log_interval log_every log_freq logging_dir metrics.log_freq",
-    "a GPU is used if there is one": "device backend use_cpu no_cuda use_cuda accelerator",
-    "the name or file of a recipe is the first word of the verb": "config config_file config_name job.config_file model_type model_name",
-    "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
-    "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm",
-}
-# key -> {value in other tools, in lower case: value here}
-WORDS: dict[str, dict[str, str]] = {
-    "precision.compute": dict.fromkeys(("bfloat16", "bf16-mixed", "torch.bfloat16", "mixed_bf16"), "bf16")
-    | dict.fromkeys(("float16", "half", "16-mixed", "torch.float16", "16"), "fp16")
-    | dict.fromkeys(("float32", "float", "full", "torch.float32", "32", "no", "32-true", "false"), "fp32"),
-    "precision.master": {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"},
-    "precision.loss_scale": {"0": "dynamic", "auto": "dynamic"},
-    "model.ffn": dict.fromkeys(("silu", "swish", "swiglu_gate"), "swiglu")
-    | dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu"), "gelu"),
-    "model.norm": {"rms_norm": "rmsnorm", "layer_norm": "layernorm", "rms": "rmsnorm"},
-    "model.positions": {"rope": "rotary", "relative": "t5", "yarn": "rotary"},
-    "optimizer.kind": dict.fromkeys(
-        ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fused_adam", "fusedadam", "adamw_bnb_8bit"), "adamw"
-    ),
-    "optimizer.schedule": dict.fromkeys(("warmup_stable_decay", "trapezoidal"), "wsd")
-    | {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmupcosinelr": "cosine", "warmupdecaylr": "linear"}
-    | {"inverse-square-root": "inverse_sqrt", "warmuplr": "constant"},
-    "sharding.kind": {"fsdp2": "fsdp", "fully_shard": "fsdp", "full_shard": "fsdp", "deepspeed": "zero", "hsdp": "fsdp"},
-    "recompute.kind": {"true": "full", "block": "full", "uniform": "full", "op": "selective", "false": "none"},
-    "pipeline.schedule": {"interleaved1f1b": "interleaved", "zbvzerobubble": "zb_v", "zbv": "zb_v"}
-    | {"dualpipev": "dualpipe_v", "loopedbfs": "looped_bfs"},
-    "router.drop": {"probs": "lowest_gate"},
-    "router.score": {"sqrtsoftplus": "sqrt_softplus"},
-    "router.select": {"topk": "top_k", "greedy": "top_k", "group_limited_greedy": "group_limited", "noaux_tc": "group_limited"},
-    "dispatch.kind": {"alltoall": "all_to_all", "allgather": "all_gather"},
-    "data.tokenizer": {"gpt2bpetokenizer": "bpe", "byte": "bytes", "char": "bytes", "huggingfacetokenizer": "bpe"},
-    "degrees.dp": {"-1": "auto"},
-    "train.save_mode": {"disabled": "sync", "async_with_pinned_mem": "async"},
-}
+_SIMILAR = 0.85  # difflib's ratio from which a name is taken for one in the tables
 _FALSE = ("false", "0", "no", "off")
 
 
@@ -231,10 +34,15 @@ class Meant:
     flag: str | None = None
     needless: str | None = None
 
+    @property
+    def named(self) -> list[str]:
+        """Return the keys that the fix names."""
+        return list(self.keys) if self.unit is None else [self.unit.partition(",")[0]]
+
     def fix(self, value: Any, *, typed: bool) -> Fix:
         """Return the advice for the name with this value, written as keys for a recipe file or (typed) as flags for a command line."""
         if self.flag is not None:
-            return Words(f"remove it, and give moe train {self.flag}", Remove("it"))
+            return Words(f"remove it, and give moe {VERB_OF.get(self.flag, 'train')} {self.flag}", Remove("it"))
         if self.unit is not None:
             return Words(f"did you mean {'--' * typed}{self.unit}?")
         if not self.keys:
@@ -249,7 +57,10 @@ class Meant:
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
     """Return the meaning of another tool's name with this value; None for an unknown name. flags: flags of the verb, such as --out."""
-    rows = _table().get(name.lower().replace("-", "_"), [])
+    word = name.lower().replace("-", "_")
+    if word in OWN_FLAGS and not flags:
+        return Meant(flag=f"--{word}")
+    rows = _table().get(_nearest(word, tuple(flags)), [])
     if (flag := next((here for kind, here in rows if kind == "flag" and here in flags), None)) is not None:
         return Meant(flag=flag)
     kind, here = next((row for row in rows if row[0] != "flag"), rows[0] if rows else ("", ""))
@@ -270,13 +81,12 @@ def in_our_words(key: str, value: Any) -> Any:
     return WORDS[key].get(lower, lower if isinstance(value, str) and re.fullmatch(r"\w+", value) else value)
 
 
-def first_leaf(value: Any) -> tuple[str, Any]:
-    """Return (path, value) of the first value in nested mappings: (".a.b", 1) for {"a": {"b": 1}}."""
-    path = ""
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        path += f".{name}"
-    return path, value
+@cache
+def _nearest(word: str, flags: tuple[str, ...]) -> str:
+    """Return the name in the tables that is meant by `word`: itself, or the most similar one, unless a key or flag here is more similar. ""
+    if no name is similar."""
+    known = [*_table(), *{key.rpartition(".")[2] for key in known_keys()}, *(flag[2:] for flag in flags)]
+    return next(iter([word] if word in known or "." in word else difflib.get_close_matches(word, known, n=1, cutoff=_SIMILAR)), "")
 
 
 @cache

@@ -31,7 +31,7 @@ from moe.verify.started import run_started
 from moe.verify.table import Table
 from moe.verify.where import Standard, last_module
 from parallel.data.kinds.catalog import ENGINES, PLAIN
-from parallel.errors import BadInput, counted, cut
+from parallel.errors import BadInput, counted, some
 from parallel.fixes import Set
 from parallel.process.process import gpus
 
@@ -72,8 +72,8 @@ def main(
     found = found if device is None else _with_kernels(found, device)
     chosen = [c for c in found if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
     if not chosen:
-        layouts = ", ".join(dict.fromkeys(case.layout for case in found))
-        raise BadInput("--only", got=only, needed=f"a part of a row's text: {cut(layouts)}", fix=f'--only "{found[0].layout}"')
+        layouts = some(dict.fromkeys(case.layout for case in found))
+        raise BadInput("--only", got=only, needed=f"a part of a row's text: {layouts}", fix=f'--only "{found[0].layout}"')
     table = Table(chosen, json, go_on=go_on, device=device)
     worlds, run = sorted({c.world for c in chosen}), run_world if device is None else run_started
     expected: dict[Case, Expected] = {}

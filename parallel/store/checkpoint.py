@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel.errors import BadInput, plain
+from parallel.errors import BadInput, plain, some
 from parallel.mesh.collectives import largest
 from parallel.mesh.layout import Layout, stored
 from parallel.mesh.mesh import Axis, Mesh
@@ -345,7 +345,7 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
 def _named(folder: Path, step: int, flag: str) -> int:
     there = sorted(number for number, _ in numbered(folder))
     if step not in there:
-        needed = f"one of {', '.join(map(str, there))}" if there else f"a checkpoint in {folder}"
+        needed = f"one of {some(map(str, there))}" if there else f"a checkpoint in {folder}"
         raise BadInput(flag, got=step, needed=needed, fix=f"{flag} {there[-1]}" if there else "train first")
     verify(folder / f"step-{step}")
     return step

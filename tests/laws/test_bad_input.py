@@ -148,6 +148,8 @@ CASES: list[tuple[str, str, str]] = [
     ("verify --mutations", "--mutations: got a flag that moe verify does not have, needed", "python -m tests.mutations"),
     ("bench sparse-vs-dence", "NAME: got sparse-vs-dence", "did you mean sparse-vs-dense?"),
     ("bench dispatch --seeds 2", "--seeds: got it for dispatch", "remove --seeds"),
+    ("bench memory --only x", "--only: got x, needed dense or sparse", "leave it out"),
+    ("report", "moe report: got no RUN_DIR, needed moe report RUN_DIR [OTHER]", "moe report runs/switch_tiny"),
     ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),
     ("--tyro-print-completion ksh", "--tyro-print-completion: got ksh", "--tyro-print-completion bash"),
     # an encoder-decoder

@@ -231,7 +231,7 @@ def test_sizes_that_a_dispatcher_cannot_have_are_refused_in_its_words() -> None:
 
 MAY_NAME = {
     "moe/recipe/sections/experts.py": "the names of a recipe",
-    "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
+    "moe/recipe/other_names.py": "flags of other systems, with their keys here",
     "moe/verify/cases.py": "padded batches",
     "moe/verify/verify.py": "padded batches",
     "moe/plan/machine/program.py": "what other systems do",

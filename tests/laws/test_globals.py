@@ -83,7 +83,8 @@ CACHED = {
     "moe/recipe/keys.py: facts": "what a key's fields say",
     "moe/recipe/keys.py: _values_that_switch_on": "values of a type",
     "moe/recipe/idle.py: _with_reader": "the keys of the schema",
-    "moe/recipe/other_tools.py: _table": "of the tables in that file",
+    "moe/recipe/other_tools.py: _table": "of the tables in other_names.py",
+    "moe/recipe/other_tools.py: _nearest": "of the tables in other_names.py",
     "parallel/tensor/style.py: _regex": "of a pattern alone",
 }
 SETTINGS = {

@@ -200,7 +200,7 @@ MAY_NAME = {
     "moe/plan/choose/planned.py": "presets of what a planner tries",
     "moe/cli/energy.py": "EnvPipe is made for 1F1B",
     "parallel/pipeline/energy/plan_file.py": "the example of a file",
-    "moe/recipe/other_tools.py": "flags of other systems, with their keys here",
+    "moe/recipe/other_names.py": "flags of other systems, with their keys here",
     "moe/verify/cases.py": "the default",
     "moe/verify/rows/data.py": "rows",
     "moe/verify/rows/pipeline.py": "rows",

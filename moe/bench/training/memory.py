@@ -32,6 +32,7 @@ from moe.calibrate.own_step import Training
 from moe.plan.job.states import MIXED, STAGES, States, model_states, sparse_model_states
 from moe.train.start.prediction import storages
 from parallel.data.engine import Engine
+from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
 from parallel.numerics.precision import DTYPES
 from parallel.process.extensions import missing_for_nvme
@@ -244,11 +245,14 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, f
     """
     quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]
     chosen = quick if kinds is None and only is None and not full else cases(kinds, nproc)
+    chosen = [case for case in chosen if only is None or only in case[0].name]
+    if not chosen:
+        raise BadInput("--only", got=only, needed="dense or sparse", fix="leave it out")
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])
     print_papers_table()
     print(f"\n{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")
-    rows = [_run(kind, shape, ranks) for shape, kind, ranks in chosen if only is None or only in shape.name]
+    rows = [_run(kind, shape, ranks) for shape, kind, ranks in chosen]
     paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
     return conclude(json, "memory", rows, tolerance=TOLERANCE, papers_table=paper)
 

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from moe.checks.begins import check_stays
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import Dataset, open_data
@@ -49,6 +50,7 @@ from moe.train.start.restore import base_of, check_base, described
 from moe.train.start.restore import whole as whole_model
 from moe.train.start.resume import KEPT, Resumed, pass_on
 from parallel.data.engine import Rule
+from parallel.errors import BadInput
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
@@ -134,6 +136,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     """Find the checkpoints that the run starts from, and check that its model fits them. Makes the run's folder. Collective."""
+    check_stays(arguments.out, fresh=arguments.fresh, source=arguments.init_from)
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, arguments.out, mesh)
     if not done:
@@ -176,8 +179,13 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
-    """Write files of the run's folder: recipe, remarks on data, files of an imported model, table of experts."""
-    (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
+    """Write files of the run's folder: recipe, remarks on data, files of an imported model, table of experts. Raises BadInput if the folder
+    was renamed or removed since `make_writable`."""
+    try:
+        (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
+    except OSError as error:
+        got, needed = f"{arguments.out}/recipe.yaml: {error.strerror}", "a folder that stays and can be written"
+        raise BadInput("--out", got=got, needed=needed, fix="start again, or choose another --out") from None
     list_in(arguments.out, data.index)
     if start.source is not None:
         pass_on(start.source.path, arguments.out)
@@ -210,6 +218,11 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
     """Yield lines for the user about keys without effect, changed plug-ins, and combinations that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
+    steps, warmup = run.train.steps, run.optimizer.warmup_steps
+    if warmup > steps:
+        yield f"optimizer.warmup_steps {warmup} are more than train.steps: the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
+    if run.train.freeze and start.found is None and start.source is None:
+        yield f"train.freeze: {', '.join(run.train.freeze)} keep their random first values, because there is no --init_from"
     before = {} if start.found is None else start.found.state.get("code", {})
     for key, digest in arguments.code.items():
         if before.get(key, digest) != digest:

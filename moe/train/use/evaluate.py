@@ -29,6 +29,7 @@ from moe.train.start.state import opened
 from parallel.errors import BadInput, counted
 
 TOKENS_AT_ONCE = 8192
+_OF_MODEL = ("data.tokenizer", "data.vocab_size", "data.objective")  # keys of data with which the model was trained
 Text = ValidationSet | CorruptedValidation
 
 
@@ -89,9 +90,11 @@ def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[T
 def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step: int | None = None, json: str | None = None) -> None:
     """Print the loss on the run's validation text, or on all of another text if `overrides` has data.path or data.sources."""
     for key in overrides:
-        if not key.startswith("data."):
-            needed = "keys of data: the model is as it was trained"
+        if not key.startswith("data.") or key in _OF_MODEL:
+            needed = f"keys of data but {', '.join(_OF_MODEL)}: the model is as it was trained"
             raise BadInput(f"--{key}", got="a key that moe eval does not take", needed=needed, fix=f"remove --{key}")
+    if overrides.get("data.source") == "python_stdlib":
+        overrides = {"data.path": "null", "data.sources": "[]"} | overrides
     overrides = ({"data.sources": "[]"} if "data.path" in overrides else {}) | overrides
     path = choose(Path(run_dir), step=step)
     state = opened(path).state

@@ -181,6 +181,9 @@ def main(
         count = model.config.spans.num_spans
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
         print(f"{other} is no sentinel of this model, which has {there}: it is read as text", file=sys.stderr)
+    longest, read = max(len(tokenizer.beginning(prompt)) for prompt in prompts), model.config.max_length
+    if longest > read:
+        print(f"a prompt has {counted(longest, 'token')}, and the model reads the last {read} (model.max_length)", file=sys.stderr)
     one = len(prompts) * samples == 1
     between = "\n" if halves else ""  # a decoder's text does not continue the encoder's, so it gets a line of its own
     if one:

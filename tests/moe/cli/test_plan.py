@@ -45,6 +45,16 @@ def test_the_chosen_plan_is_a_recipe_of_all_devices(tmp_path: Path, capsys: pyte
     assert all(row["reason"] and row["count"] > 0 for row in written["refused"])
 
 
+def test_a_plan_is_not_written_over_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with the name of the shipped recipe that it extends would extend itself."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: glam_tiny")
+    for recipe, out, fix in ((mine, mine, "mine_plan"), ("glam_tiny", tmp_path / "glam_tiny.yaml", "glam_tiny_plan")):
+        assert main(["plan", str(recipe), "--cluster", "a100-80-8", "--out", str(out)]) == 2
+        assert f"the recipe itself, needed another file; fix: --out {tmp_path / fix}.yaml" in capsys.readouterr().err
+    assert mine.read_text() == "extends: glam_tiny" and [*tmp_path.iterdir()] == [mine]
+
+
 def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, table = tmp_path / "plan.yaml", tmp_path / "plan.json"
     assert main(["plan", "switch_t5_tiny", "--cluster", "a100-80-8", "--out", str(out), "--json", str(table)]) == 0

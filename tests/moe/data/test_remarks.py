@@ -164,6 +164,19 @@ def test_each_source_of_a_mixture_has_a_text_key_of_its_own(tmp_path: Path) -> N
         opened(tmp_path, path=str(tmp_path / "a/body.jsonl"))
 
 
+def test_a_text_key_that_no_file_has_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words\n" * 99)
+    (tmp_path / "a.jsonl").write_text('{"body": "some words"}\n' * 99)
+    for name, said in (
+        ("a.txt", [f"data: data.text_key body is not read: {tmp_path / 'a.txt'} has no JSONL file and no table"]),
+        ("a.jsonl", []),
+    ):
+        heard: list[str] = []
+        data = Data(path=str(tmp_path / name), text_key="body")
+        open_data(data, max_length=8, vocab_size=256, seed=0, cache=tmp_path / "cache", log=heard.append)
+        assert [line for line in heard if "not read" in line] == said
+
+
 def test_a_text_key_of_token_ids_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\1\0" * 99)
     source = {"path": str(tmp_path / "a.bin"), "weight": 1, "text_key": "body"}

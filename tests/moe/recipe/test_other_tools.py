@@ -13,7 +13,7 @@ from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.recipe import other_tools
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import build_run, load, read_recipe, recipe_path
-from moe.recipe.other_tools import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
+from moe.recipe.other_names import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -149,3 +149,57 @@ def test_a_whole_number_may_have_an_exponent() -> None:
     for wrong in ("1e-3", "1.5e0", "1e"):
         with pytest.raises(BadInput, match="train.steps"):
             load("switch_tiny", {"train.steps": wrong})
+
+
+def test_keys_in_a_wrong_section_are_found_in_a_file_and_by_their_value() -> None:
+    """Sections of other tools in a recipe, a key's name that several sections have, and flags of `moe train` written into a recipe."""
+    values, _ = read_recipe(recipe_path("switch_tiny"))
+    for section, fields, fix in (
+        ("lr_scheduler", {"warmup_steps": 7}, "did you mean optimizer.warmup_steps?"),
+        ("fp16", {"loss_scale": 128}, "did you mean precision.loss_scale?"),
+        ("optimizer", {"params": {"lr": 0.1}}, "did you mean optimizer.lr?"),
+        ("zero_optimization", {"elastic_checkpoint": True}, "remove it, or see: moe show --keys all"),
+        ("train", {"nproc": 2}, "remove it, and give moe train --nproc"),
+        ("train", {"max_new_tokens": 2}, "remove it, and give moe generate --tokens"),
+        ("train", {"path": "a.txt"}, "did you mean data.path?"),
+        ("train", {"schedule": "cosine"}, "did you mean optimizer.schedule?"),
+    ):
+        with pytest.raises(BadInput) as bad:
+            build_run(values | {section: values.get(section, {}) | fields})
+        assert str(bad.value.fix) == fix
+    for flag, value, key in (
+        ("--path", "a.txt", "data.path"),
+        ("--schedule", "gpipe", "pipeline.schedule"),
+        ("--kind", "muon", "optimizer.kind"),
+    ):
+        with pytest.raises(BadInput, match=f"fix: did you mean --{key} {value}"):
+            read_words("train", VERBS["train"], ["switch_tiny", flag, value])
+
+
+def test_a_name_that_is_nearly_another_tools_is_taken_for_it_unless_one_here_is_nearer() -> None:
+    for name, key in (("n_embed", "model.d_model"), ("num_hidden_layer", "model.num_layers"), ("val_interval", "train.eval_every")):
+        assert refused({f"train.{name}": "2"}) == f"did you mean --{key} 2?"
+    for name, flag in (("--profil", "--profile"), ("--from_stp", "--from_step")):
+        with pytest.raises(BadInput, match=f"fix: did you mean {flag}"):
+            read_words("train", VERBS["train"], ["switch_tiny", name, "2"])
+    assert refused({"model.num_layer": "2"}) == "did you mean model.num_layers?"
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("generate a --temp 0.5", "did you mean --temperature 0.5?"),
+        ("generate a --do_sample", "remove it (moe generate draws tokens; --temperature 0 takes the likeliest)"),
+        ("eval a --num_samples 8", "did you mean --sequences 8?"),
+        ("eval a --batch_size 8", "remove it, or see: moe eval --help"),
+        ("simulate 1f1b --num_microbatches 8", "did you mean --microbatches 8?"),
+        ("plan a --gpus 8", "name the devices in --cluster: h100-8x4 has 4 nodes of 8, and h100-2 two devices of one node"),
+        ("rehearse a --gpus 8", "did you mean --world 8?"),
+        ("train a --restart", "remove it (moe train continues from the newest checkpoint of its run folder; --out names another folder)"),
+    ],
+)
+def test_a_name_leads_to_what_its_verb_takes(words: str, fix: str) -> None:
+    verb, *rest = words.split()
+    with pytest.raises(BadInput) as bad:
+        read_words(verb, VERBS[verb], rest)
+    assert str(bad.value.fix) == fix

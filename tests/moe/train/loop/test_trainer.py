@@ -545,10 +545,13 @@ def test_one_line_says_that_rebalancing_has_no_effect(
 
 
 def test_a_recipe_with_sequence_parallelism_also_runs_without_it(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With degrees.sp 1, lines say which keys of `sequence` have no effect."""
-    run = trained.recipe(home, degrees={"sp": 1}, sequence={"kind": "ulysses", "keep_attention": True}, train={"steps": 1})
+    """With degrees.sp 1, lines say which keys of `sequence` have no effect. Another line: the run ends before the warmup does."""
+    run = trained.recipe(
+        home, degrees={"sp": 1}, sequence={"kind": "ulysses", "keep_attention": True}, train={"steps": 1}, optimizer={"warmup_steps": 4}
+    )
     trainer.train(run, out=tmp_path / "run", world=World())
     said = " ".join(capsys.readouterr().out.split())
+    assert "optimizer.warmup_steps 4 are more than train.steps: the learning rate ends at 25% of optimizer.lr" in said
     for key in ("kind ulysses", "keep_attention true"):
         assert said.count(f"sequence.{key} has no effect: with degrees.sp 1 sequences are whole") == 1
     assert said.count("has no effect") == 2

@@ -16,6 +16,8 @@ from moe.recipe.load import resolved_yaml
 from moe.records import metrics
 from moe.records.tracker import Board
 from moe.train.loop import trainer
+from moe.train.start import opening
+from parallel.errors import BadInput
 from parallel.process.process import World
 from parallel.store.lock import HELD, NAME, alone_in
 from tests.support import trained
@@ -78,6 +80,16 @@ def test_a_run_whose_folder_is_renamed_ends_at_the_next_step_and_leaves_nothing_
     assert not out.exists() and steps(moved) == [1, 2, 3, 4, 5]
     trained.train(run, moved)
     assert steps(moved) == [*range(1, 9)]
+
+
+def test_a_run_whose_folder_is_renamed_while_it_starts_is_one_line(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    monkeypatch.setattr(opening, "prepare", lambda *_: out.rename(tmp_path / "renamed"))
+    with pytest.raises(
+        BadInput, match="--out: got .*/recipe.yaml: No such file or directory, needed a folder that stays.*; fix: start again"
+    ):
+        trainer.train(trained.recipe(home, train={"steps": 1}), out=out, world=World())
+    assert not out.exists()
 
 
 def tensorboard(folder: Path, **_: Any) -> Board:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from moe.checks.together import check_run
 from moe.recipe.load import build_run, load
 from moe.recipe.sections import Run
+from moe.train.start import opening
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
@@ -84,6 +86,16 @@ def cut(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def frozen(home: Path, **train: Any) -> Run:
     return trained.recipe(home, train={"freeze": ["router", "embedding"]} | train)
+
+
+def test_a_line_says_that_first_values_are_kept(home: Path) -> None:
+    given: Any = SimpleNamespace(code={}, allow_changes=())
+    for source in (None, "a run"):
+        start: Any = SimpleNamespace(found=None, source=source, resumed=SimpleNamespace(unused=lambda _: ()))
+        said = [line for line in opening._recipe_lines(frozen(home), given, start) if line.startswith("train.freeze")]
+        assert said == ["train.freeze: router, embedding keep their random first values, because there is no --init_from"] * (
+            source is None
+        )
 
 
 def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, home: Path, tmp_path: Path) -> None:

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from moe.checks.begins import check_begins
 from moe.data import load as load_tokenizer
 from moe.records.metrics import read
+from moe.train.loop import trainer
 from moe.train.start.state import EXTRA
+from parallel.errors import BadInput
+from parallel.process.process import World
 from parallel.store.stored import Reader
 from tests.support import trained
 
@@ -92,6 +96,19 @@ def test_another_model_is_refused_in_one_line(
     assert isinstance(said, str) and "\n" not in said
     assert re.search(what, said)
     assert not list((tmp_path / "b").glob("checkpoints/*"))
+
+
+def test_a_source_that_fresh_sets_aside_is_refused_and_stays(home: Path, before: Path) -> None:
+    """Also for a checkpoint in the run's folder; and by the command before ranks start."""
+    there = sorted(before.rglob("*"))
+    step = max((before / "checkpoints").glob("step-*"))
+    said = "--init_from: got .*, needed another run's folder: --fresh sets this one's checkpoints aside; fix: choose another --out"
+    with pytest.raises(BadInput, match=said):
+        trainer.train(other(home), out=before, world=World(), fresh=True, init_from=before)
+    with pytest.raises(BadInput, match=said):
+        check_begins(other(home), before, fresh=True, source=step)
+    check_begins(other(home), before, fresh=False, source=step)
+    assert sorted(before.rglob("*")) == there
 
 
 def test_a_damaged_checkpoint_is_refused(home: Path, before: Path, tmp_path: Path) -> None:

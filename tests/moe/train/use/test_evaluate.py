@@ -96,6 +96,16 @@ def test_other_sources_are_read_whole_in_the_place_of_the_runs_path(home: Path, 
         figures(out, overrides={"data.sources": sources, "data.path": str(home / "one.txt")})
 
 
+def test_the_standard_library_takes_the_place_of_the_runs_path(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(run: Any, data: Any, **_: Any) -> None:
+        assert (data.source, data.path, data.sources) == ("python_stdlib", None, ())
+        raise EOFError
+
+    monkeypatch.setattr(evaluate, "read_data", read)
+    with pytest.raises(EOFError):
+        evaluate.main(str(out), overrides={"data.source": "python_stdlib"})
+
+
 def test_chats_are_evaluated_by_their_predicted_tokens(home: Path, tmp_path: Path) -> None:
     """The validation part, or all chats of another file. With ids of two bytes, bits per byte are half of the bits a token."""
     for name, count in (("train", 20), ("other", 7)):
@@ -114,5 +124,8 @@ def test_chats_are_evaluated_by_their_predicted_tokens(home: Path, tmp_path: Pat
 def test_what_would_be_another_model_is_refused(out: Path) -> None:
     with pytest.raises(BadInput, match="--model.num_heads: got a key that moe eval does not take.*remove"):
         evaluate.main(str(out), overrides={"model.num_heads": "1"})
+    for key, value in (("data.tokenizer", "bpe"), ("data.vocab_size", "300"), ("data.objective", "span_corruption")):
+        with pytest.raises(BadInput, match=f"--{key}: got a key that moe eval does not take.*remove"):
+            evaluate.main(str(out), overrides={key: value})
     with pytest.raises(BadInput, match="--step: got 5, needed one of 3, 6"):
         evaluate.main(str(out), overrides={}, step=5)

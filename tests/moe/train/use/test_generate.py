@@ -138,6 +138,13 @@ def test_the_command_prints_one_text_as_it_comes_and_says_how_fast(
     assert "tokens of 1 text in" in printed.err and "a second" in printed.err
 
 
+def test_a_prompt_that_is_longer_than_the_model_reads_is_said(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for length, said in ((LENGTH, ""), (LENGTH + 3, f"a prompt has {LENGTH + 3} tokens, and the model reads the last {LENGTH}")):
+        generate.main(str(out), prompt="a" * length, tokens=1)
+        first = capsys.readouterr().err.splitlines()[0]
+        assert first.startswith(said) and ("model reads" in first) == bool(said)
+
+
 def test_a_text_does_not_depend_on_other_texts_in_its_batch(model: tuple[Transformer, Tokenizer]) -> None:
     """Three samples of four prompts, generated together, equal the same samples generated one by one."""
     prompts, options = ["abc", "xyz", "a" * 2 * LENGTH, ""], {"num_tokens": 2 * LENGTH, "sampling": Sampling(1.0, top_k=30)}
@@ -175,8 +182,9 @@ def test_the_decoders_text_is_printed_below_the_encoders_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A warning names a sentinel in the prompt that the model does not have."""
-    config = SimpleNamespace(kind="encoder_decoder", spans=SimpleNamespace(num_spans=1))
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: (SimpleNamespace(config=config), None, 0))
+    config = SimpleNamespace(kind="encoder_decoder", spans=SimpleNamespace(num_spans=1), max_length=99)
+    tokenizer = SimpleNamespace(beginning=list)
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: (SimpleNamespace(config=config), tokenizer, 0))
     prompt = "a <extra_id_0> <extra_id_1>"
     written = [generate.Continued(prompt, n, [1], f"{n} b", ended=True) for n in range(2)]
     monkeypatch.setattr(generate, "generate", lambda *_, **__: written)
