@@ -28,6 +28,7 @@ READS_THE_ENVIRONMENT = {
     "moe/cli/main.py": "what torch's libraries read as they load: set, not read",
     "moe/bench/gpu/__main__.py": "Triton's interpreter, without a GPU: set, not read",
     "moe/cli/run/runs.py": "debug mode of collectives, for ranks that are forked: set, not read",
+    "moe/verify/peers/transformers.py": "transformers reads its rank there: set, not read",
     "moe/cli/run/train.py": "whether this process is already a rank of somebody's launcher",
     "moe/cli/doctor.py": "reports what the launchers and torch would see",
     "parallel/process/deterministic.py": "cuBLAS reads its workspace there: set, not read",
@@ -51,6 +52,8 @@ IMPORTS_DEEPSPEED = {
     "moe/cli/doctor.py": "its version",
     "moe/launch/pdsh.py": "its launcher for several machines",
     "moe/bench/training/step.py": "a peer to measure",
+    "moe/verify/peers/deepspeed.py": "a peer to verify",
+    "moe/verify/yours/recorder.py": "gathers what ZeRO hides, of a program that uses it",
 }
 MOST_FILES = 20
 ROUTED = re.compile(r"rout(er|ed|ing)|expert", re.I)

@@ -23,6 +23,7 @@ CHANGED = {
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/watch/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
     "moe/records/tracker.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
+    "moe/verify/peers/transformers.py: os.environ": "transformers reads a forked rank's variables there, as from a launcher",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
     "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without arguments of ours",
     "moe/bench/gpu/__main__.py: os.environ": "Triton reads there whether its interpreter runs, as it loads",
@@ -102,6 +103,7 @@ SETTINGS = {
         "moe/cli/doctor.py": "before ranks are forked, and back",
         "moe/verify/verify.py": "ranks are forked, and a forked process must not inherit a pool of threads",
         "moe/verify/random_runs.py": "likewise",
+        "moe/verify/peer.py": "likewise",
         "moe/calibrate/calibrate.py": "likewise; and a rank that measures how much threads help",
         "moe/bench/": "likewise; what is compared gets equally many",
     },
@@ -118,7 +120,10 @@ SETTINGS = {
         "moe/launch/environment.py": "ranks inherit the limit of open files of the process that starts them",
         "moe/data/sandbox.py": "of a process that runs one chat template",
     },
-    "torch.manual_seed": {"moe/bench/training/step.py": "a peer draws its weights from torch's generator"},
+    "torch.manual_seed": {
+        "moe/bench/training/step.py": "a peer draws its weights from torch's generator",
+        **{f"moe/verify/peers/{name}.py": "likewise, in forked processes" for name in ("deepspeed", "torch", "transformers")},
+    },
 }
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
 CHANGES |= {"remove", "reverse", "setdefault", "sort", "subtract", "update"}

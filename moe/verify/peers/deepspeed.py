@@ -39,7 +39,7 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield one pair for each model whose axis has a degree."""
+    """Yield one pair for each model, if its axis has a degree."""
     for model in models:
         axis = "ep" if model in ("moe", "autoep") else "fsdp"
         if axis in degrees:

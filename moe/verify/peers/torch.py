@@ -35,7 +35,7 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield one pair for each model whose axis has a degree."""
+    """Yield one pair for each model, if its axis has a degree."""
     for model in models:
         axis = "fsdp" if model in ("ddp", "fsdp2") else "tp" if model in ("tensor", "sequence") else "pp"
         if (ranks := (degrees | {"pp": _STAGES}).get(axis)) is not None:
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder, or its stage `index` of `stages`, whose parts have their names in the whole."""
+    """A decoder, or its stage `index` of `stages`, with names as in the whole."""
 
     def __init__(self, index: int = 0, stages: int = 1) -> None:
         super().__init__()

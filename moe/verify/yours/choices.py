@@ -77,7 +77,7 @@ class Choices(TorchFunctionMode):
         """Return the choices to use instead of the rank's own. Choices of anything but this rank's tokens stay as they are."""
         if self.tokens is None:
             fix = "record without pin"
-            raise BadInput("pin", got="a router in a model whose input has no token ids", needed="token ids [B, L]", fix=fix)
+            raise BadInput("pin", got="a router in a model without token ids", needed="token ids [B, L]", fix=fix)
         lead = 2 if scores.shape[:2] == self.tokens.shape else 1
         if lead == 1 and scores.shape[0] != self.tokens.numel():
             return own

@@ -51,7 +51,7 @@ def record(
 
     model: as the step calls it, wrapped or not. others: the optimizers, and whatever else the body changes that has a state_dict
     (GradScaler, scheduler). on: False runs the body once and does nothing else. most: larger tensors are sampled. pin: folder of the one
-    process, there its own, whose routers' choices all runs replay (choices.py); one process then runs the body once more, to find them.
+    process, there its own: all runs replay its routers' choices (choices.py), and one process runs the body once more, to find them.
     Raises BadInput if a gradient is not finite with sums in other orders.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))

@@ -83,7 +83,7 @@ def test_a_clean_pair_passes_and_a_fault_is_named(peer: str, tmp_path: Path) -> 
         ("--peer torch --model ddpp", "--model: got ddpp"),
         ("--peer torch --ep 2", "--ep: got 2, needed only --tp and --fsdp with torch"),
         ("--peer torchtitan", "--peer: got torchtitan, needed one of deepspeed, torch, transformers: torchtitan's programs"),
-        ("--peer torch --pin-routing", "--pin_routing: got it with torch, needed a peer whose models have a router"),
+        ("--peer torch --pin-routing", "--pin_routing: got it with torch, needed a peer with routers"),
         ("--peer deepspeed --pin-routing --model zero1", "--model: got zero1, needed some of moe"),
         ("--peer torch --nproc 2", "--nproc: got it with --peer"),
         ("--peer torch --only nothing", "--only: got nothing, needed a part of a row's text: ddp dp2"),
