@@ -116,11 +116,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         },
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
-    "t5_packed": {
-        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True},
-        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
-        "data": {"objective": "span_corruption"},
-    },
 }  # fmt: skip
 AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more tokens, with latent attention without a query latent
     "ahead": {
@@ -131,7 +126,7 @@ AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more token
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
 }  # fmt: skip
-OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; frozen parts
+OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; frozen parts; documents of an encoder-decoder
     "olmoe": {
         "optimizer": LINEAR,
         "model": {"qk_norm": "whole", "qkv_bias": True, "out_bias": True, "attention_sinks": True},
@@ -151,6 +146,11 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "train": {"freeze": ["experts", "embedding", "router"]},
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"tied_embeddings": False},
+    },
+    "t5_packed": {
+        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+        "data": {"objective": "span_corruption"},
     },
 }
 FEW: dict[str, dict[str, Any]] = {  # other numbers of heads

@@ -207,6 +207,7 @@ MAY_NAME = {
     "moe/verify/rows/sequence.py": "rows",
     "moe/verify/rows/tensor.py": "rows",
     "moe/verify/kinds.py": "rows",
+    "moe/verify/hybrid.py": "rows",
     "moe/verify/peers/torch.py": "torch's own schedules",
 }
 
