@@ -13,6 +13,7 @@ import torch
 from moe.bench.layers import dispatch
 from moe.bench.layers.layers import LayerCase, Shape, router_settings
 from moe.bench.timing import in_turn, peak_bytes, ratio
+from moe.bench.training import memory
 from moe.recipe.presets import PRESETS
 from parallel.errors import BadInput
 
@@ -106,3 +107,8 @@ def test_kernels_layer_and_bench_need_no_package_that_reads_recipes(tmp_path: Pa
 @pytest.mark.parametrize(("k", "preset"), [(1, "switch"), (2, "glam"), (4, "mixtral")])
 def test_the_layers_router_is_the_preset_without_a_capacity(k: int, preset: str) -> None:
     assert router_settings(k) == PRESETS[preset].model_dump() | {"num_choices": k, "capacity_factor": None}
+
+
+def test_a_part_that_no_row_of_the_memory_table_has_is_refused() -> None:
+    with pytest.raises(BadInput, match="--only: got x, needed dense or sparse; fix: leave it out"):
+        memory.main(only="x")
