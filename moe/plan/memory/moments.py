@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from operator import ge, mul
+from operator import add, mul
 from typing import Any, Literal, NamedTuple
 
 from moe.plan.job import counts
 from moe.plan.job.counts import Elements
-from moe.plan.job.in_flight import in_flight
+from moe.plan.job.in_flight import fullest_ranks, in_flight
 from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.memory.kept import (
     FP32_BYTES,
@@ -30,17 +30,19 @@ from moe.plan.memory.kept import (
     cast_weights,
     casts_kept,
     ends_kept,
+    head_pending,
     inputs_kept,
     keeps_scores,
     layer_kept,
+    layer_pending,
     recompute_of,
     tokens_of,
 )
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import NOTHING, Unit, at_layer, at_loss, gathered, head_input, widest
+from moe.plan.memory.temporary import NOTHING, Unit, at_layer, at_loss, gathered, head_input, of_largest, widest
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
-from parallel.pipeline.simulator.held import RankPeaks
+from parallel.pipeline.simulator.held import RankPeaks, Split
 
 NO_EXPERTS = -1  # index that stands for a layer without experts
 _DEFAULT = Plan()
@@ -52,7 +54,7 @@ class LayerBytes:
     """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
 
     gathered: its parameters that ZeRO stage 3 holds whole at the same time. kept: bytes that a micro-batch keeps for the backward pass.
-    deferred: bytes that it keeps between I and W, about the same as without recomputation. work: temporary bytes of its backward pass.
+    pending: bytes that it keeps between I and W. work, work_of_i, work_of_w: temporary bytes of its backward pass, of I and of W.
     dispatch: bytes of the buffers for rows sent to and from experts.
     """
 
@@ -60,8 +62,10 @@ class LayerBytes:
     gathered: Elements
     matrix: float
     kept: float
-    deferred: float
+    pending: float
     work: float
+    work_of_i: float
+    work_of_w: float
     dispatch: float
 
 
@@ -117,8 +121,8 @@ def without_order(plan: Plan) -> Plan:
 
 
 def differs_by_moment(plan: Plan, stack: Stack) -> bool:
-    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between moments, which needs pp = 1."""
-    return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
+    """Return whether gathered weights and unreduced gradients of ZeRO stage 3 differ between moments: unless they stay with stages."""
+    return plan.stage == 3 and (plan.pp == 1 or plan.reshard) and plan.copies > 1 and stack.gathers == "moments"
 
 
 @lru_cache(maxsize=256)
@@ -131,33 +135,8 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     if which == "fullest":
         sparse = network.with_experts if network.experts else ()
         sizes = tuple(map(len, stages))
-        numbers = _fullest(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
+        numbers = fullest_ranks(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
     return tuple(step.of_rank(number, ranks[number]) for number in numbers)
-
-
-@lru_cache(maxsize=5_000)
-def _fullest(
-    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
-) -> tuple[int, ...]:
-    """Return the ranks that may need most memory. Leaves out a rank if an earlier rank has the same layers, and at least the same
-    micro-batches in flight, embedding and head. sizes: number of layers of each stage. sparse: layers with experts."""
-    ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
-    bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
-    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
-    ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
-
-    def covers(a: int, b: int) -> bool:
-        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
-            return False
-        if ranks[a].versions < ranks[b].versions or not all(map(ge, ranks[a].deferred, ranks[b].deferred)):
-            return False
-        return all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
-
-    found: list[int] = []
-    for number in range(len(ranks)):
-        if not any(covers(before, number) for before in found):
-            found.append(number)
-    return tuple(found)
 
 
 @lru_cache(maxsize=20_000)
@@ -172,8 +151,11 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerByt
         at_once = elements + counts.dense(network, -of_network * (1 - 1 / plan.tiles), "dense")
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = Elements(min(at_once.total, matrix))
-    kept, deferred = (layer_kept(*of, kind) * (1 - plan.offload_activations) for kind in (plan.recompute, "none"))
-    return LayerBytes(elements, at_once, matrix, kept, deferred, at_layer(*of), buffers_of(network, plan) if sparse else 0.0)
+    kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
+    work_of_w = of_largest(network, plan, stack, sparse=sparse)
+    work, work_of_i = (at_layer(*of, of_matrix=of_matrix) for of_matrix in (work_of_w, 0.0))
+    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse else 0.0
+    return LayerBytes(elements, at_once, matrix, *sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +165,7 @@ class _Outside:
     elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
     crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head: their parameters.
     ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
+    head_pending: bytes that a micro-batch keeps for the head's gradient between I and W.
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -194,6 +177,7 @@ class _Outside:
     head: Elements
     ahead: float
     casts: float
+    head_pending: float
 
 
 @lru_cache(maxsize=20_000)
@@ -209,6 +193,7 @@ def _outside(network: Network, plan: Plan, stack: Stack) -> _Outside:
         counts.table(network, plan, network.head),
         counts.ahead(network, plan).total if network.ahead else 0.0,
         cast_ahead(network, plan) if network.ahead else 0.0,
+        head_pending(network, plan, stack),
     )
 
 
@@ -231,9 +216,8 @@ class _Step:
             run, _ = n.at(index)
             own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
             made = _layer(run, own, self.stack, kind[1])
-            casts = cast_weights(n, self.plan, index) if self.casts else 0.0
-            made = replace(made, kept=made.kept + casts, deferred=made.deferred + casts) if casts else made
-            self.kinds[kind] = replace(made, kept=0.0, deferred=0.0, work=0.0) if index < n.unreached else made
+            made = replace(made, kept=made.kept + (cast_weights(n, self.plan, index) if self.casts else 0.0))
+            self.kinds[kind] = replace(made, kept=0.0, pending=0.0, work=0.0, work_of_i=0.0, work_of_w=0.0) if index < n.unreached else made
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
@@ -259,7 +243,7 @@ class _Step:
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
-                (self.plan.pp == 1 or more.at == one.at)
+                (self.plan.pp == 1 or self.gathers or more.at == one.at)
                 and (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
                 and more.waiting >= one.waiting
                 and more.to_come.dense <= one.to_come.dense
@@ -281,7 +265,11 @@ class _Step:
         ends = [end + number * outside.crossing for number, end in zip(inputs, ends, strict=True)]
         tied = outside.embedding.trained.dense if network.tied and 0 in layers and last == 0 else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
-        whole = self._gathered(held)
+        sizes = {stage: sum((of.elements.times(n) for of, n in mine), NOTHING) for stage, mine in layers.items()}
+        freed = min(sizes.values(), key=lambda size: size.total).times(-1 if len(sizes) > 1 else 0)
+        at_once = held + freed  # weights that FSDP gathers: the stage whose backward pass ended last has freed its own
+        sent = outside.embedding if [*layers] == [0] and not rank.split else None
+        wholes = self._gathered(at_once, NOTHING if plan.pp > 1 else None), self._gathered(at_once, sent)  # first pass, later
         # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
         wide = FP32_BYTES if self.stack.casts and not self.gathers else plan.compute_bytes
         of_embedding = wide * (2 if tied else 1) * outside.embedding.trained.dense
@@ -302,16 +290,15 @@ class _Step:
             sharded = whole.get(at, 0.0) if gathered is None else gathered
             return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, sharded, at)
 
-        counts = self._counts(rank)
-        at_work = {
-            (stage, once): self._at_work(stage, held, once, bool(rank.deferred))
-            for once in {once for _, once in counts}
-            for stage in layers
-        }
-        later_bytes = [sum([n * (of.deferred - of.kept) for of, n in mine]) for mine in layers.values()]  # added by I, until W
-        for count, once in counts:
-            kept, of_ends, none_yet = sum(map(mul, count, bodies)), sum(map(mul, count, ends)), held if once else NOTHING
-            kept += sum(map(mul, map(min, count, rank.deferred), later_bytes))
+        after_i = [sum([n * of.pending for of, n in mine]) for mine in layers.values()]
+        ends_after_i = [outside.head_pending * (stage == last) for stage in layers]
+        counts = self._counts(rank, list(map(add, bodies, ends)), list(map(add, after_i, ends_after_i)))
+        keys = {(stage, once, one.splits) for one, once, _ in counts for stage in layers}
+        at_work = {key: self._at_work(key[0], at_once, *key[1:]) for key in keys}
+        for (count, pending, splits), once, ended in counts:
+            kept = sum(map(mul, count, bodies)) + sum(map(mul, pending, after_i))
+            of_ends = sum(map(mul, count, ends)) + sum(map(mul, pending, ends_after_i))
+            none_yet, whole = held if once else NOTHING, wholes[not (once or ended)]
             if last in layers:
                 of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
                 cast = plan.compute_bytes * outside.head.total if of_head else 0.0
@@ -321,41 +308,61 @@ class _Step:
             if not any(layers.values()):
                 yield moment("loss", kept, of_ends, to_come=none_yet)
             before = outside.elements[0 in layers, False] if once else NOTHING
-            for stage, body, more, number in zip(layers, bodies, later_bytes, count, strict=True):
-                left = of_ends - (of_loss if stage == last and number else 0.0)
-                for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once]:
+            for stage, body, after, number in zip(layers, bodies, after_i, count, strict=True):
+                if splits and not number:
+                    continue
+                left = of_ends - (of_loss - splits * outside.head_pending if stage == last and number else 0.0)
+                for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once, splits]:
                     to_come = before + later if once else NOTHING
-                    total = kept - gone + left + of.work + of.dispatch
-                    yield Moment(kept - gone, left, 0.0, of.work, of.dispatch, total, to_come, tied, bytes_at_work, "work")
+                    own = of.work_of_i if splits else of.work
+                    total = kept - gone + left + own + of.dispatch
+                    yield Moment(kept - gone, left, 0.0, own, of.dispatch, total, to_come, tied, bytes_at_work, "work")
                     if bytes_of_sums:
                         kept_then = kept - (gone + of.kept)
                         yield moment("sums", kept_then, left, gathered=bytes_of_sums, to_come=to_come, waiting=tied)
+                if splits:
+                    of_layers = list(map(self.layer, self.stages[stage]))[:: -1 if self.gathers else 1]  # in the order of W
+                    done = accumulate((of.pending for of in of_layers), initial=0.0)
+                    own = max([of.work_of_w - size for of, size in zip(of_layers, done, strict=False)], default=0.0)
+                    least = min([sharded for *_, sharded, _ in at_work[stage, once, splits]], default=0.0)
+                    none = before + sizes[stage] if once else NOTHING
+                    yield moment("sums", kept - body + after, left, work=own, to_come=none, waiting=tied, gathered=least)
                 if "head" in whole and stage == last:
                     yield moment("head", kept, left, to_come=none_yet)
+                if whole.get("forward") and not ended:
+                    yield moment("forward", kept, left, to_come=none_yet)
                 if "bucket" in whole:
                     full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
-                    yield moment("forward", kept, left, to_come=none_yet)
                     yield moment("bucket", kept - full * body, left, to_come=before)
                 if stage == 0:
                     table_to_come = Elements(tied) if once else NOTHING
-                    of_first = kept + more if rank.deferred else kept - body
-                    yield moment("embedding", of_first, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
-                before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
+                    then = kept - body + splits * after
+                    yield moment("embedding", then, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
+                before = before + sizes[stage] if once else NOTHING
 
-    def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
-        """Return candidates for the peak as (micro-batches in flight on each stage, whether no backward pass of the step has ended yet).
-        The moment after the first backward pass is a candidate, because gradients exist from then on."""
-        microbatches = self.plan.microbatches
-        found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
-        after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
-        return [*found, *after]
+    def _counts(self, rank: RankPeaks, kept: Sequence[float], pending: Sequence[float]) -> list[tuple[Split, bool, bool]]:
+        """Return candidates for the peak as (micro-batches on each stage, whether no backward pass of the step has ended yet, whether all
+        forward passes have), also after the first backward pass, because gradients exist from then on. kept, pending: each stage's bytes
+        of a micro-batch before and after I, by which the largest moments are chosen."""
+        microbatches, fullest = self.plan.microbatches, dict[tuple[bool, bool, bool], tuple[float, Split]]()
+        moments = rank.split or [Split(count, (0,) * len(count), False) for count in rank.most]
+        found = [(one, microbatches == 1 or min(one.kept) == microbatches, False) for one in moments]
+        found += [(one._replace(kept=tuple(n - 1 for n in one.kept)), False, True) for one, first, _ in found if first and microbatches > 1]
+        for one, first, ended in found:
+            size = sum(map(mul, one.kept, kept)) + sum(map(mul, one.pending, pending))
+            key = one.splits, first, ended
+            if key not in fullest or fullest[key][0] < size:
+                fullest[key] = size, one
+        return [(one, first, ended) for (_, first, ended), (_, one) in fullest.items()]
 
-    def _gathered(self, held: Elements) -> dict[At, float]:
-        """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
+    def _gathered(self, held: Elements, sent: Elements | None) -> dict[At, float]:
+        """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers. sent:
+        the parameters that a pass of a stage scatters last; None: a layer."""
         if not self.gathers:
             return {}
         moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
-        unit = Unit(next=self.layer(self.network.depth - 1).gathered)
+        layer = self.layer(self.network.depth - 1)
+        unit = Unit(layer.gathered, 0.0, layer.gathered if sent is None else sent)
         tables = {at: self.outside.embedding if at == "embedding" else self.outside.head for at in moments}
         return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at, table in tables.items()}
 
@@ -367,19 +374,20 @@ class _Step:
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds
             last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
-            gone = (n - 1) * (of.kept - (of.deferred if splits else 0.0))
+            gone = (n - 1) * (of.kept - splits * of.pending)
             return [last, (of, gone, of.elements if once else NOTHING, 0.0, 0.0)] if once or splits else [last]
         lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
         first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
         gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
-        before = self.outside.head if self.gathers and stage == self.last else NOTHING
+        ends = {0: NOTHING if splits else self.outside.embedding, self.last: self.outside.head}  # the passes before scattered these last
+        before = ends.get(stage, NOTHING) if self.gathers else NOTHING
         for of in map(self.layer, reversed(self.stages[stage])):
             lasts.setdefault((of, before), (of, gone, to_come))
             if once or splits:
                 first[of] = of, gone, to_come, before
             if once:
                 to_come += of.elements.times(-1)
-            gone += of.kept - (of.deferred if splits else 0.0)
+            gone += of.kept - splits * of.pending
             before = of.gathered if self.gathers else NOTHING
         found = [*((*one, before) for (_, before), one in lasts.items()), *first.values()]
         if not self.gathers:

@@ -42,16 +42,17 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
-def at_layer(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix."""
+def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, of_matrix: float) -> float:
+    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix.
+    of_matrix: bytes of the latter, from `of_largest`; 0 in I."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
         wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
-        wide += _gradient(network, plan, stack, sparse=True)
+        wide += of_matrix
     else:
-        wide = _of_network(network, plan, stack, c * at.inside * network.hidden)
+        wide = _of_network(network, stack, c * at.inside * network.hidden, of_matrix)
     if network.buckets and plan.sp == 1 and stack.biased == "fused":
         scores = _of_bias(network, plan, stack, index)
     else:
@@ -67,17 +68,16 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
 
 
-def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> float:
-    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. In this
-    project, the last product frees its input before the activation's gradients (two with a gate) are made. With relu, this input is kept,
-    because relu's gradient needs relu's output."""
-    gradient = _gradient(network, plan, stack, sparse=False)
+def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
+    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: of
+    its largest matrix. In this project, the last product frees its input before the activation's gradients (two with a gate) are made. With
+    relu, this input is kept, because relu's gradient needs relu's output."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
 
 
-def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
+def of_largest(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
     """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches. In this project, a dense matrix's
     gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
