@@ -26,20 +26,16 @@ from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.memory.kept import (
     FP32_BYTES,
     buffers_of,
-    cast_ahead,
     cast_weights,
     casts_kept,
-    ends_kept,
-    head_pending,
     inputs_kept,
     keeps_scores,
     layer_kept,
     layer_pending,
     recompute_of,
-    tokens_of,
 )
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import NOTHING, Unit, at_layer, at_loss, gathered, head_input, of_largest, widest
+from moe.plan.memory.temporary import NOTHING, Unit, at_layer, gathered, of_largest, outside_of, widest
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
 from parallel.pipeline.simulator.held import RankPeaks, Split
@@ -158,45 +154,6 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerByt
     return LayerBytes(elements, at_once, matrix, *sizes)
 
 
-@dataclass(frozen=True, eq=False)
-class _Outside:
-    """Sizes of a rank outside of its layers: embedding, head, final norms, loss.
-
-    elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
-    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head: their parameters.
-    ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
-    head_pending: bytes that a micro-batch keeps for the head's gradient between I and W.
-    """
-
-    elements: dict[tuple[bool, bool], Elements]
-    keeps: dict[tuple[bool, bool], float]
-    crossing: float
-    loss: float
-    head_input: float
-    embedding: Elements
-    head: Elements
-    ahead: float
-    casts: float
-    head_pending: float
-
-
-@lru_cache(maxsize=20_000)
-def _outside(network: Network, plan: Plan, stack: Stack) -> _Outside:
-    ends = [(first, last) for first in (False, True) for last in (False, True)]
-    return _Outside(
-        {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
-        {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
-        plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
-        at_loss(network, plan, stack),
-        head_input(network, plan, stack),
-        counts.table(network, plan, "embedding"),
-        counts.table(network, plan, network.head),
-        counts.ahead(network, plan).total if network.ahead else 0.0,
-        cast_ahead(network, plan) if network.ahead else 0.0,
-        head_pending(network, plan, stack),
-    )
-
-
 class _Step:
     """Computes the moments of a step on each rank. Each kind of layer is computed once."""
 
@@ -205,8 +162,10 @@ class _Step:
         self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
         self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool, bool, int], LayerBytes] = {}
+        self.sizes: dict[tuple[tuple[int, int], ...], Elements] = {}
+        self.whole: dict[tuple[object, ...], float] = {}
         of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
-        self.outside = _outside(network, of_microbatch, stack)
+        self.outside = outside_of(network, of_microbatch, stack)
 
     def layer(self, index: int) -> LayerBytes:
         n = self.network
@@ -226,15 +185,23 @@ class _Step:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
 
+    def size_of(self, kinds: Sequence[tuple[LayerBytes, int]]) -> Elements:
+        """Return the parameters of layers, given as by `kinds_of`."""
+        key = tuple([(id(of), n) for of, n in kinds])
+        if key not in self.sizes:
+            self.sizes[key] = sum((of.elements.times(n) for of, n in kinds), NOTHING)
+        return self.sizes[key]
+
     def of_rank(self, number: int, rank: RankPeaks) -> RankMoments:
         outside = self.outside
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, self.last in layers
-        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), outside.elements[first, last])
+        sizes = {stage: self.size_of(mine) for stage, mine in layers.items()}
+        held = sum(sizes.values(), outside.elements[first, last])
         whole = [of.gathered for mine in layers.values() for of, _ in mine]
         whole += [Elements(outside.ahead)] if last and self.network.ahead else []
         table = outside.embedding if first else outside.head if last else NOTHING
-        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held)))
+        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, sizes, held)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are
@@ -253,8 +220,10 @@ class _Step:
                 found.append(one)
         return tuple(found)
 
-    def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], held: Elements) -> Iterator[Moment]:
-        """Yield all moments of a step that may be the rank's peak. layers: stage -> [(sizes of one layer, number of such layers)]."""
+    def _moments(
+        self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], sizes: dict[int, Elements], held: Elements
+    ) -> Iterator[Moment]:
+        """Yield all moments of a step that may be the rank's peak. sizes: stage -> its layers' parameters. held: the rank's."""
         outside, last, network, plan = self.outside, self.last, self.network, self.plan
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
         ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
@@ -265,9 +234,9 @@ class _Step:
         ends = [end + number * outside.crossing for number, end in zip(inputs, ends, strict=True)]
         tied = outside.embedding.trained.dense if network.tied and 0 in layers and last == 0 else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
-        sizes = {stage: sum((of.elements.times(n) for of, n in mine), NOTHING) for stage, mine in layers.items()}
-        freed = min(sizes.values(), key=lambda size: size.total).times(-1 if len(sizes) > 1 else 0)
-        at_once = held + freed  # weights that FSDP gathers: the stage whose backward pass ended last has freed its own
+        at_once = held
+        if self.gathers and len(sizes) > 1:  # the stage whose backward pass ended last has freed its weights
+            at_once += min(sizes.values(), key=lambda size: size.total).times(-1)
         sent = outside.embedding if [*layers] == [0] and not rank.split else None
         wholes = self._gathered(at_once, NOTHING if plan.pp > 1 else None), self._gathered(at_once, sent)  # first pass, later
         # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
@@ -364,7 +333,14 @@ class _Step:
         layer = self.layer(self.network.depth - 1)
         unit = Unit(layer.gathered, 0.0, layer.gathered if sent is None else sent)
         tables = {at: self.outside.embedding if at == "embedding" else self.outside.head for at in moments}
-        return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at, table in tables.items()}
+        return {at: self._whole(at, unit, held, table) for at, table in tables.items()}
+
+    def _whole(self, at: At, unit: Unit, held: Elements, table: Elements) -> float:
+        """Return the bytes of gathered weights and unreduced gradients of `unit`, computed once for all ranks that hold as much."""
+        key = at, id(unit.at_once), unit.matrix, id(unit.next), held.dense, held.expert, id(table)
+        if key not in self.whole:
+            self.whole[key] = gathered(self.plan, self.stack, at, unit, held=held, table=table)
+        return self.whole[key]
 
     def _at_work(self, stage: int, held: Elements, once: bool, splits: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
         """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
@@ -394,6 +370,6 @@ class _Step:
             return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
 
         def bytes_at(at: At, of: LayerBytes, before: Elements) -> float:
-            return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, before), held=held, table=self.outside.head)
+            return self._whole(at, Unit(of.gathered, of.matrix, before), held, self.outside.head)
 
         return [(of, gone, to_come, bytes_at("work", of, before), bytes_at("sums", of, before)) for of, gone, to_come, before in found]

@@ -7,6 +7,8 @@ closed form of their bytes at each kind of moment (At). For other software, only
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from moe.plan.job import counts
@@ -15,6 +17,9 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.memory.kept import (
     FP32_BYTES,
     bias_elements,
+    cast_ahead,
+    ends_kept,
+    head_pending,
     keeps_scores,
     layer_kept,
     layer_parts,
@@ -113,6 +118,46 @@ def head_input(network: Network, plan: Plan, stack: Stack) -> float:
 
 def _whole_input(network: Network, plan: Plan) -> float:
     return plan.compute_bytes * network.width * plan.microbatch * network.length / plan.sp
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """Sizes of a rank outside of its layers: embedding, head, final norms, loss.
+
+    elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
+    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head: their parameters.
+    ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
+    head_pending: bytes that a micro-batch keeps for the head's gradient between I and W.
+    """
+
+    elements: dict[tuple[bool, bool], Elements]
+    keeps: dict[tuple[bool, bool], float]
+    crossing: float
+    loss: float
+    head_input: float
+    embedding: Elements
+    head: Elements
+    ahead: float
+    casts: float
+    head_pending: float
+
+
+@lru_cache(maxsize=20_000)
+def outside_of(network: Network, plan: Plan, stack: Stack) -> Outside:
+    """Return the sizes outside of layers, for a plan without stages."""
+    ends = [(first, last) for first in (False, True) for last in (False, True)]
+    return Outside(
+        {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
+        {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
+        plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
+        at_loss(network, plan, stack),
+        head_input(network, plan, stack),
+        counts.table(network, plan, "embedding"),
+        counts.table(network, plan, network.head),
+        counts.ahead(network, plan).total if network.ahead else 0.0,
+        cast_ahead(network, plan) if network.ahead else 0.0,
+        head_pending(network, plan, stack),
+    )
 
 
 # --- ZeRO stage 3 -------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_micro_batches_before_and_after_i_are_those_of_the_same_moment(name: str
     """If bytes between I and W are many times those before, a peak of its own for each of both would be above the peak of the order."""
     for kept, pending in ((1.0, 7.0), (1.0, 1.0), (5.0, 1.0)):
         whole = make_schedule(name, ranks=4, microbatches=16)
-        wanted = peak_kept(whole, lambda stage: kept, lambda stage: pending)
+        wanted = peak_kept(whole, lambda stage, size=kept: size, lambda stage, size=pending: size)
         for of, want in zip(in_flight(name, ranks=4, microbatches=16), wanted, strict=True):
             found = max(sum(one.kept) * kept + sum(one.pending) * pending + one.splits * max(0.0, pending - kept) for one in of.split)
             assert found == want
