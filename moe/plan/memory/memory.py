@@ -181,7 +181,7 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments, at: At) -> float:
         return 0.0
     if stack.gathers == "moments":
         largest = max(rank.gathered, key=lambda of: of.total, default=NOTHING)
-        return gathered(plan, stack, at, Unit(next=largest), held=rank.held, table=rank.table)
+        return gathered(plan, stack, at, Unit(largest, 0.0, largest), held=rank.held, table=rank.table)
     return at_any_moment(plan, stack, held=rank.held.total, table=rank.table.total, units=[of.total for of in rank.gathered])
 
 

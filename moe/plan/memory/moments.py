@@ -117,8 +117,8 @@ def without_order(plan: Plan) -> Plan:
 
 
 def differs_by_moment(plan: Plan, stack: Stack) -> bool:
-    """Return whether gathered weights and unreduced gradients of ZeRO stage 3 differ between moments: unless they stay with stages."""
-    return plan.stage == 3 and (plan.pp == 1 or plan.reshard) and plan.copies > 1 and stack.gathers == "moments"
+    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between moments, which needs pp = 1."""
+    return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
 
 
 @lru_cache(maxsize=256)
@@ -163,7 +163,6 @@ class _Step:
         self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool, bool, int], LayerBytes] = {}
         self.sizes: dict[tuple[tuple[int, int], ...], Elements] = {}
-        self.whole: dict[tuple[object, ...], float] = {}
         of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
         self.outside = outside_of(network, of_microbatch, stack)
 
@@ -210,7 +209,7 @@ class _Step:
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
-                (self.plan.pp == 1 or self.gathers or more.at == one.at)
+                (self.plan.pp == 1 or more.at == one.at)
                 and (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
                 and more.waiting >= one.waiting
                 and more.to_come.dense <= one.to_come.dense
@@ -234,11 +233,7 @@ class _Step:
         ends = [end + number * outside.crossing for number, end in zip(inputs, ends, strict=True)]
         tied = outside.embedding.trained.dense if network.tied and 0 in layers and last == 0 else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
-        at_once = held
-        if self.gathers and len(sizes) > 1:  # the stage whose backward pass ended last has freed its weights
-            at_once += min(sizes.values(), key=lambda size: size.total).times(-1)
-        sent = outside.embedding if [*layers] == [0] and not rank.split else None
-        wholes = self._gathered(at_once, NOTHING if plan.pp > 1 else None), self._gathered(at_once, sent)  # first pass, later
+        whole = self._gathered(held)
         # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
         wide = FP32_BYTES if self.stack.casts and not self.gathers else plan.compute_bytes
         of_embedding = wide * (2 if tied else 1) * outside.embedding.trained.dense
@@ -262,12 +257,12 @@ class _Step:
         after_i = [sum([n * of.pending for of, n in mine]) for mine in layers.values()]
         ends_after_i = [outside.head_pending * (stage == last) for stage in layers]
         counts = self._counts(rank, list(map(add, bodies, ends)), list(map(add, after_i, ends_after_i)))
-        keys = {(stage, once, one.splits) for one, once, _ in counts for stage in layers}
-        at_work = {key: self._at_work(key[0], at_once, *key[1:]) for key in keys}
-        for (count, pending, splits), once, ended in counts:
+        keys = {(stage, once, one.splits) for one, once in counts for stage in layers}
+        at_work = {key: self._at_work(key[0], held, *key[1:]) for key in keys}
+        for (count, pending, splits), once in counts:
             kept = sum(map(mul, count, bodies)) + sum(map(mul, pending, after_i))
             of_ends = sum(map(mul, count, ends)) + sum(map(mul, pending, ends_after_i))
-            none_yet, whole = held if once else NOTHING, wholes[not (once or ended)]
+            none_yet = held if once else NOTHING
             if last in layers:
                 of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
                 cast = plan.compute_bytes * outside.head.total if of_head else 0.0
@@ -290,17 +285,15 @@ class _Step:
                         kept_then = kept - (gone + of.kept)
                         yield moment("sums", kept_then, left, gathered=bytes_of_sums, to_come=to_come, waiting=tied)
                 if splits:
-                    of_layers = list(map(self.layer, self.stages[stage]))[:: -1 if self.gathers else 1]  # in the order of W
+                    of_layers = list(map(self.layer, self.stages[stage]))  # in the order of W
                     done = accumulate((of.pending for of in of_layers), initial=0.0)
                     own = max([of.work_of_w - size for of, size in zip(of_layers, done, strict=False)], default=0.0)
-                    least = min([sharded for *_, sharded, _ in at_work[stage, once, splits]], default=0.0)
                     none = before + sizes[stage] if once else NOTHING
-                    yield moment("sums", kept - body + after, left, work=own, to_come=none, waiting=tied, gathered=least)
+                    yield moment("sums", kept - body + after, left, work=own, to_come=none, waiting=tied)
                 if "head" in whole and stage == last:
                     yield moment("head", kept, left, to_come=none_yet)
-                if whole.get("forward") and not ended:
-                    yield moment("forward", kept, left, to_come=none_yet)
                 if "bucket" in whole:
+                    yield moment("forward", kept, left, to_come=none_yet)
                     full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
                     yield moment("bucket", kept - full * body, left, to_come=before)
                 if stage == 0:
@@ -309,38 +302,29 @@ class _Step:
                     yield moment("embedding", then, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
                 before = before + sizes[stage] if once else NOTHING
 
-    def _counts(self, rank: RankPeaks, kept: Sequence[float], pending: Sequence[float]) -> list[tuple[Split, bool, bool]]:
-        """Return candidates for the peak as (micro-batches on each stage, whether no backward pass of the step has ended yet, whether all
-        forward passes have), also after the first backward pass, because gradients exist from then on. kept, pending: each stage's bytes
-        of a micro-batch before and after I, by which the largest moments are chosen."""
-        microbatches, fullest = self.plan.microbatches, dict[tuple[bool, bool, bool], tuple[float, Split]]()
+    def _counts(self, rank: RankPeaks, kept: Sequence[float], pending: Sequence[float]) -> list[tuple[Split, bool]]:
+        """Return candidates for the peak as (micro-batches on each stage, whether no backward pass of the step has ended yet), also after
+        the first backward pass, because gradients exist from then on. kept, pending: each stage's bytes of a micro-batch before and after
+        I, by which the largest moments are chosen."""
+        microbatches, fullest = self.plan.microbatches, dict[tuple[bool, bool], tuple[float, Split]]()
         moments = rank.split or [Split(count, (0,) * len(count), False) for count in rank.most]
-        found = [(one, microbatches == 1 or min(one.kept) == microbatches, False) for one in moments]
-        found += [(one._replace(kept=tuple(n - 1 for n in one.kept)), False, True) for one, first, _ in found if first and microbatches > 1]
-        for one, first, ended in found:
+        found = [(one, microbatches == 1 or min(one.kept) == microbatches) for one in moments]
+        found += [(one._replace(kept=tuple(n - 1 for n in one.kept)), False) for one, first in found if first and microbatches > 1]
+        for one, first in found:
             size = sum(map(mul, one.kept, kept)) + sum(map(mul, one.pending, pending))
-            key = one.splits, first, ended
+            key = one.splits, first
             if key not in fullest or fullest[key][0] < size:
                 fullest[key] = size, one
-        return [(one, first, ended) for (_, first, ended), (_, one) in fullest.items()]
+        return [(one, first) for (_, first), (_, one) in fullest.items()]
 
-    def _gathered(self, held: Elements, sent: Elements | None) -> dict[At, float]:
-        """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers. sent:
-        the parameters that a pass of a stage scatters last; None: a layer."""
+    def _gathered(self, held: Elements) -> dict[At, float]:
+        """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
         if not self.gathers:
             return {}
         moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
-        layer = self.layer(self.network.depth - 1)
-        unit = Unit(layer.gathered, 0.0, layer.gathered if sent is None else sent)
+        unit = Unit(next=self.layer(self.network.depth - 1).gathered)
         tables = {at: self.outside.embedding if at == "embedding" else self.outside.head for at in moments}
-        return {at: self._whole(at, unit, held, table) for at, table in tables.items()}
-
-    def _whole(self, at: At, unit: Unit, held: Elements, table: Elements) -> float:
-        """Return the bytes of gathered weights and unreduced gradients of `unit`, computed once for all ranks that hold as much."""
-        key = at, id(unit.at_once), unit.matrix, id(unit.next), held.dense, held.expert, id(table)
-        if key not in self.whole:
-            self.whole[key] = gathered(self.plan, self.stack, at, unit, held=held, table=table)
-        return self.whole[key]
+        return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at, table in tables.items()}
 
     def _at_work(self, stage: int, held: Elements, once: bool, splits: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
         """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
@@ -355,8 +339,7 @@ class _Step:
         lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
         first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
         gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
-        ends = {0: NOTHING if splits else self.outside.embedding, self.last: self.outside.head}  # the passes before scattered these last
-        before = ends.get(stage, NOTHING) if self.gathers else NOTHING
+        before = self.outside.head if self.gathers and stage == self.last else NOTHING
         for of in map(self.layer, reversed(self.stages[stage])):
             lasts.setdefault((of, before), (of, gone, to_come))
             if once or splits:
@@ -370,6 +353,6 @@ class _Step:
             return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
 
         def bytes_at(at: At, of: LayerBytes, before: Elements) -> float:
-            return self._whole(at, Unit(of.gathered, of.matrix, before), held, self.outside.head)
+            return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, before), held=held, table=self.outside.head)
 
         return [(of, gone, to_come, bytes_at("work", of, before), bytes_at("sums", of, before)) for of, gone, to_come, before in found]

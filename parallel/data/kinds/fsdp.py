@@ -61,22 +61,14 @@ def gathered(at: At, w: Whole) -> float:
 
 def _each_pass(at: At, w: Whole) -> float:
     """Return the bytes of `gathered` with pipeline stages, if gradients are scattered after each pass. A stage's weights stay gathered from
-    F until its next backward pass; held: of stages that are gathered at the same time. The input of the last scatter, that of `behind`,
+    F until its next backward pass. The input of the last scatter, that of `behind`,
     stays until the next scatter, also while F runs."""
     c, r = w.compute_bytes, w.sum_bytes
-    sent = r * (w.trained_behind or w.trained_layer)
     match at:
-        case "forward":  # a layer's weights have come, the next layer's are on their way
-            return c * (w.held + 2 * w.layer) + r * w.trained_behind
         case "loss":
             return c * (w.held + w.layer) + r * w.trained_behind + (2 * r - c) * w.trained_table
-        case "work":
-            return c * (w.held - w.behind) + sent
-        case "sums":
-            left = c * (w.held - w.behind)
-            return max(left + sent + r * w.trained_layer, left - c * w.layer + 2 * r * w.trained_layer)
-        case "head":
-            return c * w.held + 2 * r * w.trained_table
+        case "work" | "sums":
+            return c * (w.held - w.behind) + r * w.trained_behind
         case "embedding":
             return r * w.trained_layer + 2 * r * w.trained_table
     return 0.0
@@ -94,5 +86,5 @@ FSDP = EngineKind(
     by_module=True,
     steps="shards",
     gathered=gathered,
-    moments=("head", "forward"),
+    moments=("head",),
 )
