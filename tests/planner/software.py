@@ -76,14 +76,16 @@ FSDP = Stack("fsdp", gated=4, activation_of=2, logits=12)
 DEEPSPEED = Stack(
     "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
 )
-# DeepSeek-V3's software (arXiv 2412.19437, sections 3.2.3 and 3.3.3) recomputes norms, up-projections and SwiGLU's output.
-# It keeps inputs of products in 8 bits. `selective`: fraction that is kept of attention, 18,752 of 86,336 elements a token (its output, the
-# latents before their norms, the log-sum-exp, in 16 bits); of experts, (D + 2 F) / 2 (D + 3 F) (a row, the outputs of
-# gate and up); of dense networks, half (the outputs of gate and up).
+# DeepSeek-V3's software (arXiv 2412.19437, sections 3.2.3, 3.3.2 and 3.3.3) recomputes norms, up-projections and SwiGLU's output.
+# It keeps inputs of products in 8 bits. `pending`: W multiplies 8 bits, so an output's gradient is assumed to wait in 8 bits too.
+# `selective`: fraction that is kept of attention, 18,752 of 86,336 elements a token (its output, the latents before their norms, the
+# log-sum-exp, in 16 bits); of experts, (D + 2 F) / 2 (D + 3 F) (a row, the outputs of gate and up); of dense networks, half (the outputs
+# of gate and up).
 DEEPSEEK = replace(
     MEGATRON,
     name="deepseek",
     masks="dropout",
+    pending=0.5,
     selective=(("norm_outputs", 0.0), ("attention", 0.217), ("experts", 0.423), ("network", 0.5), ("activation", 0.0)),
 )
 NANOTRON = Stack("nanotron", gated=4, activation_of=2, logits=12)

@@ -10,11 +10,14 @@ micro-batches per rank on, more micro-batches do not change them, so they are co
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from itertools import accumulate
+from operator import ge
 
+from moe.plan.job.network import repeats
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
-from parallel.pipeline.simulator.held import RankPeaks, rank_peaks
+from parallel.pipeline.simulator.held import RankPeaks, Split, rank_peaks
 
 STEADY = 3  # all rounds after this one are equal; a round has one micro-batch for each rank
 
@@ -52,3 +55,34 @@ def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
 @cache
 def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
     return rank_peaks(made(schedule, ranks, microbatches, chunks))
+
+
+@lru_cache(maxsize=5_000)
+def fullest_ranks(
+    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
+) -> tuple[int, ...]:
+    """Return the ranks that may need most memory. Leaves out a rank if an earlier rank has the same layers, and at least the same
+    micro-batches in flight, embedding and head. sizes: number of layers of each stage. sparse: layers with experts."""
+    ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
+    bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
+    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
+
+    def covers(a: int, b: int) -> bool:
+        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
+            return False
+        if ranks[a].versions < ranks[b].versions:
+            return False
+        if ranks[a].split or ranks[b].split:
+            return all(any(_exceeds(x, y) for x in ranks[a].split) for y in ranks[b].split)
+        return all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
+
+    found: list[int] = []
+    for number in range(len(ranks)):
+        if not any(covers(before, number) for before in found):
+            found.append(number)
+    return tuple(found)
+
+
+def _exceeds(more: Split, less: Split) -> bool:
+    return more.splits >= less.splits and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe.plan.job.counts import attention_matrices, network_elements
-from moe.plan.job.network import Network, Plan, Recomputed, repeats
+from moe.plan.job.network import Network, Plan, Recomputed, attention_shapes, repeats
 from moe.plan.memory.stack import PARTS, Part, Stack
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.traffic import Load, Message, Traffic
@@ -255,6 +255,34 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
         second_half = shares.get("network") == 0.0  # if the second half of the layer is recomputed, its input is kept
         return kept + (plan.compute_bytes * network.width * at.between if second_half else 0.0)
     return sum(parts.values())
+
+
+def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> float:
+    """Bytes that one layer keeps between I and W: the input and the output's gradient of each product with a trained matrix."""
+    n, at, (of_attention, of_network), late = network, tokens_of(network, plan, stack), _norm_outputs(network, index), network.latent
+    inner, width = sum(rows for rows, _ in attention_shapes(n.width, n.heads, n.groups, n.channels, late)[:-1]), 2 * n.width * at.read
+    if late is None:
+        attention = width + at.inside * (inner + n.heads * n.channels)
+    else:
+        attention = width + at.inside * (inner + n.heads * late.value_size + late.query_rank + late.key_rank)
+    e, tensors = n.experts, (3 if n.gated else 2) * n.hidden * at.inside
+    found = of_attention * attention + of_network * width
+    if e is None or index not in n.sparse_layers:
+        found += n.trains("dense") * tensors
+    else:
+        rows, hidden = most_rows(n, plan), (3 if e.gated else 2) * e.hidden / plan.etp
+        moved = 2 * n.width if plan.ep * plan.etp > 1 or not e.fused else 0
+        found += n.trains("experts") * rows * (moved + hidden)
+        found += plan.microbatch * n.length / plan.sp / plan.tp * hidden * plan.etp * e.shared_hidden / e.hidden
+    cross = _cross(n, n.encoder, plan, stack) if n.encoder is not None else 0.0
+    return stack.pending * plan.compute_bytes * found + cross
+
+
+def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
+    """Bytes that a micro-batch keeps between I and W for the head: its input and the gradient of the logits."""
+    if plan.loss_chunks > 1 or network.freezes(network.head):
+        return 0.0
+    return plan.compute_bytes * (network.width * tokens_of(network, plan, stack).read + logits(network, plan))
 
 
 def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:

@@ -29,9 +29,11 @@ from moe.plan.memory.moments import Moment, RankMoments, differs_by_moment, rank
 from moe.plan.memory.stack import OURS, Stack
 from moe.plan.memory.temporary import NOTHING, Unit, at_any_moment, gathered
 from parallel.data.kinds.kind import At
+from parallel.pipeline.schedules.catalog import placed
 
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
+MOST_STARTED = 8  # DDP's buckets that are summed at the same time (parallel/data/buckets.py)
 ROUNDED = 1e-9  # relative tolerance: the order of a sum changes its last digits
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),
@@ -146,7 +148,23 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
     ]
     if stack.gathers == "moments" and plan.kind.gradients == "buckets" and plan.copies == 2 and plan.pp == 1:
         found.append(_new_buckets(plan, rank))
+    if stack.gathers == "moments" and plan.pp > 1:
+        found.append(_copied(plan, stack, rank))
     return max(found, key=lambda of: of.total)
+
+
+def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
+    """Return the moment after a stage's last backward pass at which copies of gradients are summed: of whole stages if other pipeline
+    ranks hold them too, else of DDP's buckets that are on their way."""
+    if placed(plan.schedule) == "both_ways":
+        copies = _states(plan, rank.held)[0].gradients
+    elif plan.kind.gradients == "buckets":
+        trained = rank.held.trained
+        elements = (trained.dense if plan.copies > 1 else 0.0) + (trained.expert if plan.edp > 1 else 0.0)
+        copies = stack.reduce_bytes * min(elements, MOST_STARTED * stack.bucket_elements)
+    else:
+        copies = 0.0
+    return _Full(Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "sums"), 0.0, 0.0, 0.0, copies)
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
@@ -163,7 +181,7 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments, at: At) -> float:
         return 0.0
     if stack.gathers == "moments":
         largest = max(rank.gathered, key=lambda of: of.total, default=NOTHING)
-        return gathered(plan, stack, at, Unit(next=largest), held=rank.held, table=rank.table)
+        return gathered(plan, stack, at, Unit(largest, 0.0, largest), held=rank.held, table=rank.table)
     return at_any_moment(plan, stack, held=rank.held.total, table=rank.table.total, units=[of.total for of in rank.gathered])
 
 

@@ -16,31 +16,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from operator import ge, mul
+from operator import add, mul
 from typing import Any, Literal, NamedTuple
 
 from moe.plan.job import counts
 from moe.plan.job.counts import Elements
-from moe.plan.job.in_flight import in_flight
+from moe.plan.job.in_flight import fullest_ranks, in_flight
 from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.memory.kept import (
     FP32_BYTES,
     buffers_of,
-    cast_ahead,
     cast_weights,
     casts_kept,
-    ends_kept,
     inputs_kept,
     keeps_scores,
     layer_kept,
+    layer_pending,
     recompute_of,
-    tokens_of,
 )
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import NOTHING, Unit, at_layer, at_loss, gathered, head_input, widest
+from moe.plan.memory.temporary import NOTHING, Unit, at_layer, gathered, of_largest, outside_of, widest
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
-from parallel.pipeline.simulator.held import RankPeaks
+from parallel.pipeline.simulator.held import RankPeaks, Split
 
 NO_EXPERTS = -1  # index that stands for a layer without experts
 _DEFAULT = Plan()
@@ -52,7 +50,7 @@ class LayerBytes:
     """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
 
     gathered: its parameters that ZeRO stage 3 holds whole at the same time. kept: bytes that a micro-batch keeps for the backward pass.
-    deferred: bytes that it keeps between I and W, about the same as without recomputation. work: temporary bytes of its backward pass.
+    pending: bytes that it keeps between I and W. work, work_of_i, work_of_w: temporary bytes of its backward pass, of I and of W.
     dispatch: bytes of the buffers for rows sent to and from experts.
     """
 
@@ -60,8 +58,10 @@ class LayerBytes:
     gathered: Elements
     matrix: float
     kept: float
-    deferred: float
+    pending: float
     work: float
+    work_of_i: float
+    work_of_w: float
     dispatch: float
 
 
@@ -131,33 +131,8 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     if which == "fullest":
         sparse = network.with_experts if network.experts else ()
         sizes = tuple(map(len, stages))
-        numbers = _fullest(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
+        numbers = fullest_ranks(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
     return tuple(step.of_rank(number, ranks[number]) for number in numbers)
-
-
-@lru_cache(maxsize=5_000)
-def _fullest(
-    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
-) -> tuple[int, ...]:
-    """Return the ranks that may need most memory. Leaves out a rank if an earlier rank has the same layers, and at least the same
-    micro-batches in flight, embedding and head. sizes: number of layers of each stage. sparse: layers with experts."""
-    ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
-    bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
-    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
-    ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
-
-    def covers(a: int, b: int) -> bool:
-        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
-            return False
-        if ranks[a].versions < ranks[b].versions or not all(map(ge, ranks[a].deferred, ranks[b].deferred)):
-            return False
-        return all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
-
-    found: list[int] = []
-    for number in range(len(ranks)):
-        if not any(covers(before, number) for before in found):
-            found.append(number)
-    return tuple(found)
 
 
 @lru_cache(maxsize=20_000)
@@ -172,44 +147,11 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerByt
         at_once = elements + counts.dense(network, -of_network * (1 - 1 / plan.tiles), "dense")
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = Elements(min(at_once.total, matrix))
-    kept, deferred = (layer_kept(*of, kind) * (1 - plan.offload_activations) for kind in (plan.recompute, "none"))
-    return LayerBytes(elements, at_once, matrix, kept, deferred, at_layer(*of), buffers_of(network, plan) if sparse else 0.0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Outside:
-    """Sizes of a rank outside of its layers: embedding, head, final norms, loss.
-
-    elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
-    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head: their parameters.
-    ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
-    """
-
-    elements: dict[tuple[bool, bool], Elements]
-    keeps: dict[tuple[bool, bool], float]
-    crossing: float
-    loss: float
-    head_input: float
-    embedding: Elements
-    head: Elements
-    ahead: float
-    casts: float
-
-
-@lru_cache(maxsize=20_000)
-def _outside(network: Network, plan: Plan, stack: Stack) -> _Outside:
-    ends = [(first, last) for first in (False, True) for last in (False, True)]
-    return _Outside(
-        {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
-        {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
-        plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
-        at_loss(network, plan, stack),
-        head_input(network, plan, stack),
-        counts.table(network, plan, "embedding"),
-        counts.table(network, plan, network.head),
-        counts.ahead(network, plan).total if network.ahead else 0.0,
-        cast_ahead(network, plan) if network.ahead else 0.0,
-    )
+    kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
+    work_of_w = of_largest(network, plan, stack, sparse=sparse)
+    work, work_of_i = (at_layer(*of, of_matrix=of_matrix) for of_matrix in (work_of_w, 0.0))
+    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse else 0.0
+    return LayerBytes(elements, at_once, matrix, *sizes)
 
 
 class _Step:
@@ -220,8 +162,9 @@ class _Step:
         self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
         self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool, bool, int], LayerBytes] = {}
+        self.sizes: dict[tuple[tuple[int, int], ...], Elements] = {}
         of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
-        self.outside = _outside(network, of_microbatch, stack)
+        self.outside = outside_of(network, of_microbatch, stack)
 
     def layer(self, index: int) -> LayerBytes:
         n = self.network
@@ -231,9 +174,8 @@ class _Step:
             run, _ = n.at(index)
             own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
             made = _layer(run, own, self.stack, kind[1])
-            casts = cast_weights(n, self.plan, index) if self.casts else 0.0
-            made = replace(made, kept=made.kept + casts, deferred=made.deferred + casts) if casts else made
-            self.kinds[kind] = replace(made, kept=0.0, deferred=0.0, work=0.0) if index < n.unreached else made
+            made = replace(made, kept=made.kept + (cast_weights(n, self.plan, index) if self.casts else 0.0))
+            self.kinds[kind] = replace(made, kept=0.0, pending=0.0, work=0.0, work_of_i=0.0, work_of_w=0.0) if index < n.unreached else made
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
@@ -242,15 +184,23 @@ class _Step:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
 
+    def size_of(self, kinds: Sequence[tuple[LayerBytes, int]]) -> Elements:
+        """Return the parameters of layers, given as by `kinds_of`."""
+        key = tuple([(id(of), n) for of, n in kinds])
+        if key not in self.sizes:
+            self.sizes[key] = sum((of.elements.times(n) for of, n in kinds), NOTHING)
+        return self.sizes[key]
+
     def of_rank(self, number: int, rank: RankPeaks) -> RankMoments:
         outside = self.outside
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, self.last in layers
-        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), outside.elements[first, last])
+        sizes = {stage: self.size_of(mine) for stage, mine in layers.items()}
+        held = sum(sizes.values(), outside.elements[first, last])
         whole = [of.gathered for mine in layers.values() for of, _ in mine]
         whole += [Elements(outside.ahead)] if last and self.network.ahead else []
         table = outside.embedding if first else outside.head if last else NOTHING
-        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, held)))
+        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, sizes, held)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are
@@ -269,8 +219,10 @@ class _Step:
                 found.append(one)
         return tuple(found)
 
-    def _moments(self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], held: Elements) -> Iterator[Moment]:
-        """Yield all moments of a step that may be the rank's peak. layers: stage -> [(sizes of one layer, number of such layers)]."""
+    def _moments(
+        self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], sizes: dict[int, Elements], held: Elements
+    ) -> Iterator[Moment]:
+        """Yield all moments of a step that may be the rank's peak. sizes: stage -> its layers' parameters. held: the rank's."""
         outside, last, network, plan = self.outside, self.last, self.network, self.plan
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
         ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
@@ -302,16 +254,15 @@ class _Step:
             sharded = whole.get(at, 0.0) if gathered is None else gathered
             return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, sharded, at)
 
-        counts = self._counts(rank)
-        at_work = {
-            (stage, once): self._at_work(stage, held, once, bool(rank.deferred))
-            for once in {once for _, once in counts}
-            for stage in layers
-        }
-        later_bytes = [sum([n * (of.deferred - of.kept) for of, n in mine]) for mine in layers.values()]  # added by I, until W
-        for count, once in counts:
-            kept, of_ends, none_yet = sum(map(mul, count, bodies)), sum(map(mul, count, ends)), held if once else NOTHING
-            kept += sum(map(mul, map(min, count, rank.deferred), later_bytes))
+        after_i = [sum([n * of.pending for of, n in mine]) for mine in layers.values()]
+        ends_after_i = [outside.head_pending * (stage == last) for stage in layers]
+        counts = self._counts(rank, list(map(add, bodies, ends)), list(map(add, after_i, ends_after_i)))
+        keys = {(stage, once, one.splits) for one, once in counts for stage in layers}
+        at_work = {key: self._at_work(key[0], held, *key[1:]) for key in keys}
+        for (count, pending, splits), once in counts:
+            kept = sum(map(mul, count, bodies)) + sum(map(mul, pending, after_i))
+            of_ends = sum(map(mul, count, ends)) + sum(map(mul, pending, ends_after_i))
+            none_yet = held if once else NOTHING
             if last in layers:
                 of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
                 cast = plan.compute_bytes * outside.head.total if of_head else 0.0
@@ -321,34 +272,50 @@ class _Step:
             if not any(layers.values()):
                 yield moment("loss", kept, of_ends, to_come=none_yet)
             before = outside.elements[0 in layers, False] if once else NOTHING
-            for stage, body, more, number in zip(layers, bodies, later_bytes, count, strict=True):
-                left = of_ends - (of_loss if stage == last and number else 0.0)
-                for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once]:
+            for stage, body, after, number in zip(layers, bodies, after_i, count, strict=True):
+                if splits and not number:
+                    continue
+                left = of_ends - (of_loss - splits * outside.head_pending if stage == last and number else 0.0)
+                for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once, splits]:
                     to_come = before + later if once else NOTHING
-                    total = kept - gone + left + of.work + of.dispatch
-                    yield Moment(kept - gone, left, 0.0, of.work, of.dispatch, total, to_come, tied, bytes_at_work, "work")
+                    own = of.work_of_i if splits else of.work
+                    total = kept - gone + left + own + of.dispatch
+                    yield Moment(kept - gone, left, 0.0, own, of.dispatch, total, to_come, tied, bytes_at_work, "work")
                     if bytes_of_sums:
                         kept_then = kept - (gone + of.kept)
                         yield moment("sums", kept_then, left, gathered=bytes_of_sums, to_come=to_come, waiting=tied)
+                if splits:
+                    of_layers = list(map(self.layer, self.stages[stage]))  # in the order of W
+                    done = accumulate((of.pending for of in of_layers), initial=0.0)
+                    own = max([of.work_of_w - size for of, size in zip(of_layers, done, strict=False)], default=0.0)
+                    none = before + sizes[stage] if once else NOTHING
+                    yield moment("sums", kept - body + after, left, work=own, to_come=none, waiting=tied)
                 if "head" in whole and stage == last:
                     yield moment("head", kept, left, to_come=none_yet)
                 if "bucket" in whole:
-                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
                     yield moment("forward", kept, left, to_come=none_yet)
+                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
                     yield moment("bucket", kept - full * body, left, to_come=before)
                 if stage == 0:
                     table_to_come = Elements(tied) if once else NOTHING
-                    of_first = kept + more if rank.deferred else kept - body
-                    yield moment("embedding", of_first, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
-                before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
+                    then = kept - body + splits * after
+                    yield moment("embedding", then, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
+                before = before + sizes[stage] if once else NOTHING
 
-    def _counts(self, rank: RankPeaks) -> list[tuple[Sequence[int], bool]]:
-        """Return candidates for the peak as (micro-batches in flight on each stage, whether no backward pass of the step has ended yet).
-        The moment after the first backward pass is a candidate, because gradients exist from then on."""
-        microbatches = self.plan.microbatches
-        found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
-        after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
-        return [*found, *after]
+    def _counts(self, rank: RankPeaks, kept: Sequence[float], pending: Sequence[float]) -> list[tuple[Split, bool]]:
+        """Return candidates for the peak as (micro-batches on each stage, whether no backward pass of the step has ended yet), also after
+        the first backward pass, because gradients exist from then on. kept, pending: each stage's bytes of a micro-batch before and after
+        I, by which the largest moments are chosen."""
+        microbatches, fullest = self.plan.microbatches, dict[tuple[bool, bool], tuple[float, Split]]()
+        moments = rank.split or [Split(count, (0,) * len(count), False) for count in rank.most]
+        found = [(one, microbatches == 1 or min(one.kept) == microbatches) for one in moments]
+        found += [(one._replace(kept=tuple(n - 1 for n in one.kept)), False) for one, first in found if first and microbatches > 1]
+        for one, first in found:
+            size = sum(map(mul, one.kept, kept)) + sum(map(mul, one.pending, pending))
+            key = one.splits, first
+            if key not in fullest or fullest[key][0] < size:
+                fullest[key] = size, one
+        return [(one, first) for (_, first), (_, one) in fullest.items()]
 
     def _gathered(self, held: Elements) -> dict[At, float]:
         """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
@@ -367,7 +334,7 @@ class _Step:
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds
             last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
-            gone = (n - 1) * (of.kept - (of.deferred if splits else 0.0))
+            gone = (n - 1) * (of.kept - splits * of.pending)
             return [last, (of, gone, of.elements if once else NOTHING, 0.0, 0.0)] if once or splits else [last]
         lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
         first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
@@ -379,7 +346,7 @@ class _Step:
                 first[of] = of, gone, to_come, before
             if once:
                 to_come += of.elements.times(-1)
-            gone += of.kept - (of.deferred if splits else 0.0)
+            gone += of.kept - splits * of.pending
             before = of.gathered if self.gathers else NOTHING
         found = [*((*one, before) for (_, before), one in lasts.items()), *first.values()]
         if not self.gathers:

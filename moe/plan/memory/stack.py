@@ -72,6 +72,7 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of an unsharded gradient
     gradients: Literal["kept", "freed"] = "kept"  # whether the software's gradient buffers stay allocated between steps
     over_ranks: int = 0
+    pending: float = 1.0  # bytes of a product's input and output gradient between I and W / their bytes in the compute dtype
 
 
 # This project computes losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.

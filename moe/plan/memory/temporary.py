@@ -7,6 +7,8 @@ closed form of their bytes at each kind of moment (At). For other software, only
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from moe.plan.job import counts
@@ -15,6 +17,9 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.memory.kept import (
     FP32_BYTES,
     bias_elements,
+    cast_ahead,
+    ends_kept,
+    head_pending,
     keeps_scores,
     layer_kept,
     layer_parts,
@@ -42,16 +47,17 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
-def at_layer(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix."""
+def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, of_matrix: float) -> float:
+    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix.
+    of_matrix: bytes of the latter, from `of_largest`; 0 in I."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
         wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
-        wide += _gradient(network, plan, stack, sparse=True)
+        wide += of_matrix
     else:
-        wide = _of_network(network, plan, stack, c * at.inside * network.hidden)
+        wide = _of_network(network, stack, c * at.inside * network.hidden, of_matrix)
     if network.buckets and plan.sp == 1 and stack.biased == "fused":
         scores = _of_bias(network, plan, stack, index)
     else:
@@ -67,17 +73,16 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
 
 
-def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> float:
-    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. In this
-    project, the last product frees its input before the activation's gradients (two with a gate) are made. With relu, this input is kept,
-    because relu's gradient needs relu's output."""
-    gradient = _gradient(network, plan, stack, sparse=False)
+def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
+    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: of
+    its largest matrix. In this project, the last product frees its input before the activation's gradients (two with a gate) are made. With
+    relu, this input is kept, because relu's gradient needs relu's output."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
 
 
-def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
+def of_largest(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
     """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches. In this project, a dense matrix's
     gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
@@ -113,6 +118,46 @@ def head_input(network: Network, plan: Plan, stack: Stack) -> float:
 
 def _whole_input(network: Network, plan: Plan) -> float:
     return plan.compute_bytes * network.width * plan.microbatch * network.length / plan.sp
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """Sizes of a rank outside of its layers: embedding, head, final norms, loss.
+
+    elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
+    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head: their parameters.
+    ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
+    head_pending: bytes that a micro-batch keeps for the head's gradient between I and W.
+    """
+
+    elements: dict[tuple[bool, bool], Elements]
+    keeps: dict[tuple[bool, bool], float]
+    crossing: float
+    loss: float
+    head_input: float
+    embedding: Elements
+    head: Elements
+    ahead: float
+    casts: float
+    head_pending: float
+
+
+@lru_cache(maxsize=20_000)
+def outside_of(network: Network, plan: Plan, stack: Stack) -> Outside:
+    """Return the sizes outside of layers, for a plan without stages."""
+    ends = [(first, last) for first in (False, True) for last in (False, True)]
+    return Outside(
+        {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
+        {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
+        plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
+        at_loss(network, plan, stack),
+        head_input(network, plan, stack),
+        counts.table(network, plan, "embedding"),
+        counts.table(network, plan, network.head),
+        counts.ahead(network, plan).total if network.ahead else 0.0,
+        cast_ahead(network, plan) if network.ahead else 0.0,
+        head_pending(network, plan, stack),
+    )
 
 
 # --- ZeRO stage 3 -------------------------------------------------------------------------------------------------------

@@ -37,7 +37,9 @@ def gathered(at: At, w: Whole) -> float:
     c, r = w.compute_bytes, w.sum_bytes
     if w.once:
         return c * w.held + r * w.trained
-    left = w.held if w.on_stages else w.held - w.behind  # a layer is freed after its backward pass, unless other micro-batches need it
+    left = w.held - w.behind  # a layer is freed after its backward pass
+    if w.on_stages:
+        return _each_pass(at, w)
     match at:
         case "loss":
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
@@ -53,7 +55,22 @@ def gathered(at: At, w: Whole) -> float:
             most = c * (left if w.stays else 2 * w.layer) + r * (w.trained_behind + w.trained_layer)
             return max(most, c * (left - w.layer if w.stays else w.layer) + 2 * r * w.trained_layer)
         case "embedding":
-            return c * (w.held if w.on_stages else 0.0) + (2 * r - c) * w.trained_table
+            return (2 * r - c) * w.trained_table
+    return 0.0
+
+
+def _each_pass(at: At, w: Whole) -> float:
+    """Return the bytes of `gathered` with pipeline stages, if gradients are scattered after each pass. A stage's weights stay gathered from
+    F until its next backward pass. The input of the last scatter, that of `behind`,
+    stays until the next scatter, also while F runs."""
+    c, r = w.compute_bytes, w.sum_bytes
+    match at:
+        case "loss":
+            return c * (w.held + w.layer) + r * w.trained_behind + (2 * r - c) * w.trained_table
+        case "work" | "sums":
+            return c * (w.held - w.behind) + r * w.trained_behind
+        case "embedding":
+            return r * w.trained_layer + 2 * r * w.trained_table
     return 0.0
 
 

@@ -6,30 +6,40 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import ge
+from typing import NamedTuple
 
 from parallel.pipeline.schedule import Op, Schedule
 
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
 
 
+class Split(NamedTuple):
+    """Number of micro-batches on each stage of a rank when I, B, or W after F begins. kept: after F. pending: between I and W. splits: I
+    begins."""
+
+    kept: tuple[int, ...]
+    pending: tuple[int, ...]
+    splits: bool
+
+
 @dataclass(frozen=True)
 class RankPeaks:
     """Largest number of micro-batches whose activations one rank keeps.
     stages: the rank's stages. most: moments of largest memory, each as the number of micro-batches kept for each stage; several moments if
-    none of them is largest in every stage. versions: number of weight versions, including the newest. deferred: for each stage, the largest
-    number of micro-batches between I and W when another F or I starts; () without I."""
+    none of them is largest in every stage. versions: number of weight versions, including the newest. split: the moments of a rank with I,
+    of which none has at least the numbers of another; () without I."""
 
     stages: tuple[int, ...]
     most: tuple[tuple[int, ...], ...]
     versions: int = 1
-    deferred: tuple[int, ...] = ()
+    split: tuple[Split, ...] = ()
 
 
 def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
     """Return the RankPeaks of each rank, counted in its order of actions."""
     ranks = range(schedule.num_ranks)
     versions = weight_versions(schedule) if schedule.num_updates > 1 else [1] * len(ranks)
-    return tuple(RankPeaks(schedule.stages_of(r), _most(schedule, r), versions[r], _deferred(schedule, r)) for r in ranks)
+    return tuple(RankPeaks(schedule.stages_of(r), _most(schedule, r), versions[r], _split(schedule, r)) for r in ranks)
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -47,13 +57,18 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
     return undominated(sorted(peaks, reverse=True)) or ((0,) * len(now),)
 
 
-def _deferred(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    now, most, stages = Counter[int](), Counter[int](), schedule.stages_of(rank)
+def _split(schedule: Schedule, rank: int) -> tuple[Split, ...]:
+    stages, kept, pending, seen, before = schedule.stages_of(rank), Counter[int](), Counter[int](), set[Split](), Op.U
     for op, stage, *_ in schedule.orders[rank]:
-        if op in (Op.F, Op.I):
-            most |= now
-        now[stage] += (op is Op.I) - (op is Op.W)
-    return tuple(most[stage] for stage in stages) if any(action.op is Op.I for action in schedule.orders[rank]) else ()
+        if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # as many as F has left
+            seen.add(Split(tuple(kept[s] for s in stages), tuple(pending[s] for s in stages), op is Op.I))
+        before = op
+        kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
+        pending[stage] += (op is Op.I) - (op is Op.W)
+    if not any(one.splits for one in seen):
+        return ()
+    of_numbers = {(*kept, *pending, splits): Split(kept, pending, splits) for kept, pending, splits in seen}
+    return tuple(of_numbers[numbers] for numbers in undominated(sorted(of_numbers, reverse=True)))
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

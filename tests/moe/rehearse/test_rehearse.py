@@ -146,6 +146,20 @@ PREDICTED: dict[str, dict[str, Any]] = {
     },
     "stages": {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2}},
     "I and W, recomputed": {"degrees": {"pp": 2}, "pipeline": {"schedule": "zb_h1", "microbatches": 2}, "recompute": {"kind": "full"}},
+    "I and W of experts": ROWS_OF_8
+    | {
+        "degrees": {"pp": 2, "dp": 2, "ep": 2},
+        "pipeline": {"schedule": "zb_h1", "microbatches": 3},
+        "recompute": {"kind": "full"},
+        "train": {"global_batch": 6, "eval_sequences": 6},
+    },
+    "both ways": {"degrees": {"pp": 2}, "pipeline": {"schedule": "dualpipe", "microbatches": 4}, "recompute": {"kind": "full"}},
+    "sums of stages": {"model": {"num_layers": 2}, "degrees": {"pp": 2, "dp": 2}, "pipeline": {"microbatches": 2}},
+    "scattered after each pass": {
+        "sharding": {"kind": "fsdp", "allow_slow": True},
+        "degrees": {"pp": 2, "dp": 2},
+        "pipeline": {"schedule": "zb_h1", "microbatches": 2},
+    },
     "16 bits alone": {"precision": {"master": "bf16"}},
     "a wide table": {"model": {"vocab_size": 20_000, "num_layers": 1, "max_length": 160, "d_ff": 320}, "pipeline": {"microbatches": 4}},
     "a table, two ranks": {"model": {"vocab_size": 9_000, "num_layers": 1, "max_length": 16, "d_ff": 320}, "degrees": {"dp": 2}},
@@ -158,7 +172,8 @@ def test_predicted_bytes_are_those_of_a_rehearsed_gpu(name: str) -> None:
     values = {"precision": {"compute": "bf16"}, "train": {"global_batch": 4, "eval_sequences": 4}} | PREDICTED[name]
     values["precision"] = {"compute": "bf16"} | values["precision"]
     values["model"] = WIDE | {"positions": "rotary"} | PREDICTED[name].get("model", {})
-    world = max(values.get("degrees", {"pp": 1}).values())
+    degrees = values.get("degrees", {})
+    world = degrees.get("pp", 1) * degrees.get("dp", 1)
     run = check_run(build_run(values), world)
     said = memory(network_of(run), plan_of(run), OURS)[0]
     assert said.allocated == pytest.approx(walk(run, World(0, world, place="cuda")).peak_bytes, rel=0.05)

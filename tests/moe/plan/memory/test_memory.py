@@ -16,7 +16,7 @@ from moe.plan.memory.memory import CONTEXT_BYTES, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
-from parallel.pipeline.simulator.held import peak_held, weight_versions
+from parallel.pipeline.simulator.held import peak_held, peak_kept, weight_versions
 from tests.planner.software import MEGATRON, MEGATRON_2022
 
 GPT = Network(layers=12, width=96, heads=6, hidden=384, vocab=640, length=32, dropout=True)
@@ -154,6 +154,17 @@ def test_in_flight_is_that_of_the_whole_order(name: str, ranks: int, microbatche
             assert max(sum(n * weigh(s) for n, s in zip(most, of.stages, strict=True)) for most in of.most) == want
     if whole.num_updates > 1:
         assert tuple(of.versions for of in found) == weight_versions(whole)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.splits_backward])
+def test_micro_batches_before_and_after_i_are_those_of_the_same_moment(name: str) -> None:
+    """If bytes between I and W are many times those before, a peak of its own for each of both would be above the peak of the order."""
+    for kept, pending in ((1.0, 7.0), (1.0, 1.0), (5.0, 1.0)):
+        whole = make_schedule(name, ranks=4, microbatches=16)
+        wanted = peak_kept(whole, lambda stage, size=kept: size, lambda stage, size=pending: size)
+        for of, want in zip(in_flight(name, ranks=4, microbatches=16), wanted, strict=True):
+            found = max(sum(one.kept) * kept + sum(one.pending) * pending + one.splits * max(0.0, pending - kept) for one in of.split)
+            assert found == want
 
 
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.batches == 1 and kind.placed != "both_ways"])
