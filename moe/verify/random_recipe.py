@@ -242,7 +242,10 @@ def refused(values: Values, world: int) -> BadInput | None:
 
 
 def _completed(values: Values) -> Values:
-    """Replace a dynamic loss scale, with which first steps overflow and are skipped, by a fixed one."""
+    """Replace a dynamic loss scale, with which first steps overflow and are skipped, by a fixed one; and a window of one token, with which
+    gradients of queries and keys are 0, so that only rounding would be compared, by one of two."""
+    if values.get("model", {}).get("sliding_window") == 1:
+        values["model"]["sliding_window"] = 2
     if values.get("precision", {}).get("loss_scale", "none") != "none":
         values["precision"]["loss_scale"] = 1024.0
     return values
