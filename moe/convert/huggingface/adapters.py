@@ -21,6 +21,7 @@ from moe.convert.huggingface.tensors import by_key, write_file
 from moe.nn.lora import pair_of
 from moe.recipe.sections import Lora
 from moe.train.start.restore import Merged
+from moe.train.start.state import EXTRA
 from parallel.errors import BadInput
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # names of PEFT's files
@@ -28,8 +29,15 @@ _PREFIX = "base_model.model."  # of a module's name in PEFT's model
 
 
 def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, base: str | None) -> int:
-    """Write the adapters that `reader` merges, in fp32, and their configuration; return their number. `base`: name of the base model, for
-    the configuration. Raises BadInput for experts of which the model's files hold several in one tensor."""
+    """Write the adapters that `reader` merges, in fp32, and their configuration; return their number. `base`: name of the model that came
+    from transformers. The configuration has it if that model is the base, untrained. Raises BadInput for experts of which the model's files
+    hold several in one tensor, and for selection biases that moved: PEFT's files cannot hold them."""
+    for name, shape in reader.names(EXTRA).items():
+        now, before = (one.region(name, EXTRA, tuple(slice(0, size) for size in shape)) for one in (reader, reader.base))
+        if not torch.equal(now, before):
+            fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
+            raise BadInput("--adapters", got=f"{name}, which training moved", needed="the base's: PEFT has adapters alone", fix=fix)
+    untrained = not isinstance(reader.base, Merged) and reader.base.state["counters"]["step"] == 0
     stored, found = reader.adapters.names(), dict[str, tuple[str, bool]]()  # key in the file -> (name in the checkpoint, is turned)
     for key, names in by_key(reader.names(), family).items():
         held = [name for name in names if pair_of(name)[0] in stored]
@@ -52,7 +60,7 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
     write_file(folder / TENSORS, forms, read)
     modules = sorted({re.sub(r"\\\.\d+", r"\\.\\d+", re.escape(_module(key))) for key in found})
     about = {
-        "peft_type": "LORA", "task_type": "SEQ_2_SEQ_LM" if family.halves else "CAUSAL_LM", "base_model_name_or_path": base,
+        "peft_type": "LORA", "task_type": "SEQ_2_SEQ_LM" if family.halves else "CAUSAL_LM", "base_model_name_or_path": base if untrained else None,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": "|".join(modules), "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False, "use_dora": False, "modules_to_save": None,
     }  # fmt: skip
