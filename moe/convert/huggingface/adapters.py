@@ -37,8 +37,9 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
         if not torch.equal(now, before):
             fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
             raise BadInput("--adapters", got=f"{name}, which training moved", needed="the base's: PEFT has adapters alone", fix=fix)
-    untrained = not isinstance(reader.base, Merged) and reader.base.state["counters"]["step"] == 0
-    stored, found = reader.adapters.names(), dict[str, tuple[str, bool]]()  # key in the file -> (name in the checkpoint, is turned)
+    named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
+    stored, modules = reader.adapters.names(), set[str]()  # patterns of modules' names
+    found: dict[str, tuple[str, bool]] = {}  # key in the file -> (name in the checkpoint, is turned)
     for key, names in by_key(reader.names(), family).items():
         held = [name for name in names if pair_of(name)[0] in stored]
         if held and (len(names) > 1 or not key.endswith(".weight")):
@@ -47,9 +48,10 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
         for name in held:
             left, right = pair_of(name)
             expert = left.endswith("_a")  # [in, r] and [r, out]: the other way round than PEFT's matrices
-            stem = f"{_PREFIX}{key.removesuffix('.weight')}"
-            found[f"{stem}.lora_A.weight"] = (left if expert else right, expert)
-            found[f"{stem}.lora_B.weight"] = (right if expert else left, expert)
+            module = key.removesuffix(".weight")
+            found[f"{_PREFIX}{module}.lora_A.weight"] = (left if expert else right, expert)
+            found[f"{_PREFIX}{module}.lora_B.weight"] = (right if expert else left, expert)
+            modules.add(re.sub(r"\\\.\d+", r"\\.\\d+", re.escape(module)))
 
     def read(key: str) -> Tensor:
         name, turned = found[key]
@@ -58,16 +60,10 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
 
     forms = {key: (torch.float32, stored[name][::-1] if turned else stored[name]) for key, (name, turned) in found.items()}
     write_file(folder / TENSORS, forms, read)
-    modules = sorted({re.sub(r"\\\.\d+", r"\\.\\d+", re.escape(_module(key))) for key in found})
     about = {
-        "peft_type": "LORA", "task_type": "SEQ_2_SEQ_LM" if family.halves else "CAUSAL_LM", "base_model_name_or_path": base if untrained else None,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": "|".join(modules), "bias": "none",
+        "peft_type": "LORA", "task_type": "SEQ_2_SEQ_LM" if family.halves else "CAUSAL_LM", "base_model_name_or_path": named,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": "|".join(sorted(modules)), "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False, "use_dora": False, "modules_to_save": None,
     }  # fmt: skip
     (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
     return len(found)
-
-
-def _module(key: str) -> str:
-    """Return the name of the module, in transformers' model, that a tensor of adapters belongs to."""
-    return key.removeprefix(_PREFIX).rpartition(".lora_")[0]

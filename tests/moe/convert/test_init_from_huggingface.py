@@ -87,8 +87,8 @@ def test_adapters_name_the_base_that_they_were_trained_on(tmp_path: Path, home: 
         assert main(["convert", str(tmp_path / out), f"hf:{tmp_path / out}-peft", "--adapters"]) == (2 if out == "moved" else 0)
     assert "router.bias, which training moved, needed the base's: PEFT has adapters alone" in capsys.readouterr().err
     assert not (tmp_path / "moved-peft").exists()
-    names = [json.loads((tmp_path / f"{out}-peft/adapter_config.json").read_text())["base_model_name_or_path"] for out in ("first", "second")]
-    assert names == ["them/model", None]
+    about = [json.loads((tmp_path / f"{out}-peft/adapter_config.json").read_text()) for out in ("first", "second")]
+    assert [one["base_model_name_or_path"] for one in about] == ["them/model", None]
 
 
 def test_an_earlier_base_is_lost_only_if_nothing_needs_it(tmp_path: Path, home: Path) -> None:

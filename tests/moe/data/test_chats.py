@@ -153,7 +153,7 @@ def test_chats_that_change_or_cannot_be_read_leave_no_file(tmp_path: Path, monke
     def failing(*args: Any, **named: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
-    for replaced, said in ((changed, "got chats that changed while they were read"), (failing, "got Input/output error, needed a readable")):
+    for replaced, said in ((changed, "got chats that changed while they were read"), (failing, "got Input/output error, needed a")):
         monkeypatch.setattr(module, "encode_chats", replaced)
         with pytest.raises(BadInput, match=f"^data file {tmp_path}/chats.jsonl: {said}"):
             made(tmp_path, [3, 9], max_length=30)
