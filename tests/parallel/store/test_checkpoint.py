@@ -831,7 +831,8 @@ def test_resuming_says_what_moves_the_order_of_samples(tmp_path: Path) -> None:
         tiny = start(Case("switch", "ddp", 1, 1, 1, "fp32"), rank)
         told: list[str] = []
         opened = []
-        recipe = RECIPE | {"train": RECIPE["train"] | {"seed": 8, "global_batch": 24, "steps": 5}, "data": RECIPE["data"] | {"packing": True}}
+        train, data = RECIPE["train"] | {"seed": 8, "global_batch": 24, "steps": 5}, RECIPE["data"] | {"packing": True}
+        recipe = RECIPE | {"train": train, "data": data}
         for _ in range(2):
             found = state.find(tmp_path, tiny.mesh, log=told.append)
             opened.append(
