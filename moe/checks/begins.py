@@ -26,8 +26,9 @@ def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> No
 
 
 def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Refuse --fresh in the folder of the run that --init_from names: it would set aside the checkpoints that are to be read."""
-    if fresh and source is not None and out.resolve() in (source.resolve(), *source.resolve().parents):
+    """Refuse --fresh in the folder of the run that --init_from names: it would set aside the checkpoints that are to be read. RUN/base, a
+    converted model, stays."""
+    if fresh and source is not None and (out.resolve() == source.resolve() or (out / "checkpoints").resolve() in source.resolve().parents):
         needed, fix = "another run's folder: --fresh sets this one's checkpoints aside", "choose another --out, without --fresh"
         raise BadInput("--init_from", got=source, needed=needed, fix=fix)
 

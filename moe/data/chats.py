@@ -15,14 +15,16 @@ import contextlib
 import hashlib
 import json
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from moe.data.chat import Encoded, encode_chats, file_of
+from moe.data.corpus import unreadable
 from moe.data.token_shard import Ints
 from moe.data.tokenizer import Tokenizer
 from moe.data.tokens import Damaged, locked_alone, usable
@@ -81,12 +83,13 @@ class ChatRows:
 def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None, cache: Path, log: Callable[[str], object]) -> Chats:
     """Open the chats of a file, which are encoded first if they are not in the cache (moe/data/chat.py: arguments and errors). Raises
     BadInput for a cache that cannot be read or written. `log` prints a line."""
-    named = cache / f"chats-{_key(path, tokenizer, max_length, field)}.bin"
+    key = partial(_key, path, tokenizer, max_length, field)
+    named = cache / f"chats-{(first := key())}.bin"
     with usable(cache), contextlib.suppress(FileNotFoundError, Damaged):
         return _said(_opened(named, max_length), path, log)
     with usable(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        with locked_alone(named.with_suffix(".lock"), log):
+        with locked_alone(named.with_suffix(".lock"), log) as locked:
             try:  # another process may have written the file while this one waited for the lock
                 return _said(_opened(named, max_length), path, log)
             except Damaged as damage:
@@ -94,7 +97,13 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
             except FileNotFoundError:
                 pass
             log(f"data: encoding the chats of {path}, once; they are kept in {named}")
-            _write(named, encode_chats(path, tokenizer, max_length=max_length, field=field), max_length)
+            with _readable(path):
+                made = encode_chats(path, tokenizer, max_length=max_length, field=field)
+            if key() != first:
+                raise BadInput(f"data file {path}", got="chats that changed while they were read", needed="one file", fix="start again")
+            for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # of processes that were killed while they wrote
+                left.unlink(missing_ok=True)
+            _write(named, made, max_length)
         return _said(_opened(named, max_length), path, log)
 
 
@@ -141,10 +150,19 @@ def packed(lengths: list[int], *, room: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Convert OSError while reading a file of chats to BadInput."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(Path(path), error) from None
+
+
 def _key(path: str, tokenizer: Tokenizer, max_length: int, field: str | None) -> str:
     """Return a hash of everything on which the encoded chats depend."""
     described, file = json.dumps(tokenizer.describe(), sort_keys=True), file_of(path)
-    with file.open("rb") as opened:
+    with _readable(path), file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     date = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat() if "strftime_now" in described else None
     return hashlib.sha256(json.dumps([_FORMAT, digest, described, max_length, field, date]).encode()).hexdigest()[:24]

@@ -86,17 +86,28 @@ def of_counted(compute: Callable[..., Tensor], rows_RD: Tensor, network: Network
     return F.pad(out_RD, (0, 0, 0, further)) if further else out_RD
 
 
-class ByProduct:
-    """Kernels whose expert networks call `times` for each product. `kernels` computes all other operations."""
+def resized(rows: Tensor, counts: list[int], new: list[int]) -> Tensor:
+    """Return rows sorted by expert, counts[e] of expert e, with new[e] of each: zeros are appended, or the last rows are left out."""
+    return torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(rows.split(counts), new, strict=True)])
 
-    def __init__(self, kernels: ModuleType | ByProduct, times: Times) -> None:
-        self.kernels, self.times = kernels, times
+
+class ByProduct:
+    """Kernels whose expert networks call `times` for each product. `kernels` computes all other operations. `unit`: each expert's rows are
+    padded with zeros to a multiple of it, so that products have few shapes."""
+
+    def __init__(self, kernels: ModuleType | ByProduct, times: Times, *, unit: int = 1) -> None:
+        self.kernels, self.times, self.unit = kernels, times, unit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernels, name)
 
     def grouped_ffn(self, rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
-        return of_counted(self._grouped_ffn, rows_RD, network, numbers(counts), dropped_RF)
+        return of_counted(self._grouped_ffn if self.unit == 1 else self._padded, rows_RD, network, numbers(counts), dropped_RF)
+
+    def _padded(self, rows_RD: Tensor, network: Network, counts: list[int], dropped_RF: Tensor | None) -> Tensor:
+        padded = [-(-count // self.unit) * self.unit for count in counts]
+        dropped_RF = None if dropped_RF is None else resized(dropped_RF, counts, padded)
+        return resized(self._grouped_ffn(resized(rows_RD, counts, padded), network, padded, dropped_RF), padded, counts)
 
     def _grouped_ffn(self, rows_RD: Tensor, network: Network, counts: list[int], dropped_RF: Tensor | None) -> Tensor:
 

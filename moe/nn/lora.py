@@ -124,7 +124,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:
     """Return y + scale * narrow matrix, in y's memory."""
-    rows = y.flatten(0, -2)
+    rows = y.view(-1, y.shape[-1])  # never a copy, which would be lost
     torch.addmm(rows, narrow.flatten(0, -2), matrix, alpha=scale, out=rows)
     return y
 

@@ -13,7 +13,7 @@ from parallel.errors import BadInput, did_you_mean
 from parallel.fixes import typed, written
 
 # keys on which the order of samples depends
-ORDER = ("train.global_batch", "train.seed", "model.max_length")
+ORDER = ("train.global_batch", "train.seed", "model.max_length", "data.packing")
 # keys of the router that only a capacity limit reads; evaluation has that limit only with router.eval_capacity_factor
 _OF_CAPACITY = ("group", "min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue")
 

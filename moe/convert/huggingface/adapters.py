@@ -21,6 +21,7 @@ from moe.convert.huggingface.tensors import by_key, write_file
 from moe.nn.lora import pair_of
 from moe.recipe.sections import Lora
 from moe.train.start.restore import Merged
+from moe.train.start.state import EXTRA
 from parallel.errors import BadInput
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # names of PEFT's files
@@ -28,9 +29,17 @@ _PREFIX = "base_model.model."  # of a module's name in PEFT's model
 
 
 def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, base: str | None) -> int:
-    """Write the adapters that `reader` merges, in fp32, and their configuration; return their number. `base`: name of the base model, for
-    the configuration. Raises BadInput for experts of which the model's files hold several in one tensor."""
-    stored, found = reader.adapters.names(), dict[str, tuple[str, bool]]()  # key in the file -> (name in the checkpoint, is turned)
+    """Write the adapters that `reader` merges, in fp32, and their configuration; return their number. `base`: name of the model that came
+    from transformers. The configuration has it if that model is the base, untrained. Raises BadInput for experts of which the model's files
+    hold several in one tensor, and for selection biases that moved: PEFT's files cannot hold them."""
+    for name, shape in reader.names(EXTRA).items():
+        now, before = (one.region(name, EXTRA, tuple(slice(0, size) for size in shape)) for one in (reader, reader.base))
+        if not torch.equal(now, before):
+            fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
+            raise BadInput("--adapters", got=f"{name}, which training moved", needed="the base's: PEFT has adapters alone", fix=fix)
+    named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
+    stored, modules = reader.adapters.names(), set[str]()  # patterns of modules' names
+    found: dict[str, tuple[str, bool]] = {}  # key in the file -> (name in the checkpoint, is turned)
     for key, names in by_key(reader.names(), family).items():
         held = [name for name in names if pair_of(name)[0] in stored]
         if held and (len(names) > 1 or not key.endswith(".weight")):
@@ -39,9 +48,10 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
         for name in held:
             left, right = pair_of(name)
             expert = left.endswith("_a")  # [in, r] and [r, out]: the other way round than PEFT's matrices
-            stem = f"{_PREFIX}{key.removesuffix('.weight')}"
-            found[f"{stem}.lora_A.weight"] = (left if expert else right, expert)
-            found[f"{stem}.lora_B.weight"] = (right if expert else left, expert)
+            module = key.removesuffix(".weight")
+            found[f"{_PREFIX}{module}.lora_A.weight"] = (left if expert else right, expert)
+            found[f"{_PREFIX}{module}.lora_B.weight"] = (right if expert else left, expert)
+            modules.add(re.sub(r"\\\.\d+", r"\\.\\d+", re.escape(module)))
 
     def read(key: str) -> Tensor:
         name, turned = found[key]
@@ -50,16 +60,10 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
 
     forms = {key: (torch.float32, stored[name][::-1] if turned else stored[name]) for key, (name, turned) in found.items()}
     write_file(folder / TENSORS, forms, read)
-    modules = sorted({re.sub(r"\\\.\d+", r"\\.\\d+", re.escape(_module(key))) for key in found})
     about = {
-        "peft_type": "LORA", "task_type": "SEQ_2_SEQ_LM" if family.halves else "CAUSAL_LM", "base_model_name_or_path": base,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": "|".join(modules), "bias": "none",
+        "peft_type": "LORA", "task_type": "SEQ_2_SEQ_LM" if family.halves else "CAUSAL_LM", "base_model_name_or_path": named,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": "|".join(sorted(modules)), "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False, "use_dora": False, "modules_to_save": None,
     }  # fmt: skip
     (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
     return len(found)
-
-
-def _module(key: str) -> str:
-    """Return the name of the module, in transformers' model, that a tensor of adapters belongs to."""
-    return key.removeprefix(_PREFIX).rpartition(".lora_")[0]

@@ -267,8 +267,9 @@ def adapters_of(source: Path, out: Path) -> list[str]:
     if not isinstance(reader, Merged):
         raise BadInput("--adapters", got=f"{path}, with all weights", needed="a run with lora.rank", fix="leave out --adapters")
     run, lora = build_run(reader.state["recipe"]), build_run(reader.adapters.state["recipe"]).lora
-    shapes, config = reader.names() | reader.names(EXTRA), loaded(kept(path) / "config.json")
-    family = family_of(_same_config(run, shapes, config, ends=reader.state["tokenizer"].get("separator")))
+    shapes, ends = reader.names() | reader.names(EXTRA), reader.state["tokenizer"].get("separator")
+    config = _same_config(run, shapes, loaded(kept(path) / "config.json"), ends=ends)
+    family = family_of(config)
     with _whole(out, "TO_HF") as part:
         count = write_adapters(part, reader, lora, family, base=config.get("_name_or_path"))
     return [f"{family.architecture}: adapters of {path} -> {out}, {counted(count, 'tensor')}; PEFT loads them onto their base"]

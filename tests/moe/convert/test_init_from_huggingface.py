@@ -71,6 +71,26 @@ def check_adapters(folder: Path, base: Path, merged: Path) -> None:
     assert not pairs
 
 
+def test_adapters_name_the_base_that_they_were_trained_on(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A base that was trained further has another name, and selection biases that moved would be lost."""
+    theirs = tmp_path / "theirs"
+    made(theirs, "DeepseekV3")
+    config = json.loads((theirs / "config.json").read_text()) | {"_name_or_path": "them/model"}
+    (theirs / "config.json").write_text(json.dumps(config))
+    fixed = {"train.steps": 1, "train.global_batch": 2, "train.eval_sequences": 2, "train.sample_tokens": 0, "train.measure_speed": "false"}
+    fixed |= {"train.report": "false", "lora.rank": 2, "data.path": home / "text.txt"}
+    words = [word for key, value in fixed.items() for word in (f"--{key}", str(value))]
+    for out, source, rate in (("first", f"hf:{theirs}", "0"), ("second", str(tmp_path / "first"), "0"), ("moved", f"hf:{theirs}", "0.01")):
+        recipe = f"hf:{theirs}" if source.startswith("hf:") else f"{source}/recipe.yaml"
+        init = ["--init_from", source] if not source.startswith("hf:") else []
+        assert main(["train", recipe, "--out", str(tmp_path / out), *init, *words, "--router.bias_rate", rate]) == 0
+        assert main(["convert", str(tmp_path / out), f"hf:{tmp_path / out}-peft", "--adapters"]) == (2 if out == "moved" else 0)
+    assert "router.bias, which training moved, needed the base's: PEFT has adapters alone" in capsys.readouterr().err
+    assert not (tmp_path / "moved-peft").exists()
+    about = [json.loads((tmp_path / f"{out}-peft/adapter_config.json").read_text()) for out in ("first", "second")]
+    assert [one["base_model_name_or_path"] for one in about] == ["them/model", None]
+
+
 def test_an_earlier_base_is_lost_only_if_nothing_needs_it(tmp_path: Path, home: Path) -> None:
     """--fresh with a folder that cannot be converted keeps the base; with another model, the base of adapters that are set aside stays."""
     model, other, out = tmp_path / "model", tmp_path / "other", tmp_path / "run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -130,13 +131,33 @@ def test_chats_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     again = made(tmp_path, [3, 9], max_length=30)
     assert len(calls) == 1 and first.key == again.key and first.ids(1).tolist() == again.ids(1).tolist()
     (kept,) = (tmp_path / "cache").glob("*.bin")
+    (tmp_path / f"cache/.{kept.name}.99.tmp").write_bytes(b"a killed process wrote")
     content = bytearray(kept.read_bytes())
     for spoilt in (content[:-1] + bytes([content[-1] ^ 1]), content[:-3], b"", b"{}\n", content[:4]):
         kept.write_bytes(spoilt)
         assert made(tmp_path, [3, 9], max_length=30).key == first.key
-    assert len(calls) == 6 and kept.read_bytes() == content
+    assert len(calls) == 6 and kept.read_bytes() == content and not [*(tmp_path / "cache").glob(".*")]
     assert made(tmp_path, [3, 9], max_length=29).key != first.key != made(tmp_path, [3, 8], max_length=30).key
     assert len(calls) == 8
+
+
+def test_chats_that_change_or_cannot_be_read_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the data file is not said to be one of the cache."""
+    real = module.encode_chats
+
+    def changed(*args: Any, **named: Any) -> Any:
+        with (tmp_path / "chats.jsonl").open("a") as file:
+            file.write('{"prompt": "a", "completion": "b"}\n')
+        return real(*args, **named)
+
+    def failing(*args: Any, **named: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for replaced, said in ((changed, "got chats that changed while they were read"), (failing, "got Input/output error, needed a")):
+        monkeypatch.setattr(module, "encode_chats", replaced)
+        with pytest.raises(BadInput, match=f"^data file {tmp_path}/chats.jsonl: {said}"):
+            made(tmp_path, [3, 9], max_length=30)
+        assert not [*(tmp_path / "cache").glob("*.bin")]
 
 
 def test_sources_of_chats_have_fields_of_their_own(tmp_path: Path) -> None:

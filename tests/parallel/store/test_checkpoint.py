@@ -831,7 +831,8 @@ def test_resuming_says_what_moves_the_order_of_samples(tmp_path: Path) -> None:
         tiny = start(Case("switch", "ddp", 1, 1, 1, "fp32"), rank)
         told: list[str] = []
         opened = []
-        recipe = RECIPE | {"train": RECIPE["train"] | {"seed": 8, "global_batch": 24, "steps": 5}}
+        train, data = RECIPE["train"] | {"seed": 8, "global_batch": 24, "steps": 5}, RECIPE["data"] | {"packing": True}
+        recipe = RECIPE | {"train": train, "data": data}
         for _ in range(2):
             found = state.find(tmp_path, tiny.mesh, log=told.append)
             opened.append(
@@ -846,10 +847,11 @@ def test_resuming_says_what_moves_the_order_of_samples(tmp_path: Path) -> None:
     assert opened == [False, True]
     assert [line.split(":", 1)[0] for line in told] == [
         "the training text is not the one this run was started with",
-        "changed since the checkpoint",
         "changed since the checkpoint, and the order of samples with it",
+        "changed since the checkpoint",
     ]
-    assert told[1].endswith(": train.steps: 300 -> 5") and told[2].endswith(": train.global_batch: 12 -> 24, train.seed: 7 -> 8")
+    assert told[2].endswith(": train.steps: 300 -> 5")
+    assert told[1].endswith(": data.packing: false -> true, train.global_batch: 12 -> 24, train.seed: 7 -> 8")
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
