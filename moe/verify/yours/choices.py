@@ -70,10 +70,10 @@ class Choices(TorchFunctionMode):
             raise BadInput("pin", got=got, needed="routers that run once", fix=fix)
 
     def check_replayed(self) -> None:
-        """Refuse a step in which a router that this rank has chose by itself."""
+        """Refuse a step in which one of the routers on this rank made its own choices."""
         for key in self.given or ():
             if key not in self.replayed and (module := _module_of(key)) in self.entered:
-                got = f"{module or 'the model'}, which chose for other tokens than the one process, or not by topk or argmax of a plain tensor"
+                got = f"{module or 'the model'}, which chose for other tokens than the one process, or not by topk or argmax"
                 raise BadInput("pin", got=got, needed="the same router on this rank's tokens", fix="record without pin")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
