@@ -52,7 +52,8 @@ def _lines(run: Run, world: int, found: Prediction) -> Iterator[str]:
     place, sizes = found.place, flops_of(run)
     tokens = run.train.global_batch * run.model.read_length
     where = f" ({place.cluster.name}, {place.cluster.device.name})" if place.cluster else " of this machine"
-    yield f"{world} rank{'s' if world > 1 else ''}{where}: {described(found.plan)}; {run.precision.compute} compute"
+    carried = "" if run.carrier is run.sharding.named else f"; {run.engine_text}"
+    yield f"{world} rank{'s' if world > 1 else ''}{where}: {described(found.plan)}; {run.precision.compute} compute{carried}"
     active = "" if sizes.active == sizes.total else f", {count(sizes.active)} active for a token"
     yield f"{'parameters':<16}{count(sizes.total)}{active}"
     flops = sizes.training * tokens

@@ -64,7 +64,9 @@ class Verify:
     ep: int | None = _flag("with --peer: ranks over which experts are spread; with none of --ep, --tp and --fsdp, 2 of each")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
     fsdp: int | None = _flag("with --peer: ranks with samples of their own")
-    pin_routing: bool = _flag("with --peer: replay the one process's choices of experts, so that a tie is no deviation", False)
+    pin_routing: bool = _flag(
+        "with --peer: replay the one process's choices of experts; in a program of yours: record(..., pin=ONE)", False
+    )
     nproc: int | None = _flag("test layouts of up to N processes, 2 by default")
     json: Path | None = _flag("also write the table as JSON")
     device: str | None = _flag("cuda or cpu: start the processes on this device as moe train does; if not given, fork them on the CPU")

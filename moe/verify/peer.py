@@ -9,6 +9,7 @@ The recordings of a model's one process are shared by all its layouts. A pair th
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -55,18 +56,27 @@ def main(
     only: text in a row's name. pin: replay the one process's choices of experts. timeout_s: limit for a layout."""
     adapter = _adapter(peer)
     known = degrees or dict.fromkeys(adapter.DEGREES, 2)
-    for name in (name for name in known if name not in adapter.DEGREES):
-        needed = f"only --{' and --'.join(adapter.DEGREES)} with {peer}"
-        raise BadInput(f"--{name}", got=known[name], needed=needed, fix=f"remove --{name}")
+    for name, degree in known.items():
+        if name not in adapter.DEGREES:
+            needed = f"only --{' and --'.join(adapter.DEGREES)} with {peer}"
+            raise BadInput(f"--{name}", got=degree, needed=needed, fix=f"remove --{name}")
+        if degree not in (2, 4):
+            needed = "2 or 4, which divide the tiny models' 4 samples, heads and experts"
+            raise BadInput(f"--{name}", got=degree, needed=needed, fix=f"--{name} 2")
     torch.set_num_threads(1)  # ranks are forked from this process
-    pairs = list(adapter.pairs(_models(model, adapter, peer, pin), known, pin))
+    models = _models(model, adapter, peer, pin)
+    pairs = list(adapter.pairs(models, known, pin))
+    idle = [name for name in models if name not in {pair.model for pair in pairs}]
+    if idle and (model is not None or not pairs):
+        given = " ".join(f"--{name} {degree}" for name, degree in known.items())
+        raise BadInput("--model", got=f"{idle[0]} with {given}", needed="a degree of an axis that it has", fix=f"remove {given}")
     if not (chosen := [pair for pair in pairs if only is None or only in f"{pair.model} {pair.layout}"]):
         titles = cut(", ".join(f"{pair.model} {pair.layout}" for pair in pairs))
         raise BadInput("--only", got=only, needed=f"a part of a row's text: {titles}", fix=f'--only "{pairs[0].layout}"')
     adapter.load()
     rows, started = list[Row](), time.perf_counter()
     say(f"{peer} {_version(adapter)}" + (", with the one process's choices of experts" if pin else ""))
-    say(_line("model", "layout", "ranks", "equal", "differ", "open", "first deviation"))
+    say(_line("model", "layout", "ranks", "equal", "differ", "not compared", "first deviation"))
     with tempfile.TemporaryDirectory(prefix="peers-") as home:
         for row in _rows(chosen, Path(home), 300.0 if timeout_s is None else timeout_s):
             rows.append(row)
@@ -115,10 +125,13 @@ def _call(function: Callable[[Path], None], folder: Path) -> Callable[[int], Non
 
 
 def _reason(error: str) -> str:
-    """Return the error of the first rank's traceback: what follows its last indented line."""
-    lines = error.partition("\nrank 1 failed")[0].rstrip().splitlines()
-    last = max((number for number, line in enumerate(lines) if line.startswith(" ")), default=-1)
-    return " ".join(lines[last + 1 :])[:200]
+    """Return the error that ends a rank's traceback, if possible not a lost connection to another rank; without a traceback, what the
+    first rank did instead of ending."""
+    tracebacks = re.split(r"^rank \d+ failed:\n", error, flags=re.M)[1:]
+    ends = [" ".join(re.split(r"\n +[^\n]*(?=\n)", traceback)[-1].split()) for traceback in tracebacks]
+    head, *lines = error.splitlines() if not ends else ("",)
+    ends = ends or [f"{head}: {(*lines, 'no error')[0].removesuffix(' at:')}"]
+    return next((end for end in ends if "gloo" not in end), ends[0])[:200]
 
 
 def _adapter(peer: str) -> Any:
@@ -153,4 +166,4 @@ def _version(adapter: Any) -> str:
 
 
 def _line(model: str, layout: str, *cells: str) -> str:
-    return f"{model:<14} {layout:<20} {cells[0]:>5} {cells[1]:>6} {cells[2]:>6} {cells[3]:>5}  {cells[4]}"
+    return f"{model:<14} {layout:<20} {cells[0]:>5} {cells[1]:>6} {cells[2]:>6} {cells[3]:>12}  {cells[4]}"

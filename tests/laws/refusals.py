@@ -115,7 +115,6 @@ WHY: dict[str, str] = {
     "a stack of biases": "no published model has biases in experts and trains with Adafactor",
     "T5 and Switch have none": _T5,
     "the latents are normed": "DeepSeek's latents are normed, and have no biases or bounds",
-    "which blocks of multi-token prediction have a window": "no published model with multi-token prediction has windows",
     "loads count only experts that compute": "LongCat-Flash and MoE++, which have such choices, move no experts",
 }
 

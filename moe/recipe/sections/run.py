@@ -88,6 +88,12 @@ class Run(Section):
         return self.sharding.carrier(pp=self.degrees.pp, flat=self.is_flat)
 
     @property
+    def engine_text(self) -> str:
+        """Name of the engine that the recipe asks for, and of the one that runs if it is another."""
+        named, runs = self.sharding.named.name, self.carrier.name
+        return named if named == runs else f"{named}, carried out by {runs}"
+
+    @property
     def is_flat(self) -> bool:
         """Whether the optimizer can step flat ranges of fp32 elements, as DeepSpeed does: no matrices, no master weights in 16 bits."""
         return not self.optimizer.of_matrices and self.precision.master == "fp32"

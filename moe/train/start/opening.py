@@ -286,7 +286,7 @@ def title(run: Run, world: World) -> list[str]:
         + f"dp {d.dp} ep {d.ep}{etp}"
     )
     lines = [
-        f"{world.size} x {world.device.type} · {layout} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{world.size} x {world.device.type} · {layout} · {run.engine_text} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
     if run.lora.rank or run.train.freeze:

@@ -25,7 +25,7 @@ PACKAGES = {"deepspeed": "moe-parallel"}
 MODELS = ("zero1", "zero2", "zero3", "moe", *(("autoep",) if find_spec("transformers") else ()))
 DEGREES = ("ep", "fsdp")
 ROUTED = ("moe",)
-_WIDTH, _EXPERTS = 32, 6
+_WIDTH, _EXPERTS = 32, 4
 _STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "moe": 0, "autoep": 0}  # -> stage of ZeRO
 
 

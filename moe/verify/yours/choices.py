@@ -4,7 +4,7 @@
     elsewhere     the indices of this rank's tokens replace its own; the values are its own scores at these places, with their gradients
 
 The scores that the rank would have chosen are recorded as outputs of the router. They are equal at a tie, and differ if a choice is
-wrong.
+wrong. A router whose choices cannot be replayed is refused: other token counts, other functions than topk and argmax, recomputation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe.verify.yours.align import samples
 from moe.verify.yours.values import Piece
 from parallel.errors import BadInput
 
-_FILE = "choices.pt"
+FILE = "choices.pt"
 _DIM = {"topk": (2, -1), "argmax": (1, None)}  # -> place and default of the argument `dim`
 Given = dict[str, Tensor]  # "tokens": the one's first input [B, L]; "MODULE NUMBER": its choices [B L, ...]
 
@@ -36,6 +36,8 @@ class Choices(TorchFunctionMode):
         self.given, self.keep = given, keep
         self.kept: dict[str, list[Tensor]] = {}
         self.inside: list[str] = []
+        self.entered: set[str] = set()
+        self.replayed = {"tokens"}
         self.calls: Counter[str] = Counter()
         self.tokens: Tensor | None = None  # of the current call of the model [b, l]
         self.at: Tensor | None = None  # their places among the one's tokens [b l]
@@ -43,6 +45,7 @@ class Choices(TorchFunctionMode):
     def enter(self, module: str, tensors: list[Tensor]) -> None:
         """Note that a module is called. The model's own first input of whole numbers says which tokens this rank has."""
         self.inside.append(module)
+        self.entered.add(module)
         tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
         if len(self.inside) > 1 or tokens is None:
             return
@@ -59,6 +62,19 @@ class Choices(TorchFunctionMode):
 
     def leave(self) -> None:
         self.inside.pop()
+
+    def check_recomputed(self, module: str) -> None:
+        """Refuse to compute a router a second time in the backward pass, in which nothing is replayed."""
+        if any(_module_of(key) == module for key in self.given or self.kept):
+            got, fix = f"{module} inside activation checkpointing", "record without activation checkpointing, or without pin"
+            raise BadInput("pin", got=got, needed="routers that run once", fix=fix)
+
+    def check_replayed(self) -> None:
+        """Refuse a step in which one of the routers on this rank made its own choices."""
+        for key in self.given or ():
+            if key not in self.replayed and (module := _module_of(key)) in self.entered:
+                got = f"{module or 'the model'}, which chose for other tokens than the one process, or not by topk or argmax"
+                raise BadInput("pin", got=got, needed="the same router on this rank's tokens", fix="record without pin")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = kwargs or {}, getattr(func, "__name__", "")
@@ -92,26 +108,31 @@ class Choices(TorchFunctionMode):
         if theirs is None or self.at is None or theirs.shape[1:] != own.shape[lead:]:
             got = f"a choice in {module} that the one process did not make"
             raise BadInput("pin", got=got, needed="the same model", fix="record without pin")
+        self.replayed.add(key)
         return theirs[self.at].reshape(own.shape).to(own.device)
 
     def write(self, folder: str | Path) -> Given:
         """Write the kept choices into the folder, and return them."""
-        given = {key: torch.cat(parts) for key, parts in self.kept.items()}
-        if len(given) < 2:
+        if len(self.kept) < 2:
             raise BadInput("pin", got="a step in which no topk or argmax chooses for tokens", needed="a router", fix="record without pin")
+        if len(lengths := {part.shape[1] for part in self.kept["tokens"]}) > 1:
+            got, fix = f"micro-batches of {' and '.join(map(str, sorted(lengths)))} tokens", "pad them to one length"
+            raise BadInput("pin", got=got, needed="sequences of one length in the one process", fix=fix)
+        given = {key: torch.cat(parts) for key, parts in self.kept.items()}
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(given, Path(folder) / _FILE)
+        torch.save(given, Path(folder) / FILE)
         return given
+
+
+def _module_of(key: str) -> str:
+    return key.rpartition(" ")[0]
 
 
 def read(folder: str | Path) -> Given:
     """Return the choices that the one process wrote. Raises BadInput if it wrote none."""
     try:
-        given: Given = torch.load(Path(folder) / _FILE, weights_only=True)
+        given: Given = torch.load(Path(folder) / FILE, weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        needed, fix = (
-            "the folder of a step that one process recorded with pin",
-            f"in one process: record(..., pin={str(folder)!r})",
-        )
-        raise BadInput("pin", got=f"{folder} without {_FILE}", needed=needed, fix=fix) from error
+        needed, fix = "the folder of a step that one process recorded with pin", f"in one process: record(..., pin={str(folder)!r})"
+        raise BadInput("pin", got=f"{folder} without {FILE}", needed=needed, fix=fix) from error
     return given

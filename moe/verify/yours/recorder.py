@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from moe.verify.yours.choices import Choices, Given, read
+from moe.verify.yours.choices import FILE, Choices, Given, read
 from moe.verify.yours.reordered import Reordered
 from moe.verify.yours.values import MOST, Key, Piece, Recorded
 from parallel.errors import BadInput
@@ -61,6 +61,8 @@ def record(
     if not on:
         yield Step(model, optimizers, Recorded(rank, world), most)
         return
+    if world == 1:
+        (home / FILE).unlink(missing_ok=True)
     for old in [*home.glob("rank-*.*"), *home.glob("rounded-*.*")]:
         if old.stem == f"rank-{rank}" or (rank == 0 and (old.stem.startswith("rounded") or int(old.stem.removeprefix("rank-")) >= world)):
             old.unlink()
@@ -147,6 +149,8 @@ class Step:
 
     def _ended(self, kind: Any, *_: Any) -> None:
         if kind is None:
+            if self.choices is not None:
+                self.choices.check_replayed()
             self.gradients()
             for key, pieces in self._by_call.items():
                 self.record.pieces[key] = [pieces[call] for call in sorted(pieces)]
@@ -178,7 +182,10 @@ class Step:
     def _entered(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for own, parameter in module.named_parameters(name, recurse=False):
             self._hook(_name(own), parameter)  # FSDP2 accumulates in gathered parameters, which exist from here on
-        if not _in_backward():
+        if _in_backward():
+            if self.choices is not None:
+                self.choices.check_recomputed(name)
+        else:
             given = list(_tensors((args, kwargs)))
             if self.choices is not None:
                 self.choices.enter(name, [tensor for _, tensor in given])

@@ -100,3 +100,9 @@ def test_a_cluster_that_is_elsewhere_needs_no_torch() -> None:
 def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = dry(words, capsys)
     assert code == 2 and line in error and "fix:" in error and "\n" not in error
+
+
+def test_the_engine_that_carries_out_zero_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dense_tiny", "--nproc", "2", "--sharding.kind", "zero", "--sharding.stage", "2"]
+    assert dry([*words, "--optimizer.kind", "muon"], capsys)[1].splitlines()[0].endswith("compute; zero2, carried out by fsdp")
+    assert dry(words, capsys)[1].splitlines()[0].endswith(" zero2, 1 micro-batch of 8; bf16 compute")

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe.cli.main import main as moe
-from moe.verify.peer import main, names
+from moe.verify.peer import _reason, main, names
 from moe.verify.yours.choices import read
 from moe.verify.yours.compare import first_deviations, judged
 from moe.verify.yours.recorder import Step, record
@@ -86,6 +87,9 @@ def test_a_clean_pair_passes_and_a_fault_is_named(peer: str, tmp_path: Path) -> 
         ("--peer torch --pin-routing", "--pin_routing: got it with torch, needed a peer with routers"),
         ("--peer deepspeed --pin-routing --model zero1", "--model: got zero1, needed some of moe"),
         ("--peer torch --nproc 2", "--nproc: got it with --peer"),
+        ("--peer torch --fsdp 3", "--fsdp: got 3, needed 2 or 4"),  # a rank had no samples: "Connection closed by peer"
+        ("--peer torch --tp 2 --model tensor,ddp", "--model: got ddp with --tp 2"),  # ddp was left out, or there was an IndexError
+        ("--peer deepspeed --fsdp 2 --pin-routing", "--model: got moe with --fsdp 2"),
         ("--peer torch --only nothing", "--only: got nothing, needed a part of a row's text: ddp dp2"),
         ("--model ddp", "--model: got it without --peer"),
         ("--pin_routing", "--pin_routing: got it without --peer"),
@@ -173,3 +177,56 @@ def _train(net: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
 def test_choices_that_one_process_did_not_keep_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="without choices.pt"):
         read(tmp_path)
+
+
+def test_the_reason_of_ranks_that_failed_is_an_error_of_their_own_or_that_they_ran_too_long() -> None:
+    """It was the first rank's lost connection, and nothing at all if ranks hung."""
+    lost = 'rank 0 failed:\nTraceback\n  File "a.py", line 1\n    f()\nRuntimeError: [gloo/pair.cc:537] Read error\n'
+    own = 'rank 1 failed:\nTraceback\n  File "b.py", line 2\n    g()\n    ~^^\nIndexError: list index\nout of range\n'
+    assert _reason(f"2 ranks\n{lost}\n{own}") == "IndexError: list index out of range"
+    assert _reason(f"2 ranks\n{lost}") == "RuntimeError: [gloo/pair.cc:537] Read error"
+    hung = 'rank 0 was still running at:\n  File "a.py", line 1 in f\n'
+    assert _reason(f"2 ranks, 9 s allowed\n{hung}") == "2 ranks, 9 s allowed: rank 0 was still running"
+
+
+class _Changed(_Routed):
+    """A router whose choices cannot be replayed. how: fewer tokens, another function, or a second run in the backward pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(TIE[1])
+        self.how = how
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).flatten(0, 1)
+        if self.how == "recomputed":
+            gates, _ = checkpoint(self.router, x, use_reentrant=False)
+        elif self.how == "another function":
+            with mock.patch.object(Tensor, "topk", lambda scores, k: scores.sort(-1, descending=True)):
+                gates, _ = self.router(x)
+        else:
+            gates, _ = self.router(x[1:])
+        return gates.sum(1, keepdim=True) * x.sum()
+
+
+@pytest.mark.parametrize("how", ["fewer tokens", "another function", "recomputed"])
+def test_a_router_that_cannot_be_pinned_is_refused(how: str, tmp_path: Path) -> None:
+    """Its own choices were kept, and a tie named as an error, or forgotten in the backward pass."""
+    tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
+    net, other = _Routed(TIE[0]), _Changed(how)
+    for _ in record(tmp_path, net, torch.optim.SGD(net.parameters(), lr=0.1), pin=tmp_path):
+        net(tokens).square().mean().backward()
+    step = Step(other, (), Recorded(0, 1), 2**14, read(tmp_path))
+    with pytest.raises(BadInput, match=r"^pin: got router.*checkpointing" if how == "recomputed" else "router, which chose"), step.hooks():
+        other(tokens).square().mean().backward()
+    for _ in record(tmp_path, net):  # without pin: the old choices are no longer of this step
+        net(tokens).square().mean().backward()
+    with pytest.raises(BadInput, match="without choices.pt"):
+        read(tmp_path)
+
+
+def test_micro_batches_of_several_lengths_are_not_pinned(tmp_path: Path) -> None:
+    net = _Routed(TIE[0])
+    with pytest.raises(BadInput, match="micro-batches of 3 and 5 tokens"):
+        for _ in record(tmp_path, net, pin=tmp_path):
+            for length in (5, 3):
+                net(torch.arange(2 * length).view(2, length)).square().mean().backward()

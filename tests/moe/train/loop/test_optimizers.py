@@ -133,6 +133,21 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(kind: str, precision: dict[str
     assert all(torch.equal(tensor, expected[key]) for key, tensor in tensors(tmp_path / "second").items())
 
 
+def _in_bf16(rank: int, folder: Path) -> None:
+    for name, sharding in {"ddp": {}, "zero": {"kind": "zero", "stage": 1}}.items():
+        values = {"degrees": {"dp": 2, "ep": 1}, "model": BASE["model"] | {"moe_every": 0}, "precision": BF16, "sharding": sharding}
+        run = check_run(Run.model_validate(BASE | values), 2)
+        trained(values, folder / name, 3, mesh=process.connect(run.mesh_degrees(), World(rank, 2)))
+
+
+def test_master_weights_in_bf16_take_the_same_steps_with_zero_as_with_ddp(tmp_path: Path) -> None:
+    run_on_ranks(_in_bf16, 2, tmp_path, timeout_s=100)
+    found = tensors(tmp_path / "zero")
+    for key, tensor in tensors(tmp_path / "ddp").items():
+        allowed = 2 * torch.finfo(torch.bfloat16).eps * float(tensor.abs().max())
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=allowed, msg=lambda text, key=key: f"{key}: {text}")
+
+
 PLANNED: list[dict[str, Any]] = [
     {},
     {"tied_embeddings": False, "positions": "t5", "num_kv_heads": 1, "ffn": "gelu", "moe_every": 0},

@@ -562,6 +562,8 @@ def test_the_title_names_every_parallel_degree(home: Path) -> None:
     run = trained.recipe(home, degrees={"dp": 4, "ep": 2, "etp": 2})
     assert title(run, World(0, 4))[0] == "4 x cpu · dp 4 ep 2 etp 2 · ddp · fp32 compute, fp32 master"
     assert title(trained.recipe(home).resolve(1), World())[0].startswith("1 x cpu · dp 1 ep 1 · ddp")
+    muon = trained.recipe(home, optimizer={"kind": "muon"}, sharding={"kind": "zero", "stage": 2}).resolve(2)
+    assert " · zero2, carried out by fsdp · " in title(muon, World(0, 2))[0]
     staged = title(check_run(trained.recipe(home, degrees={"pp": 2}, pipeline={"microbatches": 4}), 2), World(0, 2))
     assert staged[0].startswith("2 x cpu · pp 2 dp 1 ep 1 · ddp")
     assert staged[2].startswith("1f1b: stages of 1, 1 layers, 4 micro-batches, ranks idle ")
