@@ -8,7 +8,7 @@ from __future__ import annotations
 # key -> its names in other tools. A value is used unchanged, or translated by WORDS.
 KEYS: dict[str, str] = {
     "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768 emb_dim=768 model_dim=768",
-    "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32",
+    "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32 depth=12",
     "model.num_heads": "num_attention_heads=32 n_head=12 n_heads=32 nheads=12",
     "model.num_kv_heads": "num_key_value_heads=8 n_kv_heads=8 num_query_groups=8 n_kv_head=8",
     "model.head_size": "head_dim=128 kv_channels=128 qk_nope_head_dim=128 d_kv=64 d_head=64 dim_head=64",
@@ -22,7 +22,7 @@ KEYS: dict[str, str] = {
     "model.max_length": "max_position_embeddings=2048 n_positions=1024 n_ctx=1024 block_size=1024 seq_len=4096 seq_length=4096 "
     "max_seq_len=2048 max_seq_length=2048 sequence_length=512 context_length=2048 max_source_length=512 decoder_seq_length=512 "
     "ctx_len=512 context_size=512 context_len=512 "
-    "context_window=512 maxlen=512",
+    "context_window=512 maxlen=512 cutoff_len=1024",
     "model.positions": "position_embedding_type=rope",
     "model.rope.base": "rope_theta=10000 rotary_base=10000",
     "model.rope.fraction": "partial_rotary_factor=0.5 rotary_percent=0.5",
@@ -98,7 +98,7 @@ KEYS: dict[str, str] = {
     "lora.alpha": "lora_alpha=16",
     "train.steps": "max_steps=500 max_iters=600 train_iters=500 num_train_steps=500 total_steps=500 training_steps=500 num_steps=500 "
     "total_num_steps=500 max_train_steps=500 "
-    "iters=500 iterations=500 num_iterations=500",
+    "iters=500 iterations=500 num_iterations=500 step=500",
     "train.global_batch": "batch_size=32 global_batch_size=32 train_batch_size=32 bs=32 batch=32 bsz=32 gbs=32",
     "train.eval_every": "eval_steps=500 eval_interval=500 eval_freq=500 val_check_interval=500 validation.freq=500 "
     "validate_every=500 eval_every_n_steps=500",
@@ -179,7 +179,7 @@ OTHER_UNITS: dict[str, str] = {
     "train.eval_sequences, in sequences": "eval_iters eval_batch_size per_device_eval_batch_size validation.steps limit_val_batches "
     "eval_accumulation_steps",
     "train.eval_every, in steps": "eval_strategy evaluation_strategy",
-    "train.save_every, in steps": "save_strategy",
+    "train.save_every, in steps": "save_strategy always_save_checkpoint",
     "train.timeout_s, in seconds": "distributed_timeout_minutes",
     "optimizer.warmup_steps, in steps": "warmup_ratio lr_warmup_fraction",
     "optimizer.min_lr_share, as a share of optimizer.lr": "min_lr lr_min final_lr",
@@ -208,13 +208,15 @@ OTHER_UNITS: dict[str, str] = {
     "pipeline.microbatches, their number": "pipeline_parallel_microbatch_size microbatch_size",
     "pipeline.layers, the number of layers of each stage": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "pipeline_model_parallel_layout",
-    "data.validation_share, as a share": "validation_split_percentage split val_size validation_file val_path val_data_path "
+    "data.validation_share, as a share": "validation_split_percentage split val_size validation_file val_path val_data_path val_set_size "
     "valid_data_path eval_dataset",
     "data.tokenizer, one of bytes, bpe, ids; --init_from brings a model's own": "tokenizer_name tokenizer_name_or_path tokenizer_path "
     "tokenizer_model vocab_file merge_file merges_file",
-    "lora.targets, of attention, experts, dense": "lora_target_modules target_modules",
+    "lora.rank, 0 for no adapters": "peft_type finetuning_type adapter",
+    "data.chat_template, a Jinja file": "chat_template_path template chat_template_jinja",
+    "lora.targets, of attention, experts, dense": "lora_target_modules target_modules lora_target_linear lora_target",
     "train.freeze, a list of embedding, head, attention, dense, experts, router, norms, layers.N-M": "freeze_router freeze_moe_router "
-    "freeze_layers freeze_modules frozen_layers freeze_embeddings moe_router_freeze",
+    "freeze_layers freeze_modules frozen_layers freeze_embeddings moe_router_freeze freeze_trainable_layers unfrozen_parameters",
 }
 # flag of a `moe` verb -> its names in other tools
 FLAGS: dict[str, str] = {
@@ -226,7 +228,7 @@ FLAGS: dict[str, str] = {
     "--world": "world_size=8 nproc=8 num_processes=8 gpus=8 num_gpus=8",
     "--init_from": "model_name_or_path=runs/a pretrained_model_name_or_path=runs/a pretrained=runs/a initial_load_path=runs/a "
     "pretrained_checkpoint=runs/a ckpt=runs/a ckpt_path=runs/a checkpoint=runs/a pretrained_path=runs/a load_path=runs/a "
-    "load_from=runs/a pretrained_model=runs/a",
+    "load_from=runs/a pretrained_model=runs/a base_model=runs/a",
     "--from_step": "load_step=100 ckpt_step=100",
     "--restarts": "max_restarts=3",
     "--profile": "enable_profiling use_profiler wall_clock_breakdown flops_profiler.enabled use_pytorch_profiler",
@@ -271,6 +273,8 @@ NEEDLESS: dict[str, str] = {
     "dataloader_drop_last group_by_length",
     "--init_from takes weights alone, without the optimizer's states": "no_load_optim no_load_rng finetune load_model_only reset_optimizer",
     "moe generate draws tokens; --temperature 0 takes the likeliest": "do_sample",
+    "with data.source chat only the assistant is predicted": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt",
+    "moe report RUN draws the curves": "plot_loss",
     "moe convert RUN hf:FOLDER writes the folder for a hub": "push_to_hub hub_model_id",
 }
 # key -> {value in other tools, in lower case: value here}
@@ -298,6 +302,7 @@ WORDS: dict[str, dict[str, str]] = {
         "deepspeed": "zero",
         "hsdp": "fsdp",
         "shard_grad_op": "fsdp",
+        "hybrid_shard": "fsdp",
         "no_shard": "ddp",
     },
     "recompute.kind": {"true": "full", "block": "full", "uniform": "full", "op": "selective", "false": "none"},

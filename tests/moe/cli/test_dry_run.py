@@ -100,3 +100,17 @@ def test_a_cluster_that_is_elsewhere_needs_no_torch() -> None:
 def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = dry(words, capsys)
     assert code == 2 and line in error and "fix:" in error and "\n" not in error
+
+
+def test_chats_without_a_template_are_refused_as_by_the_run(nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    for line, words, refusal in (
+        (f'\n{{"messages": {messages}}}', [], "data.chat_template: got null, needed a template"),
+        (f'{{"said": {messages}}}', ["--data.text_key", "said"], "data.chat_template: got null, needed a template"),
+        (f'{{"said": {messages}}}', [], "line 1: got an object with said, needed messages"),
+        ('{"prompt": "a", "completion": "b"}', ["--data.chat_template", "none.jinja"], "data.chat_template: got none.jinja: "),
+        ('{"prompt": "a", "completion": "b"}', [], ""),
+    ):
+        (nothing_starts / "chats.jsonl").write_text(line)
+        code, said, error = dry(["dense_tiny", "--data.source", "chat", "--data.path", "chats.jsonl", *words], capsys)
+        assert (code, bool(said)) == ((2, False) if refusal else (0, True)) and refusal in error
