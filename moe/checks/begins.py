@@ -30,9 +30,9 @@ def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> No
 def _check_chats(data: Data) -> None:
     from moe.data.chat import check_readable
 
-    given = [(source.path, source.text_key or data.text_key) for source in data.sources] or [(data.path, data.text_key)]
-    for path, text_key in given:
-        if path is not None and Path(path).expanduser().exists():  # check_run refuses a path that does not exist
+    given = [(source.path, source.text_key or data.text_key) for source in data.sources]
+    for path, text_key in given or [(data.path or "", data.text_key)]:
+        if path and Path(path).expanduser().exists():  # check_run refuses a path that is missing
             check_readable(path, data.chat_template, text_key=text_key)
 
 

@@ -81,7 +81,7 @@ KEYS: dict[str, str] = {
     "recompute.kind": "recompute_granularity=full activation_checkpoint.mode=selective",
     "data.text_key": "text_column=text text_column_name=text dataset_text_field=text json_keys=text text_field=text content_key=text",
     "data.tokenizer": "tokenizer_type=bpe",
-    "data.packing": "sample_packing=true neat_packing=true",
+    "data.packing": "sample_packing=true neat_packing=true eval_packing=true",
     "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4 peak_lr=3e-4 base_lr=3e-4 lrate=1e-3 init_lr=1e-3 initial_lr=1e-3 lr_max=1e-3",
     "optimizer.kind": "optim=adamw_torch optimizer_type=Adam optimizer_name=AdamW optimizer.name=AdamW optimizer.type=Adam",
     "optimizer.beta1": "adam_beta1=0.9",
@@ -116,7 +116,7 @@ KEYS: dict[str, str] = {
 }
 # KEY=VALUE -> switches of other tools that mean this setting if they are on
 SWITCHES: dict[str, str] = {
-    "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16 bf16_full_eval",
+    "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16 bf16_full_eval pure_bf16",
     "precision.compute=fp16": "fp16 fp16.enabled use_fp16 use_amp amp amp.enabled fp16_full_eval half half_precision",
     "precision.compute=fp32": "fp32 no_mixed_precision",
     "model.ffn=swiglu": "swiglu use_swiglu",
@@ -124,6 +124,7 @@ SWITCHES: dict[str, str] = {
     "model.tied_embeddings=false": "untie_embeddings_and_output_weights",
     "model.positions=rotary": "use_rotary_position_embeddings use_rope",
     "model.positions=t5": "relative_attention_num_buckets",
+    "model.document_mask=true": "reset_attention_mask reset_position_ids",
     "model.qk_norm=heads": "use_qk_norm qk_layernorm",
     "model.num_kv_heads=1": "multi_query multi_query_attention",
     "experts.residual=true": "use_residual",
@@ -144,7 +145,7 @@ SWITCHES: dict[str, str] = {
     "recompute.kind=selective": "recompute_activations selective_ac_option recompute_modules moe_layer_recompute",
     "optimizer.schedule=cosine": "decay_lr",
     "lora.rank=8": "use_peft use_lora",
-    "train.compile=true": "torch_compile_backend torch_compile_mode dynamo_backend",
+    "train.compile=true": "torch_compile_backend torch_compile_mode dynamo_backend dynamo_mode",
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking wandb_project wandb_run_name wandb",
 }
@@ -160,7 +161,7 @@ WITH_OTHERS: dict[str, str] = {
     "data.source=text data.path={}": "data_path=corpus.txt dataset=corpus.txt dataset_path=corpus.txt dataset_name=corpus.txt "
     "train_file=corpus.txt train_data_path=corpus.txt data_dir=corpus.txt train_data=corpus.txt data=corpus.txt train_path=corpus.txt "
     "train_dataset=corpus.txt data_file=corpus.txt data_files=corpus.txt "
-    "corpus=a.txt text_file=a.txt input_file=a.txt train_data_file=a.txt",
+    "dataset_dir=texts corpus=a.txt text_file=a.txt input_file=a.txt train_data_file=a.txt",
     "experts.shared=1 experts.shared_d_ff={}": "shared_expert_intermediate_size=512 moe_shared_expert_intermediate_size=512",
     "router.select=group_limited router.expert_groups={}": "n_group=8 n_expert_groups=8 moe_router_num_groups=8",
     "router.select=group_limited router.top_groups={}": "topk_group=4 n_limited_groups=4 moe_router_group_topk=4",
@@ -173,15 +174,15 @@ OTHER_UNITS: dict[str, str] = {
     "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch "
     "mbs",
     "train.steps, in steps of train.global_batch sequences": "num_train_epochs num_epochs epochs max_epochs train_epochs train_samples "
-    "max_train_samples",
+    "max_train_samples max_samples exit_interval",
     "train.global_batch, in sequences": "total_batch_size tokens_per_batch",
     "train.steps, which the schedule of the learning rate spans": "lr_decay_iters lr_decay_steps",
     "train.eval_sequences, in sequences": "eval_iters eval_batch_size per_device_eval_batch_size validation.steps limit_val_batches "
     "eval_accumulation_steps",
-    "train.eval_every, in steps": "eval_strategy evaluation_strategy",
-    "train.save_every, in steps": "save_strategy always_save_checkpoint",
+    "train.eval_every, in steps": "eval_strategy evaluation_strategy evals_per_epoch",
+    "train.save_every, in steps": "save_strategy always_save_checkpoint saves_per_epoch",
     "train.timeout_s, in seconds": "distributed_timeout_minutes",
-    "optimizer.warmup_steps, in steps": "warmup_ratio lr_warmup_fraction",
+    "optimizer.warmup_steps, in steps": "warmup_ratio lr_warmup_fraction lr_warmup_samples",
     "optimizer.min_lr_share, as a share of optimizer.lr": "min_lr lr_min final_lr",
     "model.init_scale, which is variance times fan_in": "init_method_std initializer_range init_std",
     "model.moe_layers, the numbers of layers with experts": "first_k_dense_replace mlp_only_layers num_sparse_encoder_layers "
@@ -222,7 +223,7 @@ OTHER_UNITS: dict[str, str] = {
 FLAGS: dict[str, str] = {
     "--out": "output_dir=runs/a out_dir=runs/a save=runs/a save_dir=runs/a run_dir=runs/a dump_folder=runs/a checkpoint.folder=runs/a "
     "checkpoint_dir=runs/a run_name=first exp_name=first experiment_name=first name=first output=runs/a outdir=runs/a "
-    "workdir=runs/a work_dir=runs/a",
+    "workdir=runs/a work_dir=runs/a exp_dir=runs/a",
     "--nproc": "nproc_per_node=2 num_processes=2 num_gpus=2 gpus=2 ngpu=2 devices=2 num_gpus_per_node=2 world_size=2 np=2 n_gpus=2 "
     "num_devices=2 procs=2 processes=2 ranks=2",
     "--world": "world_size=8 nproc=8 num_processes=8 gpus=8 num_gpus=8",
@@ -262,7 +263,8 @@ NEEDLESS: dict[str, str] = {
     "the name or file of a recipe is the first word of the verb": "config config_file config_name job.config_file model_type model_name",
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
     "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm "
-    "moe_permute_fusion no_masked_softmax_fusion bias_swiglu_fusion bias_gelu_fusion no_rope_fusion use_liger_kernel transformer_impl",
+    "moe_permute_fusion no_masked_softmax_fusion bias_swiglu_fusion bias_gelu_fusion no_rope_fusion use_liger_kernel transformer_impl "
+    "attention_backend",
     "gradients are summed during the backward pass": "overlap_comm overlap_grad_reduce overlap_param_gather contiguous_gradients "
     "reduce_bucket_size allgather_bucket_size ddp_bucket_cap_mb ddp_find_unused_parameters",
     "routers, softmax and sums of gradients are in fp32": "moe_router_dtype attention_softmax_in_fp32 "
@@ -274,6 +276,7 @@ NEEDLESS: dict[str, str] = {
     "--init_from takes weights alone, without the optimizer's states": "no_load_optim no_load_rng finetune load_model_only reset_optimizer",
     "moe generate draws tokens; --temperature 0 takes the likeliest": "do_sample",
     "with data.source chat only the assistant is predicted": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt",
+    "adapters are plain LoRA": "use_dora use_rslora lora_dropout lora_bias init_lora_weights",
     "moe report RUN draws the curves": "plot_loss",
     "moe convert RUN hf:FOLDER writes the folder for a hub": "push_to_hub hub_model_id",
 }

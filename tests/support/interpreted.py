@@ -55,6 +55,6 @@ class _Inside:
 
 
 if not isinstance(interpreter._patch_lang, _Launch):
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=True)
     interpreter._get_np_dtype = _known_dtype
     interpreter._patch_lang = _Launch(interpreter._patch_lang)
