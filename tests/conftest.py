@@ -6,6 +6,7 @@ started its thread pool here; two cores shared by four ranks are also faster wit
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -23,7 +24,6 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for GPUs must not st
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
-from hypothesis.internal.conjecture import providers  # noqa: E402
 
 # Without a GPU Triton's kernels run in its interpreter. Triton decides so as it is first imported, its own library included, by
 # whichever test comes first; so for the whole process, and here. Nothing else runs Triton on a CPU. With a GPU they are compiled.
@@ -54,7 +54,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts `pytest 
 settings.register_profile("here", deadline=None, derandomize="MOE_SEARCH" not in os.environ, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("here")
 # Hypothesis would also draw the constants of all loaded modules: each process would parse 500 files, and examples would change with them.
-providers._get_local_constants = lambda: providers._local_constants
+# These names are private (Hypothesis 6.170). A version without them draws constants, which only takes longer.
+with contextlib.suppress(ImportError):
+    from hypothesis.internal.conjecture import providers
+
+    if hasattr(providers, "_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe.recipe.sections import Run
+from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput
 
 
@@ -14,15 +14,26 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Refuse a new run in folder `out` if `source` (--init_from) has no checkpoint or would lose it, or if it trains adapters without a
-    source."""
+    """Refuse a new run in folder `out` if `source` (--init_from) has no checkpoint or would lose it, or if there is no source and it trains
+    adapters, or reads chats without a template."""
     check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return
     if source is None and run.lora.rank:
         raise no_base(run.lora.rank)
+    if source is None and run.data.source == "chat":
+        _check_chats(run.data)
     if source is not None and not (source / "manifest.json").is_file() and not has_checkpoint(source):
         raise no_checkpoint(source)
+
+
+def _check_chats(data: Data) -> None:
+    from moe.data.chat import check_readable
+
+    given = [(source.path, source.text_key or data.text_key) for source in data.sources]
+    for path, text_key in given or [(data.path or "", data.text_key)]:
+        if path and Path(path).expanduser().exists():  # check_run refuses a path that is missing
+            check_readable(path, data.chat_template, text_key=text_key)
 
 
 def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:

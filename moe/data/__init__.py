@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe.data.chat import with_template
+from moe.data.chat import messages_field, with_template
 from moe.data.chats import open_chats, sequences_of
 from moe.data.corpus import find_corpus
 from moe.data.given import Stream, open_given
@@ -152,8 +152,7 @@ def _chats(
     if vocab_size < tokenizer.vocab_size:
         needed = f"at least the tokenizer's {tokenizer.vocab_size}"
         raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))
-    field = None if data.text_key == Data.model_fields["text_key"].default else data.text_key
-    chats = open_chats(data.path, tokenizer, max_length=max_length, field=field, cache=cache, log=log)
+    chats = open_chats(data.path, tokenizer, max_length=max_length, field=messages_field(data.text_key), cache=cache, log=log)
     train, held = sequences_of(chats, max_length=max_length, validation_share=data.validation_share, packing=data.packing)
     holds = f"packed into {train.num_windows + held.num_windows} sequences" if data.packing else "each is a sequence, padded"
     log(f"data: {holds} of {max_length + 1} tokens (model.max_length + 1); an epoch is {counted(train.num_windows, 'sequence')}")

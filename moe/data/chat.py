@@ -25,6 +25,7 @@ import numpy.typing as npt
 from moe.data import formats
 from moe.data.chat_template import ASSISTANT, ChatTemplate, Span
 from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load
+from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.store.files import read_text, user_path
 
@@ -106,6 +107,21 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
     cuts = f", {counted(cut, 'chat')} cut to model.max_length" if cut else ""
     sizes = f"{counted(len(lengths) - 1, 'chat')}, {starts[-1]} tokens, {shown.sum()} of them predicted{cuts}{dropped}"
     return Encoded(np.frombuffer(ids, np.uint32), shown, starts, f"{sizes}; the longest chat has {counted(max(lengths), 'token')}")
+
+
+def check_readable(path: str, given: str | None, *, text_key: str) -> None:
+    """Refuse a file of chats for a model without a template of its own: if there is no file `given` to read one from, and the first chat
+    needs one. `text_key`: data.text_key. Raises BadInput."""
+    with_template(Bytes(), given)
+    if given is None:
+        number, line = next(((n, line) for n, line in enumerate(formats.lines(file_of(path)), 1) if line.strip()), (0, b""))
+        if number:
+            _text(line, f"{path}, line {number}", None, messages_field(text_key))
+
+
+def messages_field(text_key: str) -> str | None:
+    """Return the field that holds the messages by data.text_key; None for its default, with which any known form is read."""
+    return None if text_key == Data.model_fields["text_key"].default else text_key
 
 
 def with_template(tokenizer: Tokenizer, given: str | None) -> Tokenizer:

@@ -244,7 +244,8 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
     where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
         return BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
-    meant = meant_by(named, given) or (None if elsewhere else meant_by(named.rpartition(".")[2], given))
+    inside = any(key.startswith(f"{where}.") for key in elsewhere)
+    meant = meant_by(named, given) or (None if inside else meant_by(named.rpartition(".")[2], given))
     if last in section.gone:
         fix: Fix = Words(f"remove it: it is always {json.dumps(section.gone[last])}", Remove("it"))
     elif meant is not None:

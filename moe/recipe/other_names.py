@@ -8,7 +8,7 @@ from __future__ import annotations
 # key -> its names in other tools. A value is used unchanged, or translated by WORDS.
 KEYS: dict[str, str] = {
     "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768 emb_dim=768 model_dim=768",
-    "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32",
+    "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32 depth=12",
     "model.num_heads": "num_attention_heads=32 n_head=12 n_heads=32 nheads=12",
     "model.num_kv_heads": "num_key_value_heads=8 n_kv_heads=8 num_query_groups=8 n_kv_head=8",
     "model.head_size": "head_dim=128 kv_channels=128 qk_nope_head_dim=128 d_kv=64 d_head=64 dim_head=64",
@@ -22,7 +22,7 @@ KEYS: dict[str, str] = {
     "model.max_length": "max_position_embeddings=2048 n_positions=1024 n_ctx=1024 block_size=1024 seq_len=4096 seq_length=4096 "
     "max_seq_len=2048 max_seq_length=2048 sequence_length=512 context_length=2048 max_source_length=512 decoder_seq_length=512 "
     "ctx_len=512 context_size=512 context_len=512 "
-    "context_window=512 maxlen=512",
+    "context_window=512 maxlen=512 cutoff_len=1024",
     "model.positions": "position_embedding_type=rope",
     "model.rope.base": "rope_theta=10000 rotary_base=10000",
     "model.rope.fraction": "partial_rotary_factor=0.5 rotary_percent=0.5",
@@ -81,7 +81,7 @@ KEYS: dict[str, str] = {
     "recompute.kind": "recompute_granularity=full activation_checkpoint.mode=selective",
     "data.text_key": "text_column=text text_column_name=text dataset_text_field=text json_keys=text text_field=text content_key=text",
     "data.tokenizer": "tokenizer_type=bpe",
-    "data.packing": "sample_packing=true neat_packing=true",
+    "data.packing": "sample_packing=true neat_packing=true eval_packing=true",
     "optimizer.lr": "learning_rate=3e-4 max_lr=6e-4 peak_lr=3e-4 base_lr=3e-4 lrate=1e-3 init_lr=1e-3 initial_lr=1e-3 lr_max=1e-3",
     "optimizer.kind": "optim=adamw_torch optimizer_type=Adam optimizer_name=AdamW optimizer.name=AdamW optimizer.type=Adam",
     "optimizer.beta1": "adam_beta1=0.9",
@@ -98,7 +98,7 @@ KEYS: dict[str, str] = {
     "lora.alpha": "lora_alpha=16",
     "train.steps": "max_steps=500 max_iters=600 train_iters=500 num_train_steps=500 total_steps=500 training_steps=500 num_steps=500 "
     "total_num_steps=500 max_train_steps=500 "
-    "iters=500 iterations=500 num_iterations=500",
+    "iters=500 iterations=500 num_iterations=500 step=500",
     "train.global_batch": "batch_size=32 global_batch_size=32 train_batch_size=32 bs=32 batch=32 bsz=32 gbs=32",
     "train.eval_every": "eval_steps=500 eval_interval=500 eval_freq=500 val_check_interval=500 validation.freq=500 "
     "validate_every=500 eval_every_n_steps=500",
@@ -116,7 +116,7 @@ KEYS: dict[str, str] = {
 }
 # KEY=VALUE -> switches of other tools that mean this setting if they are on
 SWITCHES: dict[str, str] = {
-    "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16 bf16_full_eval",
+    "precision.compute=bf16": "bf16 bf16.enabled use_bf16 bfloat16 bf16_full_eval pure_bf16",
     "precision.compute=fp16": "fp16 fp16.enabled use_fp16 use_amp amp amp.enabled fp16_full_eval half half_precision",
     "precision.compute=fp32": "fp32 no_mixed_precision",
     "model.ffn=swiglu": "swiglu use_swiglu",
@@ -124,6 +124,7 @@ SWITCHES: dict[str, str] = {
     "model.tied_embeddings=false": "untie_embeddings_and_output_weights",
     "model.positions=rotary": "use_rotary_position_embeddings use_rope",
     "model.positions=t5": "relative_attention_num_buckets",
+    "model.document_mask=true": "reset_attention_mask reset_position_ids",
     "model.qk_norm=heads": "use_qk_norm qk_layernorm",
     "model.num_kv_heads=1": "multi_query multi_query_attention",
     "experts.residual=true": "use_residual",
@@ -144,7 +145,7 @@ SWITCHES: dict[str, str] = {
     "recompute.kind=selective": "recompute_activations selective_ac_option recompute_modules moe_layer_recompute",
     "optimizer.schedule=cosine": "decay_lr",
     "lora.rank=8": "use_peft use_lora",
-    "train.compile=true": "torch_compile_backend torch_compile_mode dynamo_backend",
+    "train.compile=true": "torch_compile_backend torch_compile_mode dynamo_backend dynamo_mode",
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking wandb_project wandb_run_name wandb",
 }
@@ -160,7 +161,7 @@ WITH_OTHERS: dict[str, str] = {
     "data.source=text data.path={}": "data_path=corpus.txt dataset=corpus.txt dataset_path=corpus.txt dataset_name=corpus.txt "
     "train_file=corpus.txt train_data_path=corpus.txt data_dir=corpus.txt train_data=corpus.txt data=corpus.txt train_path=corpus.txt "
     "train_dataset=corpus.txt data_file=corpus.txt data_files=corpus.txt "
-    "corpus=a.txt text_file=a.txt input_file=a.txt train_data_file=a.txt",
+    "dataset_dir=texts corpus=a.txt text_file=a.txt input_file=a.txt train_data_file=a.txt",
     "experts.shared=1 experts.shared_d_ff={}": "shared_expert_intermediate_size=512 moe_shared_expert_intermediate_size=512",
     "router.select=group_limited router.expert_groups={}": "n_group=8 n_expert_groups=8 moe_router_num_groups=8",
     "router.select=group_limited router.top_groups={}": "topk_group=4 n_limited_groups=4 moe_router_group_topk=4",
@@ -173,15 +174,15 @@ OTHER_UNITS: dict[str, str] = {
     "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch "
     "mbs",
     "train.steps, in steps of train.global_batch sequences": "num_train_epochs num_epochs epochs max_epochs train_epochs train_samples "
-    "max_train_samples",
+    "max_train_samples max_samples exit_interval",
     "train.global_batch, in sequences": "total_batch_size tokens_per_batch",
     "train.steps, which the schedule of the learning rate spans": "lr_decay_iters lr_decay_steps",
     "train.eval_sequences, in sequences": "eval_iters eval_batch_size per_device_eval_batch_size validation.steps limit_val_batches "
     "eval_accumulation_steps",
-    "train.eval_every, in steps": "eval_strategy evaluation_strategy",
-    "train.save_every, in steps": "save_strategy",
+    "train.eval_every, in steps": "eval_strategy evaluation_strategy evals_per_epoch",
+    "train.save_every, in steps": "save_strategy always_save_checkpoint saves_per_epoch",
     "train.timeout_s, in seconds": "distributed_timeout_minutes",
-    "optimizer.warmup_steps, in steps": "warmup_ratio lr_warmup_fraction",
+    "optimizer.warmup_steps, in steps": "warmup_ratio lr_warmup_fraction lr_warmup_samples",
     "optimizer.min_lr_share, as a share of optimizer.lr": "min_lr lr_min final_lr",
     "model.init_scale, which is variance times fan_in": "init_method_std initializer_range init_std",
     "model.moe_layers, the numbers of layers with experts": "first_k_dense_replace mlp_only_layers num_sparse_encoder_layers "
@@ -208,25 +209,27 @@ OTHER_UNITS: dict[str, str] = {
     "pipeline.microbatches, their number": "pipeline_parallel_microbatch_size microbatch_size",
     "pipeline.layers, the number of layers of each stage": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "pipeline_model_parallel_layout",
-    "data.validation_share, as a share": "validation_split_percentage split val_size validation_file val_path val_data_path "
+    "data.validation_share, as a share": "validation_split_percentage split val_size validation_file val_path val_data_path val_set_size "
     "valid_data_path eval_dataset",
     "data.tokenizer, one of bytes, bpe, ids; --init_from brings a model's own": "tokenizer_name tokenizer_name_or_path tokenizer_path "
     "tokenizer_model vocab_file merge_file merges_file",
-    "lora.targets, of attention, experts, dense": "lora_target_modules target_modules",
+    "lora.rank, 0 for no adapters": "peft_type finetuning_type adapter",
+    "data.chat_template, a Jinja file": "chat_template_path template chat_template_jinja",
+    "lora.targets, of attention, experts, dense": "lora_target_modules target_modules lora_target_linear lora_target",
     "train.freeze, a list of embedding, head, attention, dense, experts, router, norms, layers.N-M": "freeze_router freeze_moe_router "
-    "freeze_layers freeze_modules frozen_layers freeze_embeddings moe_router_freeze",
+    "freeze_layers freeze_modules frozen_layers freeze_embeddings moe_router_freeze freeze_trainable_layers unfrozen_parameters",
 }
 # flag of a `moe` verb -> its names in other tools
 FLAGS: dict[str, str] = {
     "--out": "output_dir=runs/a out_dir=runs/a save=runs/a save_dir=runs/a run_dir=runs/a dump_folder=runs/a checkpoint.folder=runs/a "
     "checkpoint_dir=runs/a run_name=first exp_name=first experiment_name=first name=first output=runs/a outdir=runs/a "
-    "workdir=runs/a work_dir=runs/a",
+    "workdir=runs/a work_dir=runs/a exp_dir=runs/a",
     "--nproc": "nproc_per_node=2 num_processes=2 num_gpus=2 gpus=2 ngpu=2 devices=2 num_gpus_per_node=2 world_size=2 np=2 n_gpus=2 "
     "num_devices=2 procs=2 processes=2 ranks=2",
     "--world": "world_size=8 nproc=8 num_processes=8 gpus=8 num_gpus=8",
     "--init_from": "model_name_or_path=runs/a pretrained_model_name_or_path=runs/a pretrained=runs/a initial_load_path=runs/a "
     "pretrained_checkpoint=runs/a ckpt=runs/a ckpt_path=runs/a checkpoint=runs/a pretrained_path=runs/a load_path=runs/a "
-    "load_from=runs/a pretrained_model=runs/a",
+    "load_from=runs/a pretrained_model=runs/a base_model=runs/a",
     "--from_step": "load_step=100 ckpt_step=100",
     "--restarts": "max_restarts=3",
     "--profile": "enable_profiling use_profiler wall_clock_breakdown flops_profiler.enabled use_pytorch_profiler",
@@ -260,7 +263,8 @@ NEEDLESS: dict[str, str] = {
     "the name or file of a recipe is the first word of the verb": "config config_file config_name job.config_file model_type model_name",
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
     "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm "
-    "moe_permute_fusion no_masked_softmax_fusion bias_swiglu_fusion bias_gelu_fusion no_rope_fusion use_liger_kernel transformer_impl",
+    "moe_permute_fusion no_masked_softmax_fusion bias_swiglu_fusion bias_gelu_fusion no_rope_fusion use_liger_kernel transformer_impl "
+    "attention_backend",
     "gradients are summed during the backward pass": "overlap_comm overlap_grad_reduce overlap_param_gather contiguous_gradients "
     "reduce_bucket_size allgather_bucket_size ddp_bucket_cap_mb ddp_find_unused_parameters",
     "routers, softmax and sums of gradients are in fp32": "moe_router_dtype attention_softmax_in_fp32 "
@@ -271,6 +275,9 @@ NEEDLESS: dict[str, str] = {
     "dataloader_drop_last group_by_length",
     "--init_from takes weights alone, without the optimizer's states": "no_load_optim no_load_rng finetune load_model_only reset_optimizer",
     "moe generate draws tokens; --temperature 0 takes the likeliest": "do_sample",
+    "with data.source chat only the assistant is predicted": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt",
+    "adapters are plain LoRA": "use_dora use_rslora lora_dropout lora_bias init_lora_weights",
+    "moe report RUN draws the curves": "plot_loss",
     "moe convert RUN hf:FOLDER writes the folder for a hub": "push_to_hub hub_model_id",
 }
 # key -> {value in other tools, in lower case: value here}
@@ -298,6 +305,7 @@ WORDS: dict[str, dict[str, str]] = {
         "deepspeed": "zero",
         "hsdp": "fsdp",
         "shard_grad_op": "fsdp",
+        "hybrid_shard": "fsdp",
         "no_shard": "ddp",
     },
     "recompute.kind": {"true": "full", "block": "full", "uniform": "full", "op": "selective", "false": "none"},

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from moe.recipe.keys import known_keys
+from moe.recipe.keys import choices, field_of, known_keys
 from moe.recipe.other_names import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, OWN_FLAGS, SWITCHES, VERB_OF, WITH_OTHERS, WORDS
+from moe.recipe.section import takes_number
 from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
@@ -65,7 +66,10 @@ def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Mean
         return Meant(flag=flag)
     kind, here = next((row for row in rows if row[0] != "flag"), rows[0] if rows else ("", ""))
     if kind == "key":
-        return Meant({here: in_our_words(here, value)})
+        ours = in_our_words(here, value)
+        names = [] if takes_number(field_of(here).annotation) else choices(here)
+        unknown = names and isinstance(ours, str) and ours not in (*names, "[]")
+        return Meant(unit=f"{here}, one of {', '.join(names)}") if unknown else Meant({here: ours})
     if kind == "switch":
         return Meant(needless="it is so without it") if str(value).lower() in _FALSE else Meant(_pairs(here))
     if kind == "others":
@@ -85,8 +89,11 @@ def in_our_words(key: str, value: Any) -> Any:
 def _nearest(word: str, flags: tuple[str, ...]) -> str:
     """Return the name in the tables that is meant by `word`: itself, or the most similar one, unless a key or flag here is more similar. ""
     if no name is similar."""
-    known = [*_table(), *{key.rpartition(".")[2] for key in known_keys()}, *(flag[2:] for flag in flags)]
-    return next(iter([word] if word in known or "." in word else difflib.get_close_matches(word, known, n=1, cutoff=_SIMILAR)), "")
+    if word in _table() or "." in word:
+        return word
+    own = {key.rpartition(".")[2] for key in known_keys()} | {flag[2:] for flag in flags}
+    near = next(iter(difflib.get_close_matches(word, [*_table(), *own], n=1, cutoff=_SIMILAR)), "")
+    return "" if near in own else near
 
 
 @cache

@@ -1,16 +1,13 @@
-"""Makes Triton's interpreter several times as fast. Import this module before kernels run.
+"""Makes Triton's interpreter faster. Import this module before kernels run.
 
 - A launch replaces functions of triton.language by versions for a CPU, and restores them at its end. Triton 3.7 repeats this for every call
   of one kernel by another within the launch, although everything is already replaced.
-- The interpreter computes every sum and product of integers a second time, in int64, to find overflows. Tests have tiny sizes, of which no
-  index overflows, and compare all results.
-- It makes the table of numpy's dtypes again for every value.
+- The interpreter makes the table of numpy's dtypes again for every value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from triton import language
@@ -55,6 +52,5 @@ class _Inside:
 
 
 if not isinstance(interpreter._patch_lang, _Launch):
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _known_dtype
     interpreter._patch_lang = _Launch(interpreter._patch_lang)

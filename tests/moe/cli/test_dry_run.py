@@ -106,3 +106,17 @@ def test_the_engine_that_carries_out_zero_is_named(capsys: pytest.CaptureFixture
     words = ["dense_tiny", "--nproc", "2", "--sharding.kind", "zero", "--sharding.stage", "2"]
     assert dry([*words, "--optimizer.kind", "muon"], capsys)[1].splitlines()[0].endswith("compute; zero2, carried out by fsdp")
     assert dry(words, capsys)[1].splitlines()[0].endswith(" zero2, 1 micro-batch of 8; bf16 compute")
+
+
+def test_chats_without_a_template_are_refused_as_by_the_run(nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    for line, words, refusal in (
+        (f'\n{{"messages": {messages}}}', [], "data.chat_template: got null, needed a template"),
+        (f'{{"said": {messages}}}', ["--data.text_key", "said"], "data.chat_template: got null, needed a template"),
+        (f'{{"said": {messages}}}', [], "line 1: got an object with said, needed messages"),
+        ('{"prompt": "a", "completion": "b"}', ["--data.chat_template", "none.jinja"], "data.chat_template: got none.jinja: "),
+        ('{"prompt": "a", "completion": "b"}', [], ""),
+    ):
+        (nothing_starts / "chats.jsonl").write_text(line)
+        code, said, error = dry(["dense_tiny", "--data.source", "chat", "--data.path", "chats.jsonl", *words], capsys)
+        assert (code, bool(said)) == ((2, False) if refusal else (0, True)) and refusal in error

@@ -454,7 +454,7 @@ def test_empty_slots_change_no_result_and_no_gradient() -> None:
     def run(kernels: ModuleType, t: list[Tensor]) -> Tensor:
         experts = Experts(E, d_model=D, d_ff=F, ffn=ffn)
         experts.kernels = kernels
-        experts._network = lambda part, dtype: network_of(ffn, *t[2:])  # type: ignore[method-assign]
+        experts._network = lambda part: network_of(ffn, *t[2:])  # type: ignore[method-assign]
         routing = Routing(expert_TK, t[1], kept_TK, logits_TE, logits_TE, capacity=3, num_groups=3)
         exchange = Local() if kernels is reference else Slots.over(("ep",), Mesh.of(Degrees()), Sizes(D, E, k, kernels))
         return exchange.run(t[0], routing, experts)

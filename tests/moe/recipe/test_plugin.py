@@ -77,7 +77,10 @@ def test_parts_by_name_train_as_those_built_in(home: Path, tmp_path: Path) -> No
         ({"optimizer": {"kind": "twins:number"}}, "got twins:number, a int, needed a function or a class"),
         ({"optimizer": {"kind": "twins:three"}}, "got twins:three(a, b, c), needed a function that can be called with 1 argument"),
         ({"optimizer": {"kind": "twins:fails"}}, "optimizer.kind: got ZeroDivisionError: division by zero"),
-        ({"optimizer": {"kind": "twins:adamw"}, "sharding": {"kind": "zero"}}, "got twins:adamw with sharding.kind=zero and stage 1"),
+        (
+            {"optimizer": {"kind": "twins:adamw"}, "sharding": {"kind": "zero", "engine": "deepspeed"}},
+            "got twins:adamw with sharding.engine=deepspeed",
+        ),
         (
             {"optimizer": {"schedule": "twins:below", "warmup_steps": 0}},
             "got -1.0 from twins:below, needed the share of optimizer.lr at update 0",

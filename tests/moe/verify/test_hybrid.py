@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from moe.checks.together import check_run
 from moe.verify import hybrid
 from moe.verify.cases import Case
 from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, covering_few, described, few_of
-from moe.verify.kinds import cases
+from moe.verify.kinds import KINDS, cases
 from moe.verify.pairwise import Choice, Covering, cover, every_pair, together
 from parallel.errors import BadInput
 
@@ -94,6 +95,11 @@ def test_only_eight_processes_have_them(monkeypatch: pytest.MonkeyPatch) -> None
     for case in found:
         check_run(case.run(), WORLD)
     assert {case.world for case in cases(4)} == {1, 2, 3, 4}
+    page = (Path(__file__).resolve().parents[3] / "docs/use/verify.md").read_text(encoding="utf-8")
+    for kind in KINDS:
+        assert f"{len(cases(8 if kind in ('tensor', 'hybrid') else 4, kinds=(kind,))):,} " in page[page.index("the kinds have") :], kind
+    for words in (f"{len(made().rows)} rows", f"({len(made().met):,} pairs)", f"{len(few.rows)} more", f"({len(few.met):,} pairs)"):
+        assert words in page
     for kinds in (("hybrid",), ("data", "hybrid")):
         with pytest.raises(BadInput, match="--nproc: got 4 with --kinds hybrid, needed 8"):
             cases(4, kinds=kinds)
