@@ -163,7 +163,7 @@ def test_micro_batches_before_and_after_i_are_those_of_the_same_moment(name: str
         whole = make_schedule(name, ranks=4, microbatches=16)
         wanted = peak_kept(whole, lambda stage, size=kept: size, lambda stage, size=pending: size)
         for of, want in zip(in_flight(name, ranks=4, microbatches=16), wanted, strict=True):
-            found = max(sum(one.kept) * kept + sum(one.pending) * pending + one.splits * max(0.0, pending - kept) for one in of.split)
+            found = max(sum(one.kept) * kept + sum(one.pending) * pending + one.at_i * max(0.0, pending - kept) for one in of.with_i)
             assert found == want
 
 
