@@ -241,7 +241,7 @@ class _Step:
                 if not any(more.exceeds(rank) for more in kept):
                     kept.append(rank)
             found += kept
-        return found
+        return sorted(found, key=lambda rank: rank.number)
 
     def moments_of(self, rank: _Rank) -> RankMoments:
         """Return the rank's sizes at the moments that may be its peak."""

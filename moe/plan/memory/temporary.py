@@ -50,17 +50,17 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
-def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, of_matrix: float) -> float:
+def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_gradient: float) -> float:
     """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix.
-    of_matrix: bytes of the latter, from `of_largest`; 0 in I."""
+    matrix_gradient: bytes of the latter, from `largest_gradient`; 0 in I, which computes no gradient of a matrix."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
         wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
-        wide += of_matrix
+        wide += matrix_gradient
     else:
-        wide = _of_network(network, stack, c * at.inside * network.hidden, of_matrix)
+        wide = _of_network(network, stack, c * at.inside * network.hidden, matrix_gradient)
     if network.buckets and plan.sp == 1 and stack.biased == "fused":
         scores = _of_bias(network, plan, stack, index)
     else:
@@ -85,7 +85,7 @@ def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) 
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
 
 
-def of_largest(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
+def largest_gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
     """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches. In this project, a dense matrix's
     gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
@@ -156,8 +156,8 @@ def layer_bytes(network: Network, plan: Plan, stack: Stack, sparse: bool) -> Lay
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = Elements(min(at_once.total, matrix))
     kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
-    work_of_w = of_largest(network, plan, stack, sparse=sparse)
-    work, work_of_i = (at_layer(*of, of_matrix=of_matrix) for of_matrix in (work_of_w, 0.0))
+    work_of_w = largest_gradient(network, plan, stack, sparse=sparse)
+    work, work_of_i = (at_layer(*of, matrix_gradient=size) for size in (work_of_w, 0.0))
     sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse else 0.0
     return LayerBytes(elements, at_once, matrix, *sizes)
 
