@@ -60,6 +60,8 @@ CACHED = {
     "moe/plan/job/in_flight.py: made": "a schedule of these sizes; four at most",
     "moe/plan/memory/memory.py: _peak": "bytes follow from the sizes that are its arguments; few, of neighbouring plans",
     "moe/plan/memory/moments.py: _ranks": "bytes follow from the sizes that are its arguments; few, of neighbouring plans",
+    "moe/plan/memory/moments.py: _kinds": "of a network alone",
+    "moe/plan/memory/moments.py: _counted": "of a network alone",
     "moe/plan/memory/temporary.py: layer_bytes": "bytes follow from the sizes that are its arguments",
     "moe/plan/memory/temporary.py: outside_of": "elements and bytes follow from the sizes that are its arguments",
     "moe/plan/time/pipeline_time.py: _tails": "the end of an order follows from the sizes that are its arguments",

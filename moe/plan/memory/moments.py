@@ -173,22 +173,38 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     return tuple(map(step.moments_of, step.fullest([step.rank(number, ranks[number]) for number in numbers])))
 
 
+_Kind = tuple[bool, bool, bool, int]  # (of the encoder, with experts, recomputed, frozen: 1, and not reached by the backward pass: 2)
+
+
+@lru_cache(maxsize=100)
+def _kinds(network: Network, every: int) -> tuple[_Kind, ...]:
+    """Return the kind of each layer. every: Plan.recompute_every."""
+    sparse = frozenset(network.with_experts) if network.experts else frozenset[int]()
+    frozen = [(i in network.frozen_layers) + (i < network.unreached) for i in range(network.depth)]
+    return tuple((i < network.before, i in sparse, repeats(i, every), frozen[i]) for i in range(network.depth))
+
+
+@lru_cache(maxsize=5_000)
+def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int], ...]:
+    """Return (index of the first layer, number of layers) for each kind of layer in a stage."""
+    kinds = [_kinds(network, every)[index] for index in stage]
+    return tuple((stage[kinds.index(kind)], count) for kind, count in Counter(kinds).items())
+
+
 class _Step:
     """Computes the moments of a step on each rank. Each kind of layer is computed once."""
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
         self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
-        self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
-        self.kinds: dict[tuple[bool, bool, bool, int], LayerBytes] = {}
+        self.kind_of_layer = _kinds(network, plan.recompute_every)
+        self.kinds: dict[_Kind, LayerBytes] = {}
         self.sizes: dict[tuple[tuple[int, int], ...], Elements] = {}
         of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
         self.outside = outside_of(network, of_microbatch, stack)
 
     def layer(self, index: int) -> LayerBytes:
-        n = self.network
-        frozen = (index in n.frozen_layers) + (index < n.unreached)
-        kind = (index < n.before, index in self.sparse, repeats(index, self.plan.recompute_every), frozen)
+        n, kind = self.network, self.kind_of_layer[index]
         if kind not in self.kinds:
             run, _ = n.at(index)
             own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
@@ -199,9 +215,7 @@ class _Step:
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
         """Return (sizes of one layer, number of layers of this kind) for each kind of layer in a stage."""
-        if not self.sparse and not self.network.frozen_layers and self.plan.recompute_every == 1 and self.network.encoder is None:
-            return [(self.layer(stage.start), len(stage))] if stage else []
-        return list(Counter(map(self.layer, stage)).items())
+        return [(self.layer(index), count) for index, count in _counted(self.network, self.plan.recompute_every, stage)]
 
     def size_of(self, kinds: Sequence[tuple[LayerBytes, int]]) -> Elements:
         """Return the parameters of layers, given as by `kinds_of`."""
@@ -234,13 +248,10 @@ class _Step:
             ends = [stage.number for stage in rank.stages if stage.number in (0, self.last)]
             layers = sorted([tuple([(id(of), n) for of, n in stage.kinds]) for stage in rank.stages])
             alike.setdefault((rank.versions, *ends, *layers), []).append(rank)
-        found = []
+        found: list[_Rank] = []
         for group in alike.values():
-            kept: list[_Rank] = []
-            for rank in sorted(group, key=lambda of: max([now.total for now in of.candidates.values()]), reverse=True):
-                if not any(more.exceeds(rank) for more in kept):
-                    kept.append(rank)
-            found += kept
+            most = sorted(group, key=lambda rank: max([now.total for now in rank.candidates.values()]), reverse=True)
+            found += [rank for i, rank in enumerate(most) if not any(more.exceeds(rank) for more in most[:i])]
         return sorted(found, key=lambda rank: rank.number)
 
     def moments_of(self, rank: _Rank) -> RankMoments:
@@ -364,19 +375,19 @@ class _Step:
             last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
             gone = (n - 1) * (of.kept - at_i * of.pending)
             return [last, (of, gone, of.elements if once else NOTHING, 0.0, 0.0)] if once or at_i else [last]
-        lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
+        lasts: dict[tuple[LayerBytes, int], tuple[LayerBytes, float, Elements, Elements]] = {}
         first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
         gone, to_come = 0.0, stage.elements if once else NOTHING
         before = self.outside.head if self.gathers and stage.number == self.last else NOTHING
         for of in map(self.layer, reversed(self.stages[stage.number])):
-            lasts.setdefault((of, before), (of, gone, to_come))
+            lasts.setdefault((of, id(before)), (of, gone, to_come, before))
             if once or at_i:
                 first[of] = of, gone, to_come, before
             if once:
                 to_come += of.elements.times(-1)
             gone += of.kept - at_i * of.pending
             before = of.gathered if self.gathers else NOTHING
-        found = [*((*one, before) for (_, before), one in lasts.items()), *first.values()]
+        found = [*lasts.values(), *first.values()]
         if not self.gathers:
             return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
 
