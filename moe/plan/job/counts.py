@@ -38,6 +38,8 @@ class Elements(Summed):
 
     @property
     def trained(self) -> Elements:
+        if not (self.frozen_dense or self.frozen_expert):
+            return self
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
 

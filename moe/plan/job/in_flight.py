@@ -17,7 +17,7 @@ from moe.plan.job.network import repeats
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
-from parallel.pipeline.simulator.held import RankPeaks, Split, rank_peaks
+from parallel.pipeline.simulator.held import InFlight, RankPeaks, rank_peaks
 
 STEADY = 3  # all rounds after this one are equal; a round has one micro-batch for each rank
 
@@ -73,9 +73,7 @@ def fullest_ranks(
             return False
         if ranks[a].versions < ranks[b].versions:
             return False
-        if ranks[a].split or ranks[b].split:
-            return all(any(_exceeds(x, y) for x in ranks[a].split) for y in ranks[b].split)
-        return all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
+        return all(any(_exceeds(x, y) for x in ranks[a].moments) for y in ranks[b].moments)
 
     found: list[int] = []
     for number in range(len(ranks)):
@@ -84,5 +82,5 @@ def fullest_ranks(
     return tuple(found)
 
 
-def _exceeds(more: Split, less: Split) -> bool:
-    return more.splits >= less.splits and all(map(ge, more.kept + more.pending, less.kept + less.pending))
+def _exceeds(more: InFlight, less: InFlight) -> bool:
+    return more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

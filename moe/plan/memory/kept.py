@@ -258,28 +258,28 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 
 def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that one layer keeps between I and W: the input and the output's gradient of each product with a trained matrix."""
-    n, at, (of_attention, of_network), late = network, tokens_of(network, plan, stack), _norm_outputs(network, index), network.latent
-    inner, width = sum(rows for rows, _ in attention_shapes(n.width, n.heads, n.groups, n.channels, late)[:-1]), 2 * n.width * at.read
-    if late is None:
-        attention = width + at.inside * (inner + n.heads * n.channels)
-    else:
-        attention = width + at.inside * (inner + n.heads * late.value_size + late.query_rank + late.key_rank)
-    e, tensors = n.experts, (3 if n.gated else 2) * n.hidden * at.inside
-    found = of_attention * attention + of_network * width
+    """Bytes that one layer keeps between I and W. W computes the gradient of each trained matrix from the product's input and from the
+    gradient of its output, so both are kept. Products with the same input share it."""
+    n, at, late, e = network, tokens_of(network, plan, stack), network.latent, network.experts
+    trains_attention, reads_norm = _norm_outputs(n, index)
+    *into, _ = attention_shapes(n.width, n.heads, n.groups, n.channels, late)  # all matrices but the last, as (outputs, inputs)
+    inside = sum(outputs for outputs, _ in into)
+    inside += n.heads * n.channels if late is None else n.heads * late.value_size + late.query_rank + late.key_rank
+    ends = 2 * n.width * at.read  # the first products' input and the gradient of the last product's output
+    elements = trains_attention * (ends + at.inside * inside) + reads_norm * ends
     if e is None or index not in n.sparse_layers:
-        found += n.trains("dense") * tensors
+        elements += n.trains("dense") * at.inside * (3 if n.gated else 2) * n.hidden
     else:
-        rows, hidden = most_rows(n, plan), (3 if e.gated else 2) * e.hidden / plan.etp
+        matrices, tokens = 3 if e.gated else 2, plan.microbatch * n.length / plan.sp
         moved = 2 * n.width if plan.ep * plan.etp > 1 or not e.fused else 0
-        found += n.trains("experts") * rows * (moved + hidden)
-        found += plan.microbatch * n.length / plan.sp / plan.tp * hidden * plan.etp * e.shared_hidden / e.hidden
-    cross = _cross(n, n.encoder, plan, stack) if n.encoder is not None else 0.0
-    return stack.pending * plan.compute_bytes * found + cross
+        elements += n.trains("experts") * most_rows(n, plan) * (moved + matrices * e.hidden / plan.etp)
+        elements += n.trains("dense") * tokens / plan.tp * matrices * e.shared_hidden
+    of_cross = _cross(n, n.encoder, plan, stack) if n.encoder is not None and trains_attention else 0.0
+    return stack.pending * plan.compute_bytes * elements + of_cross
 
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a micro-batch keeps between I and W for the head: its input and the gradient of the logits."""
+    """Bytes that a micro-batch keeps between I and W for the gradient of the head: the head's input and the gradient of the logits."""
     if plan.loss_chunks > 1 or network.freezes(network.head):
         return 0.0
     return plan.compute_bytes * (network.width * tokens_of(network, plan, stack).read + logits(network, plan))

@@ -17,7 +17,7 @@ Sources: ZeRO (arXiv 1910.02054), Korthikanti et al. (arXiv 2205.05198), ZeRO-In
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -34,6 +34,7 @@ from parallel.pipeline.schedules.catalog import placed
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
 MOST_STARTED = 8  # DDP's buckets that are summed at the same time (parallel/data/buckets.py)
+EMPTY = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")  # no micro-batch is in flight
 ROUNDED = 1e-9  # relative tolerance: the order of a sum changes its last digits
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),
@@ -68,7 +69,8 @@ def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, .
     """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes. Ranks that differ only on
     other axes need the same."""
     plan = plan.carried if stack.gathers == "moments" else plan
-    return tuple(_memory(plan, rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "all"))
+    engine = _Engine(plan, stack)
+    return tuple(_memory(plan, rank, engine.fullest_moment(rank)) for rank in ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
@@ -78,23 +80,12 @@ def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
 
 @lru_cache(maxsize=512)  # the planner asks again for plans that differ only in the order of sequences
 def _peak(network: Network, plan: Plan, stack: Stack) -> Memory:
-    ranks = [(rank, _fullest_moment(plan, stack, rank)) for rank in ranks_of(network, plan, stack, "fullest")]
-    return max([_memory(plan, rank, full) for rank, full in _fullest(plan, ranks)], key=lambda m: m.allocated)
-
-
-def _fullest(plan: Plan, ranks: Sequence[tuple[RankMoments, _Full]]) -> Sequence[tuple[RankMoments, _Full]]:
-    """Return the rank that needs most memory, with its fullest moment; if several need the same, return all of them."""
-    if len(ranks) == 1:
-        return ranks
-    dense, expert = _of_parameter(plan)
-    older, sizes = plan.storage.parameters, []
-    for of, full in ranks:
-        trained, frozen = of.held.trained, of.held.frozen
-        states = dense.total * trained.dense + expert.total * trained.expert + (of.versions - 1) * older * of.held.total
-        states += dense.parameters * frozen.dense + expert.parameters * frozen.expert
-        sizes.append(states + full.total)
+    engine = _Engine(plan, stack)
+    ranks = [(rank, engine.fullest_moment(rank)) for rank in ranks_of(network, plan, stack, "fullest")]
+    sizes = [engine.states(rank) + full.total for rank, full in ranks]
     least = max(sizes) * (1 - ROUNDED)
-    return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
+    fullest = [_memory(plan, *of) for of, size in zip(ranks, sizes, strict=True) if size >= least]
+    return max(fullest, key=lambda m: m.allocated)
 
 
 def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
@@ -125,64 +116,79 @@ class _Full(NamedTuple):
         return self.moment.total - self.missing + self.waiting + self.gathered + self.bucket
 
 
-def _fullest_moment(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
-    """Return the moment of the step at which the rank needs most memory."""
-    if stack.gradients == "kept":
-        one = rank.moments[0]
-        return _Full(one, 0.0, 0.0, _gathered(plan, stack, rank, one.at), _bucket(plan, stack, one.at))
-    differs = differs_by_moment(plan, stack)
-    head = plan.storage.gradients if plan.stage < 3 or differs else 0.0
-    dense, expert = (of.gradients * freed for of, freed in zip(_of_parameter(plan), _freed(plan), strict=True))
-    bucket_at_loss, bucket = _bucket(plan, stack, "loss"), _bucket(plan, stack, "work")
-    kinds = () if plan.stage < 3 or differs else {one.at for one in rank.moments}
-    whole = {at: _gathered(plan, stack, rank, at) for at in kinds}
-    found = [
-        _Full(
-            one,
-            0.0 if one.to_come is NOTHING else dense * one.to_come.trained.dense + expert * one.to_come.trained.expert,
-            head * one.waiting,
-            one.gathered if differs else whole.get(one.at, 0.0),
-            bucket_at_loss if one.at == "loss" else bucket,
-        )
-        for one in rank.moments
-    ]
-    if stack.gathers == "moments" and plan.kind.gradients == "buckets" and plan.copies == 2 and plan.pp == 1:
-        found.append(_new_buckets(plan, rank))
-    if stack.gathers == "moments" and plan.pp > 1:
-        found.append(_copied(plan, stack, rank))
-    return max(found, key=lambda of: of.total)
+class _Engine:
+    """Bytes that depend on a plan's data-parallel engine: the states of each parameter, and what the engine adds to a moment of a rank.
+
+    dense, expert: bytes of the states of one parameter outside of experts, and inside. of_dense, of_expert: bytes of their gradients that
+    are missing until their first backward pass. of_head: bytes of an element of a tied head's separate gradient.
+    """
+
+    def __init__(self, plan: Plan, stack: Stack) -> None:
+        self.plan, self.stack, self.by_moment = plan, stack, differs_by_moment(plan, stack)
+        self.dense, self.expert = _states(plan, Elements(1.0))[0], _states(plan, Elements(expert=1.0))[0]
+        self.of_dense = self.of_expert = self.of_head = 0.0
+        if stack.gradients == "freed":
+            freed = _freed(plan)
+            self.of_dense, self.of_expert = self.dense.gradients * freed[0], self.expert.gradients * freed[1]
+            self.of_head = plan.storage.gradients if plan.stage < 3 or self.by_moment else 0.0
+        self.bucket_at_loss, self.bucket = _bucket(plan, stack, "loss"), _bucket(plan, stack, "work")
+
+    def states(self, rank: RankMoments) -> float:
+        """Bytes of the states of all parameters that the rank holds."""
+        held, dense, expert = rank.held, self.dense, self.expert
+        trained = dense.total * (held.dense - held.frozen_dense) + expert.total * (held.expert - held.frozen_expert)
+        older = (rank.versions - 1) * self.plan.storage.parameters * held.total
+        return trained + older + dense.parameters * held.frozen_dense + expert.parameters * held.frozen_expert
+
+    def fullest_moment(self, rank: RankMoments) -> _Full:
+        """Return the moment of the step at which the rank needs most memory."""
+        plan, stack = self.plan, self.stack
+        whole = _gathered(plan, stack, rank) if plan.stage == 3 and not self.by_moment else None
+        found = [
+            _Full(
+                one,
+                self.of_dense * one.to_come.dense + self.of_expert * one.to_come.expert,
+                self.of_head * one.waiting,
+                whole(one.at) if whole else one.gathered,
+                self.bucket_at_loss if one.at == "loss" else self.bucket,
+            )
+            for one in rank.moments
+        ]
+        if stack.gathers == "moments" and plan.kind.gradients == "buckets" and plan.copies == 2 and plan.pp == 1:
+            found.append(_new_buckets(plan, rank))
+        if stack.gathers == "moments" and plan.pp > 1 and (copies := _copied(plan, stack, rank)):
+            found.append(_Full(EMPTY._replace(at="sums"), 0.0, 0.0, 0.0, copies))
+        return max(found, key=lambda of: of.total)
 
 
-def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> _Full:
-    """Return the moment after a stage's last backward pass at which copies of gradients are summed: of whole stages if other pipeline
-    ranks hold them too, else of DDP's buckets that are on their way."""
+def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
+    """Bytes of the copies of gradients that are summed after a stage's last backward pass: of whole stages if other pipeline ranks hold
+    them too, else of DDP's buckets that are on their way."""
     if placed(plan.schedule) == "both_ways":
-        copies = _states(plan, rank.held)[0].gradients
-    elif plan.kind.gradients == "buckets":
-        trained = rank.held.trained
-        elements = (trained.dense if plan.copies > 1 else 0.0) + (trained.expert if plan.edp > 1 else 0.0)
-        copies = stack.reduce_bytes * min(elements, MOST_STARTED * stack.bucket_elements)
-    else:
-        copies = 0.0
-    return _Full(Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "sums"), 0.0, 0.0, 0.0, copies)
+        return _states(plan, rank.held)[0].gradients
+    if plan.kind.gradients != "buckets":
+        return 0.0
+    trained = rank.held.trained
+    elements = (trained.dense if plan.copies > 1 else 0.0) + (trained.expert if plan.edp > 1 else 0.0)
+    return stack.reduce_bytes * min(elements, MOST_STARTED * stack.bucket_elements)
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
     """Return the moment in the second step at which DDP rebuilds its buckets, so that gradients exist twice. With more than two ranks, it
     does so before the optimizer has states (parallel/data/ddp.py), and this moment is no peak."""
     of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1]))[0].gradients
-    empty = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")
-    return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
+    return _Full(EMPTY, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
-def _gathered(plan: Plan, stack: Stack, rank: RankMoments, at: At) -> float:
-    """Bytes of gathered weights and unreduced gradients at all moments of this kind; 0 without ZeRO stage 3."""
-    if plan.stage < 3 or plan.copies == 1:
-        return 0.0
+def _gathered(plan: Plan, stack: Stack, rank: RankMoments) -> Callable[[At], float] | None:
+    """Return the function moment -> bytes of gathered weights and unreduced gradients in ZeRO stage 3; None if weights are not sharded."""
+    if plan.copies == 1:
+        return None
     if stack.gathers == "moments":
-        largest = max(rank.gathered, key=lambda of: of.total, default=NOTHING)
-        return gathered(plan, stack, at, Unit(largest, 0.0, largest), held=rank.held, table=rank.table)
-    return at_any_moment(plan, stack, held=rank.held.total, table=rank.table.total, units=[of.total for of in rank.gathered])
+        largest = rank.largest
+        return gathered(plan, stack, Unit(largest, 0.0, largest), held=rank.held, table=rank.table)
+    size = at_any_moment(plan, stack, held=rank.held.total, table=rank.table.total, units=[of.total for of in rank.gathered])
+    return lambda at: size
 
 
 def _freed(plan: Plan) -> tuple[bool, bool]:
@@ -192,12 +198,6 @@ def _freed(plan: Plan) -> tuple[bool, bool]:
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)
     return not stays, not (stays and experts_too)
-
-
-@lru_cache(maxsize=8)
-def _of_parameter(plan: Plan) -> tuple[States, States]:
-    """Return the bytes of the states of one parameter outside of experts, and of one inside."""
-    return _states(plan, Elements(1.0))[0], _states(plan, Elements(expert=1.0))[0]
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from operator import add, mul
+from operator import mul
 from typing import Any, Literal, NamedTuple
 
 from moe.plan.job import counts
@@ -25,50 +25,26 @@ from moe.plan.job.in_flight import fullest_ranks, in_flight
 from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.memory.kept import (
     FP32_BYTES,
-    buffers_of,
     cast_weights,
     casts_kept,
     inputs_kept,
     keeps_scores,
-    layer_kept,
-    layer_pending,
     recompute_of,
 )
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import NOTHING, Unit, at_layer, gathered, of_largest, outside_of, widest
+from moe.plan.memory.temporary import NOTHING, LayerBytes, Unit, gathered, layer_bytes, outside_of
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
-from parallel.pipeline.simulator.held import RankPeaks, Split
+from parallel.pipeline.simulator.held import InFlight, RankPeaks
 
-NO_EXPERTS = -1  # index that stands for a layer without experts
 _DEFAULT = Plan()
 _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "sequence", "microbatch", "compute_bytes", "offload_activations")
-
-
-@dataclass(frozen=True, eq=False)
-class LayerBytes:
-    """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
-
-    gathered: its parameters that ZeRO stage 3 holds whole at the same time. kept: bytes that a micro-batch keeps for the backward pass.
-    pending: bytes that it keeps between I and W. work, work_of_i, work_of_w: temporary bytes of its backward pass, of I and of W.
-    dispatch: bytes of the buffers for rows sent to and from experts.
-    """
-
-    elements: Elements
-    gathered: Elements
-    matrix: float
-    kept: float
-    pending: float
-    work: float
-    work_of_i: float
-    work_of_w: float
-    dispatch: float
 
 
 class Moment(NamedTuple):
     """Bytes of a rank at one moment of a step. at: kind of moment. total: sum of the first five.
 
-    work: temporary bytes of the layer that is in its backward pass. to_come: parameters whose gradient does not exist yet.
+    work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
     gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3.
     """
@@ -85,6 +61,22 @@ class Moment(NamedTuple):
     at: At
 
 
+def _moment(
+    at: At,
+    activations: float,
+    loss: float,
+    embedding: float = 0.0,
+    work: float = 0.0,
+    dispatch: float = 0.0,
+    *,
+    to_come: Elements,
+    waiting: float = 0.0,
+    gathered: float = 0.0,
+) -> Moment:
+    total = activations + loss + embedding + work + dispatch
+    return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, gathered, at)
+
+
 @dataclass(frozen=True, eq=False)
 class RankMoments:
     """Sizes of pipeline rank `number` before its states are sharded. versions: number of versions of the weights that it keeps.
@@ -99,6 +91,53 @@ class RankMoments:
     gathered: tuple[Elements, ...]
     table: Elements
     moments: tuple[Moment, ...]
+
+    @cached_property
+    def largest(self) -> Elements:
+        """The largest entry of `gathered`."""
+        return max(self.gathered, key=lambda of: of.total, default=NOTHING)
+
+
+class _Stage(NamedTuple):
+    """Sizes of a pipeline stage on a rank. number: its place among all stages. kinds: (sizes of a layer, number of such layers) for each
+    kind of layer. elements: parameters of its layers.
+
+    kept, ends_kept: bytes that a micro-batch keeps from F until B or I, on the stage's layers and outside of them. pending, ends_pending:
+    the same from I until W. of_loss: the part of `ends_kept` that is freed at the end of the loss's backward pass.
+    """
+
+    number: int
+    kinds: Sequence[tuple[LayerBytes, int]]
+    elements: Elements
+    kept: float
+    pending: float
+    ends_kept: float
+    ends_pending: float
+    of_loss: float
+
+
+class _Now(NamedTuple):
+    """Candidate for the fullest moment of a rank: a backward action begins. once: no backward pass of the step has ended yet. total: bytes
+    that all micro-batches in flight keep."""
+
+    in_flight: InFlight
+    once: bool
+    total: float
+
+
+class _Rank(NamedTuple):
+    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet) -> the moment of this kind at which most bytes are
+    kept."""
+
+    number: int
+    versions: int
+    stages: tuple[_Stage, ...]
+    candidates: dict[tuple[bool, bool], _Now]
+
+    def exceeds(self, other: _Rank) -> bool:
+        """Return whether each candidate of the other rank, which has the same stages, keeps at most as much as this rank's."""
+        mine = self.candidates
+        return all(key in mine and mine[key].total >= now.total for key, now in other.candidates.items())
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
@@ -127,31 +166,29 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
     stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
     step = _Step(network, plan, stack, stages, casts)
-    numbers: Iterable[int] = range(len(ranks))
-    if which == "fullest":
-        sparse = network.with_experts if network.experts else ()
-        sizes = tuple(map(len, stages))
-        numbers = fullest_ranks(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
-    return tuple(step.of_rank(number, ranks[number]) for number in numbers)
+    if which == "all":
+        return tuple(step.moments_of(step.rank(number, of)) for number, of in enumerate(ranks))
+    sparse, sizes = network.with_experts if network.experts else (), tuple(map(len, stages))
+    numbers = fullest_ranks(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
+    return tuple(map(step.moments_of, step.fullest([step.rank(number, ranks[number]) for number in numbers])))
 
 
-@lru_cache(maxsize=20_000)
-def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerBytes:
-    """Return the sizes of a layer, with experts if it is `sparse`. plan.recompute is the kind of recompute of this layer."""
-    index = network.sparse_layers[0] if sparse else NO_EXPERTS
-    of = (network, plan, stack, index)
-    elements, matrix = counts.layer(network, plan, index), widest(network, plan, sparse=sparse)
-    at_once = elements
-    if plan.tiles > 1 and not sparse:  # ZeRO stage 3 gathers one tile after another
-        of_network = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
-        at_once = elements + counts.dense(network, -of_network * (1 - 1 / plan.tiles), "dense")
-    if stack.gathers == "elements":  # each product gathers its own matrix
-        at_once = Elements(min(at_once.total, matrix))
-    kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
-    work_of_w = of_largest(network, plan, stack, sparse=sparse)
-    work, work_of_i = (at_layer(*of, of_matrix=of_matrix) for of_matrix in (work_of_w, 0.0))
-    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse else 0.0
-    return LayerBytes(elements, at_once, matrix, *sizes)
+_Kind = tuple[bool, bool, bool, int]  # (of the encoder, with experts, recomputed, frozen: 1, and not reached by the backward pass: 2)
+
+
+@lru_cache(maxsize=100)
+def _kinds(network: Network, every: int) -> tuple[_Kind, ...]:
+    """Return the kind of each layer. every: Plan.recompute_every."""
+    sparse = frozenset(network.with_experts) if network.experts else frozenset[int]()
+    frozen = [(i in network.frozen_layers) + (i < network.unreached) for i in range(network.depth)]
+    return tuple((i < network.before, i in sparse, repeats(i, every), frozen[i]) for i in range(network.depth))
+
+
+@lru_cache(maxsize=5_000)
+def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int], ...]:
+    """Return (index of the first layer, number of layers) for each kind of layer in a stage."""
+    kinds = [_kinds(network, every)[index] for index in stage]
+    return tuple((stage[kinds.index(kind)], count) for kind, count in Counter(kinds).items())
 
 
 class _Step:
@@ -160,29 +197,25 @@ class _Step:
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
         self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
-        self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
-        self.kinds: dict[tuple[bool, bool, bool, int], LayerBytes] = {}
+        self.kind_of_layer = _kinds(network, plan.recompute_every)
+        self.kinds: dict[_Kind, LayerBytes] = {}
         self.sizes: dict[tuple[tuple[int, int], ...], Elements] = {}
         of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
         self.outside = outside_of(network, of_microbatch, stack)
 
     def layer(self, index: int) -> LayerBytes:
-        n = self.network
-        frozen = (index in n.frozen_layers) + (index < n.unreached)
-        kind = (index < n.before, index in self.sparse, repeats(index, self.plan.recompute_every), frozen)
+        n, kind = self.network, self.kind_of_layer[index]
         if kind not in self.kinds:
             run, _ = n.at(index)
             own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
-            made = _layer(run, own, self.stack, kind[1])
+            made = layer_bytes(run, own, self.stack, kind[1])
             made = replace(made, kept=made.kept + (cast_weights(n, self.plan, index) if self.casts else 0.0))
             self.kinds[kind] = replace(made, kept=0.0, pending=0.0, work=0.0, work_of_i=0.0, work_of_w=0.0) if index < n.unreached else made
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
         """Return (sizes of one layer, number of layers of this kind) for each kind of layer in a stage."""
-        if not self.sparse and not self.network.frozen_layers and self.plan.recompute_every == 1 and self.network.encoder is None:
-            return [(self.layer(stage.start), len(stage))] if stage else []
-        return list(Counter(map(self.layer, stage)).items())
+        return [(self.layer(index), count) for index, count in _counted(self.network, self.plan.recompute_every, stage)]
 
     def size_of(self, kinds: Sequence[tuple[LayerBytes, int]]) -> Elements:
         """Return the parameters of layers, given as by `kinds_of`."""
@@ -191,16 +224,44 @@ class _Step:
             self.sizes[key] = sum((of.elements.times(n) for of, n in kinds), NOTHING)
         return self.sizes[key]
 
-    def of_rank(self, number: int, rank: RankPeaks) -> RankMoments:
-        outside = self.outside
-        layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
-        first, last = 0 in layers, self.last in layers
-        sizes = {stage: self.size_of(mine) for stage, mine in layers.items()}
-        held = sum(sizes.values(), outside.elements[first, last])
-        whole = [of.gathered for mine in layers.values() for of, _ in mine]
+    def stage(self, number: int) -> _Stage:
+        outside, first, last = self.outside, number == 0, number == self.last
+        kinds = self.kinds_of(self.stages[number])
+        ends = outside.keeps[first, last]
+        if last and self.casts:
+            ends += self.network.ahead * outside.casts
+        of_loss = ends - outside.keeps[first, False] if last else 0.0
+        ends += inputs_kept(self.plan, self.stack, self.stages[number], first=first, last=last) * outside.crossing
+        kept, pending = sum([n * of.kept for of, n in kinds]), sum([n * of.pending for of, n in kinds])
+        return _Stage(number, kinds, self.size_of(kinds), kept, pending, ends, outside.head_pending * last, of_loss)
+
+    def rank(self, number: int, peaks: RankPeaks) -> _Rank:
+        stages = tuple(map(self.stage, peaks.stages))
+        return _Rank(number, peaks.versions, stages, self._candidates(peaks, stages))
+
+    def fullest(self, ranks: Sequence[_Rank]) -> list[_Rank]:
+        """Leave out the ranks that need no more memory than another rank with the same layers."""
+        if len(ranks) == 1:
+            return list(ranks)
+        alike: dict[object, list[_Rank]] = {}
+        for rank in ranks:
+            ends = [stage.number for stage in rank.stages if stage.number in (0, self.last)]
+            layers = sorted([tuple([(id(of), n) for of, n in stage.kinds]) for stage in rank.stages])
+            alike.setdefault((rank.versions, *ends, *layers), []).append(rank)
+        found: list[_Rank] = []
+        for group in alike.values():
+            most = sorted(group, key=lambda rank: max([now.total for now in rank.candidates.values()]), reverse=True)
+            found += [rank for i, rank in enumerate(most) if not any(more.exceeds(rank) for more in most[:i])]
+        return sorted(found, key=lambda rank: rank.number)
+
+    def moments_of(self, rank: _Rank) -> RankMoments:
+        """Return the rank's sizes at the moments that may be its peak."""
+        outside, first, last = self.outside, rank.stages[0].number == 0, rank.stages[-1].number == self.last
+        whole = [of.gathered for stage in rank.stages for of, _ in stage.kinds]
         whole += [Elements(outside.ahead)] if last and self.network.ahead else []
         table = outside.embedding if first else outside.head if last else NOTHING
-        return RankMoments(number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, layers, sizes, held)))
+        held = sum([stage.elements for stage in rank.stages], outside.elements[first, last])
+        return RankMoments(rank.number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, held)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
         """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are
@@ -219,140 +280,119 @@ class _Step:
                 found.append(one)
         return tuple(found)
 
-    def _moments(
-        self, rank: RankPeaks, layers: dict[int, list[tuple[LayerBytes, int]]], sizes: dict[int, Elements], held: Elements
-    ) -> Iterator[Moment]:
-        """Yield all moments of a step that may be the rank's peak. sizes: stage -> its layers' parameters. held: the rank's."""
-        outside, last, network, plan = self.outside, self.last, self.network, self.plan
-        bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
-        ends = [outside.keeps[stage == 0, stage == last] for stage in layers]
-        if self.casts and last in layers:
-            ends[-1] += network.ahead * outside.casts
-        of_loss = ends[-1] - outside.keeps[last == 0, False] if last in layers else 0.0
-        inputs = [inputs_kept(plan, self.stack, self.stages[stage], first=stage == 0, last=stage == last) for stage in layers]
-        ends = [end + number * outside.crossing for number, end in zip(inputs, ends, strict=True)]
-        tied = outside.embedding.trained.dense if network.tied and 0 in layers and last == 0 else 0.0
-        work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
+    def _moments(self, rank: _Rank, held: Elements) -> Iterator[Moment]:
+        """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
-        # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
-        wide = FP32_BYTES if self.stack.casts and not self.gathers else plan.compute_bytes
-        of_embedding = wide * (2 if tied else 1) * outside.embedding.trained.dense
+        for (at_i, once), now in rank.candidates.items():
+            count, pending = now.in_flight.kept, now.in_flight.pending
+            kept = sum([n * of.kept for n, of in zip(count, rank.stages, strict=True)])
+            kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])
+            ends = sum([n * of.ends_kept for n, of in zip(count, rank.stages, strict=True)])
+            ends += sum([n * of.ends_pending for n, of in zip(pending, rank.stages, strict=True)])
+            yield from self._at_loss(rank, held, kept, ends, whole, once=once)
+            before = self.outside.elements[rank.stages[0].number == 0, False] if once else NOTHING
+            for number, stage in zip(count, rank.stages, strict=True):
+                if number or not at_i:
+                    left = ends - (stage.of_loss - at_i * stage.ends_pending if number else 0.0)
+                    yield from self._in_stage(stage, held, kept, left, whole, before, at_i=at_i, once=once)
+                before = before + stage.elements if once else NOTHING
 
-        def moment(
-            at: At,
-            activations: float,
-            loss: float,
-            *,
-            to_come: Elements,
-            embedding: float = 0.0,
-            work: float = 0.0,
-            dispatch: float = 0.0,
-            waiting: float = 0.0,
-            gathered: float | None = None,
-        ) -> Moment:
-            total = activations + loss + embedding + work + dispatch
-            sharded = whole.get(at, 0.0) if gathered is None else gathered
-            return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, sharded, at)
+    def _at_loss(self, rank: _Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
+        """Yield the moments before the first backward pass of a layer. kept, ends: bytes of all micro-batches in flight, on layers and
+        outside. whole: see `_gathered`. once: no backward pass of the step has ended yet."""
+        outside, plan, sharded = self.outside, self.plan, whole.get("loss", 0.0)
+        to_come = held.trained if once else NOTHING
+        if rank.stages[-1].number == self.last:
+            of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
+            cast = plan.compute_bytes * outside.head.total if of_head else 0.0
+            yield _moment("loss", kept, ends + outside.loss + cast, work=outside.head_input, to_come=to_come, gathered=sharded)
+            if self.network.ahead:  # backward pass of a layer of multi-token prediction
+                work = max([of.work for stage in rank.stages for of, _ in stage.kinds], default=0.0)
+                yield _moment("loss", kept, ends, work=work, to_come=to_come, gathered=sharded)
+        if not any(stage.kinds for stage in rank.stages):
+            yield _moment("loss", kept, ends, to_come=to_come, gathered=sharded)
 
-        after_i = [sum([n * of.pending for of, n in mine]) for mine in layers.values()]
-        ends_after_i = [outside.head_pending * (stage == last) for stage in layers]
-        counts = self._counts(rank, list(map(add, bodies, ends)), list(map(add, after_i, ends_after_i)))
-        keys = {(stage, once, one.splits) for one, once in counts for stage in layers}
-        at_work = {key: self._at_work(key[0], held, *key[1:]) for key in keys}
-        for (count, pending, splits), once in counts:
-            kept = sum(map(mul, count, bodies)) + sum(map(mul, pending, after_i))
-            of_ends = sum(map(mul, count, ends)) + sum(map(mul, pending, ends_after_i))
-            none_yet = held if once else NOTHING
-            if last in layers:
-                of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
-                cast = plan.compute_bytes * outside.head.total if of_head else 0.0
-                yield moment("loss", kept, of_ends + outside.loss + cast, work=outside.head_input, to_come=none_yet)
-            if last in layers and network.ahead:  # backward pass of a layer of multi-token prediction
-                yield moment("loss", kept, of_ends, work=work, to_come=none_yet)
-            if not any(layers.values()):
-                yield moment("loss", kept, of_ends, to_come=none_yet)
-            before = outside.elements[0 in layers, False] if once else NOTHING
-            for stage, body, after, number in zip(layers, bodies, after_i, count, strict=True):
-                if splits and not number:
-                    continue
-                left = of_ends - (of_loss - splits * outside.head_pending if stage == last and number else 0.0)
-                for of, gone, later, bytes_at_work, bytes_of_sums in at_work[stage, once, splits]:
-                    to_come = before + later if once else NOTHING
-                    own = of.work_of_i if splits else of.work
-                    total = kept - gone + left + own + of.dispatch
-                    yield Moment(kept - gone, left, 0.0, own, of.dispatch, total, to_come, tied, bytes_at_work, "work")
-                    if bytes_of_sums:
-                        kept_then = kept - (gone + of.kept)
-                        yield moment("sums", kept_then, left, gathered=bytes_of_sums, to_come=to_come, waiting=tied)
-                if splits:
-                    of_layers = list(map(self.layer, self.stages[stage]))  # in the order of W
-                    done = accumulate((of.pending for of in of_layers), initial=0.0)
-                    own = max([of.work_of_w - size for of, size in zip(of_layers, done, strict=False)], default=0.0)
-                    none = before + sizes[stage] if once else NOTHING
-                    yield moment("sums", kept - body + after, left, work=own, to_come=none, waiting=tied)
-                if "head" in whole and stage == last:
-                    yield moment("head", kept, left, to_come=none_yet)
-                if "bucket" in whole:
-                    yield moment("forward", kept, left, to_come=none_yet)
-                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
-                    yield moment("bucket", kept - full * body, left, to_come=before)
-                if stage == 0:
-                    table_to_come = Elements(tied) if once else NOTHING
-                    then = kept - body + splits * after
-                    yield moment("embedding", then, left, embedding=of_embedding, to_come=table_to_come, waiting=tied)
-                before = before + sizes[stage] if once else NOTHING
+    def _in_stage(
+        self, stage: _Stage, held: Elements, kept: float, ends: float, whole: dict[At, float], before: Elements, *, at_i: bool, once: bool
+    ) -> Iterator[Moment]:
+        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. The other
+        arguments are those of `_at_loss`."""
+        outside = self.outside
+        tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
+        for of, gone, later, bytes_at_work, bytes_of_sums in self._at_work(stage, held, once, at_i):
+            to_come = (before + later).trained if once else NOTHING
+            work = of.work_of_i if at_i else of.work
+            yield _moment("work", kept - gone, ends, 0.0, work, of.dispatch, to_come=to_come, waiting=tied, gathered=bytes_at_work)
+            if bytes_of_sums:
+                yield _moment("sums", kept - (gone + of.kept), ends, to_come=to_come, waiting=tied, gathered=bytes_of_sums)
+        left = kept - stage.kept + at_i * stage.pending  # after this backward pass
+        if at_i:  # W frees one layer after the other, the first layer first
+            layers = list(map(self.layer, self.stages[stage.number]))
+            freed = accumulate((of.pending for of in layers), initial=0.0)
+            work = max([of.work_of_w - size for of, size in zip(layers, freed, strict=False)], default=0.0)
+            yield _moment("sums", left, ends, work=work, to_come=(before + stage.elements).trained if once else NOTHING, waiting=tied)
+        if "head" in whole and stage.number == self.last:
+            yield _moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
+        if "bucket" in whole:
+            yield _moment("forward", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole.get("forward", 0.0))
+            full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
+            yield _moment("bucket", kept - full * stage.kept, ends, to_come=before.trained, gathered=whole["bucket"])
+        if stage.number == 0:
+            # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
+            wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
+            size = wide * (2 if tied else 1) * outside.embedding.trained.dense
+            to_come, sharded = Elements(tied) if once else NOTHING, whole.get("embedding", 0.0)
+            yield _moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded)
 
-    def _counts(self, rank: RankPeaks, kept: Sequence[float], pending: Sequence[float]) -> list[tuple[Split, bool]]:
-        """Return candidates for the peak as (micro-batches on each stage, whether no backward pass of the step has ended yet), also after
-        the first backward pass, because gradients exist from then on. kept, pending: each stage's bytes of a micro-batch before and after
-        I, by which the largest moments are chosen."""
-        microbatches, fullest = self.plan.microbatches, dict[tuple[bool, bool], tuple[float, Split]]()
-        moments = rank.split or [Split(count, (0,) * len(count), False) for count in rank.most]
-        found = [(one, microbatches == 1 or min(one.kept) == microbatches) for one in moments]
-        found += [(one._replace(kept=tuple(n - 1 for n in one.kept)), False) for one, first in found if first and microbatches > 1]
-        for one, first in found:
-            size = sum(map(mul, one.kept, kept)) + sum(map(mul, one.pending, pending))
-            key = one.splits, first
-            if key not in fullest or fullest[key][0] < size:
-                fullest[key] = size, one
-        return [(one, first) for (_, first), (_, one) in fullest.items()]
+    def _candidates(self, peaks: RankPeaks, stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
+        """Return `_Rank.candidates`. Gradients exist after the step's first backward pass, so the moment after it is a candidate too."""
+        m, found = self.plan.microbatches, dict[tuple[bool, bool], _Now]()
+        moments = [(of, m == 1 or min(of.kept) == m) for of in peaks.moments]
+        moments += [(of._replace(kept=tuple([n - 1 for n in of.kept])), False) for of, once in moments if once and m > 1]
+        kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
+        for of, once in moments:
+            total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
+            key = of.at_i, once
+            if key not in found or found[key].total < total:
+                found[key] = _Now(of, once, total)
+        return found
 
     def _gathered(self, held: Elements) -> dict[At, float]:
         """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
         if not self.gathers:
             return {}
-        moments: tuple[At, ...] = ("loss", "embedding", *self.plan.kind.moments)
         unit = Unit(next=self.layer(self.network.depth - 1).gathered)
-        tables = {at: self.outside.embedding if at == "embedding" else self.outside.head for at in moments}
-        return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at, table in tables.items()}
+        first, last = (gathered(self.plan, self.stack, unit, held=held, table=of) for of in (self.outside.embedding, self.outside.head))
+        return {"embedding": first("embedding"), **{at: last(at) for at in ("loss", *self.plan.kind.moments)}}
 
-    def _at_work(self, stage: int, held: Elements, once: bool, splits: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
+    def _at_work(self, stage: _Stage, held: Elements, once: bool, at_i: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
         """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
         layer, bytes already freed by later layers, parameters whose gradient does not exist yet, gathered bytes of ZeRO stage 3 during its
-        backward pass, the same while its gradients are reduced). once: no backward pass has ended yet. splits: I keeps what W needs."""
-        kinds = self.kinds_of(self.stages[stage])
+        backward pass, the same while its gradients are reduced). once: no backward pass has ended yet. at_i: I keeps what W needs."""
+        kinds = stage.kinds
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds
             last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
-            gone = (n - 1) * (of.kept - splits * of.pending)
-            return [last, (of, gone, of.elements if once else NOTHING, 0.0, 0.0)] if once or splits else [last]
-        lasts: dict[tuple[LayerBytes, Elements], tuple[LayerBytes, float, Elements]] = {}
+            gone = (n - 1) * (of.kept - at_i * of.pending)
+            return [last, (of, gone, of.elements if once else NOTHING, 0.0, 0.0)] if once or at_i else [last]
+        lasts: dict[tuple[LayerBytes, int], tuple[LayerBytes, float, Elements, Elements]] = {}
         first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
-        gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
-        before = self.outside.head if self.gathers and stage == self.last else NOTHING
-        for of in map(self.layer, reversed(self.stages[stage])):
-            lasts.setdefault((of, before), (of, gone, to_come))
-            if once or splits:
+        gone, to_come = 0.0, stage.elements if once else NOTHING
+        before = self.outside.head if self.gathers and stage.number == self.last else NOTHING
+        for of in map(self.layer, reversed(self.stages[stage.number])):
+            lasts.setdefault((of, id(before)), (of, gone, to_come, before))
+            if once or at_i:
                 first[of] = of, gone, to_come, before
             if once:
                 to_come += of.elements.times(-1)
-            gone += of.kept - splits * of.pending
+            gone += of.kept - at_i * of.pending
             before = of.gathered if self.gathers else NOTHING
-        found = [*((*one, before) for (_, before), one in lasts.items()), *first.values()]
+        found = [*lasts.values(), *first.values()]
         if not self.gathers:
             return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
 
-        def bytes_at(at: At, of: LayerBytes, before: Elements) -> float:
-            return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, before), held=held, table=self.outside.head)
+        def bytes_at(of: LayerBytes, before: Elements) -> tuple[float, float]:
+            whole = gathered(self.plan, self.stack, Unit(of.gathered, of.matrix, before), held=held, table=self.outside.head)
+            return whole("work"), whole("sums")
 
-        return [(of, gone, to_come, bytes_at("work", of, before), bytes_at("sums", of, before)) for of, gone, to_come, before in found]
+        return [(of, gone, to_come, *bytes_at(of, before)) for of, gone, to_come, before in found]

@@ -6,7 +6,7 @@ closed form of their bytes at each kind of moment (At). For other software, only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,12 +17,14 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.memory.kept import (
     FP32_BYTES,
     bias_elements,
+    buffers_of,
     cast_ahead,
     ends_kept,
     head_pending,
     keeps_scores,
     layer_kept,
     layer_parts,
+    layer_pending,
     logits,
     most_rows,
     recompute_of,
@@ -33,6 +35,7 @@ from parallel.data.kinds.kind import At, Whole
 from parallel.mesh.grids import GRIDS
 
 NOTHING = Elements()
+NO_EXPERTS = -1  # index that stands for a layer without experts
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
@@ -47,17 +50,17 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
-def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, of_matrix: float) -> float:
+def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_gradient: float) -> float:
     """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix.
-    of_matrix: bytes of the latter, from `of_largest`; 0 in I."""
+    matrix_gradient: bytes of the latter, from `largest_gradient`; 0 in I, which computes no gradient of a matrix."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
         wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
-        wide += of_matrix
+        wide += matrix_gradient
     else:
-        wide = _of_network(network, stack, c * at.inside * network.hidden, of_matrix)
+        wide = _of_network(network, stack, c * at.inside * network.hidden, matrix_gradient)
     if network.buckets and plan.sp == 1 and stack.biased == "fused":
         scores = _of_bias(network, plan, stack, index)
     else:
@@ -82,7 +85,7 @@ def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) 
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
 
 
-def of_largest(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
+def largest_gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
     """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches. In this project, a dense matrix's
     gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
     c, e = plan.compute_bytes, network.experts
@@ -118,6 +121,45 @@ def head_input(network: Network, plan: Plan, stack: Stack) -> float:
 
 def _whole_input(network: Network, plan: Plan) -> float:
     return plan.compute_bytes * network.width * plan.microbatch * network.length / plan.sp
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBytes:
+    """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
+
+    gathered: its parameters that ZeRO stage 3 holds whole at the same time. kept: bytes that a micro-batch keeps for the backward pass.
+    pending: bytes that it keeps between I and W. work, work_of_i, work_of_w: temporary bytes of its backward pass, of I and of W.
+    dispatch: bytes of the buffers for rows sent to and from experts.
+    """
+
+    elements: Elements
+    gathered: Elements
+    matrix: float
+    kept: float
+    pending: float
+    work: float
+    work_of_i: float
+    work_of_w: float
+    dispatch: float
+
+
+@lru_cache(maxsize=20_000)
+def layer_bytes(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerBytes:
+    """Return the sizes of a layer, with experts if it is `sparse`. plan.recompute is the kind of recompute of this layer."""
+    index = network.sparse_layers[0] if sparse else NO_EXPERTS
+    of = (network, plan, stack, index)
+    elements, matrix = counts.layer(network, plan, index), widest(network, plan, sparse=sparse)
+    at_once = elements
+    if plan.tiles > 1 and not sparse:  # ZeRO stage 3 gathers one tile after another
+        of_network = counts.network_elements(network, network.hidden, gated=network.gated) / plan.grid.matrix
+        at_once = elements + counts.dense(network, -of_network * (1 - 1 / plan.tiles), "dense")
+    if stack.gathers == "elements":  # each product gathers its own matrix
+        at_once = Elements(min(at_once.total, matrix))
+    kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
+    work_of_w = largest_gradient(network, plan, stack, sparse=sparse)
+    work, work_of_i = (at_layer(*of, matrix_gradient=size) for size in (work_of_w, 0.0))
+    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse else 0.0
+    return LayerBytes(elements, at_once, matrix, *sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,35 +214,35 @@ class Unit(NamedTuple):
     next: Elements = NOTHING
 
 
-def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, table: Elements) -> float:
-    """Bytes of this project's gathered weights and unreduced gradients at a moment. held: rank's parameters, table: embedding's."""
+def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Elements) -> Callable[[At], float]:
+    """Return the function moment -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters. table:
+    parameters of the embedding or head."""
     form = plan.carrier.gathered
     if form is None:
-        return 0.0
-    shared = _Shared(plan.copies > 1, plan.edp > 1)
+        return lambda at: 0.0
+    copies = plan.copies
+    shared = _Shared(copies > 1, plan.edp > 1)
     layer = shared.of(unit.at_once)
-    return form(
-        at,
-        Whole(
-            compute_bytes=plan.compute_bytes,
-            sum_bytes=stack.reduce_bytes,
-            held=shared.of(held),
-            table=shared.of(table),
-            layer=layer,
-            behind=shared.of(unit.next),
-            trained=shared.of(held.trained),
-            trained_table=shared.of(table.trained),
-            trained_layer=shared.of(unit.at_once.trained),
-            trained_behind=shared.of(unit.next.trained),
-            matrix=min(unit.matrix, layer),
-            bucket=stack.bucket_elements,
-            copies=plan.copies,
-            stays=plan.pp > 1 or not plan.reshard,
-            on_stages=plan.pp > 1,
-            once=plan.pp > 1 and not plan.reshard,
-            loss_chunks=plan.loss_chunks,
-        ),
+    whole = Whole(
+        compute_bytes=plan.compute_bytes,
+        sum_bytes=stack.reduce_bytes,
+        held=shared.of(held),
+        table=shared.of(table),
+        layer=layer,
+        behind=shared.of(unit.next),
+        trained=shared.of(held.trained),
+        trained_table=shared.of(table.trained),
+        trained_layer=shared.of(unit.at_once.trained),
+        trained_behind=shared.of(unit.next.trained),
+        matrix=min(unit.matrix, layer),
+        bucket=stack.bucket_elements,
+        copies=copies,
+        stays=plan.pp > 1 or not plan.reshard,
+        on_stages=plan.pp > 1,
+        once=plan.pp > 1 and not plan.reshard,
+        loss_chunks=plan.loss_chunks,
     )
+    return lambda at: form(at, whole)
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:

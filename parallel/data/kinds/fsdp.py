@@ -61,8 +61,7 @@ def gathered(at: At, w: Whole) -> float:
 
 def _each_pass(at: At, w: Whole) -> float:
     """Return the bytes of `gathered` with pipeline stages, if gradients are scattered after each pass. A stage's weights stay gathered from
-    F until its next backward pass. The input of the last scatter, that of `behind`,
-    stays until the next scatter, also while F runs."""
+    F until its next backward pass. The last scatter's input, the gradient of `behind`, stays until the next scatter, also while F runs."""
     c, r = w.compute_bytes, w.sum_bytes
     match at:
         case "loss":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import ge
 from typing import NamedTuple
 
@@ -13,33 +14,40 @@ from parallel.pipeline.schedule import Op, Schedule
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
 
 
-class Split(NamedTuple):
-    """Number of micro-batches on each stage of a rank when I, B, or W after F begins. kept: after F. pending: between I and W. splits: I
-    begins."""
+class InFlight(NamedTuple):
+    """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
+    and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
-    splits: bool
+    at_i: bool
 
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """Largest number of micro-batches whose activations one rank keeps.
-    stages: the rank's stages. most: moments of largest memory, each as the number of micro-batches kept for each stage; several moments if
-    none of them is largest in every stage. versions: number of weight versions, including the newest. split: the moments of a rank with I,
-    of which none has at least the numbers of another; () without I."""
+    """Moments of a step at which a rank may keep most activations.
+
+    stages: the rank's stages. most: number of micro-batches between F and B or W for each stage, at each moment that no other moment
+    exceeds in all stages. versions: number of weight versions that the rank keeps, the newest included. with_i: if the rank has actions I
+    and W, the moments that no other moment exceeds in all numbers; else ().
+    """
 
     stages: tuple[int, ...]
     most: tuple[tuple[int, ...], ...]
     versions: int = 1
-    split: tuple[Split, ...] = ()
+    with_i: tuple[InFlight, ...] = ()
+
+    @cached_property
+    def moments(self) -> tuple[InFlight, ...]:
+        """The moments, with or without I."""
+        return self.with_i or tuple(InFlight(count, (0,) * len(count), False) for count in self.most)
 
 
 def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
     """Return the RankPeaks of each rank, counted in its order of actions."""
     ranks = range(schedule.num_ranks)
     versions = weight_versions(schedule) if schedule.num_updates > 1 else [1] * len(ranks)
-    return tuple(RankPeaks(schedule.stages_of(r), _most(schedule, r), versions[r], _split(schedule, r)) for r in ranks)
+    return tuple(RankPeaks(schedule.stages_of(r), _most(schedule, r), versions[r], _with_i(schedule, r)) for r in ranks)
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -57,18 +65,20 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
     return undominated(sorted(peaks, reverse=True)) or ((0,) * len(now),)
 
 
-def _split(schedule: Schedule, rank: int) -> tuple[Split, ...]:
-    stages, kept, pending, seen, before = schedule.stages_of(rank), Counter[int](), Counter[int](), set[Split](), Op.U
+def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
+    """Return `RankPeaks.with_i` of a rank."""
+    stages, kept, pending, before = schedule.stages_of(rank), Counter[int](), Counter[int](), Op.U
+    seen: set[tuple[int, ...]] = set()  # kept and pending of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
-        if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # as many as F has left
-            seen.add(Split(tuple(kept[s] for s in stages), tuple(pending[s] for s in stages), op is Op.I))
+        if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
+            seen.add((*(kept[s] for s in stages), *(pending[s] for s in stages), op is Op.I))
         before = op
         kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
         pending[stage] += (op is Op.I) - (op is Op.W)
-    if not any(one.splits for one in seen):
+    if not any(at_i for *_, at_i in seen):
         return ()
-    of_numbers = {(*kept, *pending, splits): Split(kept, pending, splits) for kept, pending, splits in seen}
-    return tuple(of_numbers[numbers] for numbers in undominated(sorted(of_numbers, reverse=True)))
+    n = len(stages)
+    return tuple(InFlight(of[:n], of[n:-1], bool(of[-1])) for of in undominated(sorted(seen, reverse=True)))
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

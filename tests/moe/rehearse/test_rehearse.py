@@ -6,6 +6,7 @@ The reference is the same run on two to four real gloo ranks.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def test_predicted_bytes_are_those_of_a_rehearsed_gpu(name: str) -> None:
     values["precision"] = {"compute": "bf16"} | values["precision"]
     values["model"] = WIDE | {"positions": "rotary"} | PREDICTED[name].get("model", {})
     degrees = values.get("degrees", {})
-    world = degrees.get("pp", 1) * degrees.get("dp", 1)
+    world = math.prod(degrees.get(axis, 1) for axis in ("pp", "dp", "tp"))
     run = check_run(build_run(values), world)
     said = memory(network_of(run), plan_of(run), OURS)[0]
     assert said.allocated == pytest.approx(walk(run, World(0, world, place="cuda")).peak_bytes, rel=0.05)

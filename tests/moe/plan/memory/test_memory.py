@@ -11,7 +11,7 @@ from moe.plan.job.counts import even, held, parameters, stages_of
 from moe.plan.job.in_flight import in_flight
 from moe.plan.job.network import Experts, Latent, Network, Plan
 from moe.plan.job.states import FP32, MIXED, MIXED_FP32_GRADIENTS
-from moe.plan.memory.kept import layer_kept, layer_parts
+from moe.plan.memory.kept import layer_kept, layer_parts, layer_pending
 from moe.plan.memory.memory import CONTEXT_BYTES, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU
 from parallel.pipeline.schedule import Action, Op
@@ -163,8 +163,15 @@ def test_micro_batches_before_and_after_i_are_those_of_the_same_moment(name: str
         whole = make_schedule(name, ranks=4, microbatches=16)
         wanted = peak_kept(whole, lambda stage, size=kept: size, lambda stage, size=pending: size)
         for of, want in zip(in_flight(name, ranks=4, microbatches=16), wanted, strict=True):
-            found = max(sum(one.kept) * kept + sum(one.pending) * pending + one.splits * max(0.0, pending - kept) for one in of.split)
+            found = max(sum(one.kept) * kept + sum(one.pending) * pending + one.at_i * max(0.0, pending - kept) for one in of.with_i)
             assert found == want
+
+
+def test_w_of_frozen_shared_experts_needs_nothing() -> None:
+    network = with_layers(replace(PUBLISHED["DeepSeek-V3"][1], frozen=("dense",)), "V3")
+    assert network.experts is not None
+    without = replace(network, experts=replace(network.experts, shared_hidden=0))
+    assert layer_pending(network, Plan(), OURS, 3) == layer_pending(without, Plan(), OURS, 3) > 0
 
 
 @pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.batches == 1 and kind.placed != "both_ways"])
