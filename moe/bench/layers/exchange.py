@@ -88,7 +88,7 @@ class _Identity:
             return combine(permute(rows_RD, counts.plan), counts.gate_TK, counts.plan)
         return rows_RD if self.ranks == 1 else rows_RD / self.ranks
 
-    def chunks(self, count: int, _: torch.dtype) -> list[None]:
+    def chunks(self, count: int) -> list[None]:
         return [None] * count
 
 

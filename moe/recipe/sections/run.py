@@ -100,8 +100,10 @@ class Run(Section):
 
     @property
     def reshards(self) -> bool:
-        """Whether FSDP frees gathered weights after the forward pass. ZeRO-1, and ZeRO-2 without stages, keep them."""
-        return self.sharding.reshard and self.sharding.named.stage not in ((1,) if self.degrees.pp > 1 else (1, 2))
+        """Whether FSDP frees gathered weights after the forward pass; True for other engines. For ZeRO-1, and ZeRO-2 without stages, it
+        keeps them."""
+        keeps = "reshard" in self.carrier.keys and self.sharding.named.stage in ((1,) if self.degrees.pp > 1 else (1, 2))
+        return self.sharding.reshard and not keeps
 
     def mesh_degrees(self) -> Degrees:
         """Return the resolved degrees. Call `resolve` first: raises BadInput if one is still `auto`."""

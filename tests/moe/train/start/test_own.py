@@ -465,7 +465,11 @@ class Wide(torch.optim.SGD):
         (Counts, {}, "got an optimizer that does not continue from its saved states"),
         (ByNorm, {"sharding": {"kind": "fsdp"}}, "needed equal steps: ranks hold parts of it, cut along dim"),
         (lambda groups: ByNorm(groups, by_expert=False), {}, "needed equal steps: experts of a layer are stacked"),
-        (torch.optim.SGD, {"sharding": {"kind": "zero"}}, "optimizer.kind: got given with sharding.kind=zero and stage 1"),
+        (
+            torch.optim.SGD,
+            {"sharding": {"kind": "zero", "engine": "deepspeed"}},
+            "optimizer.kind: got given with sharding.engine=deepspeed",
+        ),
         (torch.optim.SGD, {"optimizer": {"kind": "muon"}}, "got muon, and train(run, optimizer=...) as well"),
     ],
 )
