@@ -260,7 +260,7 @@ def test_ddp_sums_each_gradient_once_a_step_whatever_the_micro_batches() -> None
             tiny.step(0)  # DDP rebuilds its buckets in the first step
             tiny.mesh.communicator.reset_counts()
             tiny.accumulate(1)
-            row = 8 * (2 + 7 + 4) + 8 * 3  # the sum of a step's metrics: 13 float64 and 3 int64
+            row = 8 * (2 + 7 + 4) + 8 * 4  # sums of a step: 13 float64 of metrics, and 4 int64 that count tokens and chats
             sizes = {True: 0, False: 0}
             for name, p in tiny.model.named_parameters():
                 sizes[".experts." in name] += 4 * p.numel()
