@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe.checks.clash import check_others, clash
+from moe.kernels.products import PRODUCTS
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set
@@ -36,6 +37,9 @@ def _check_targets(run: Run) -> None:
         raise BadInput("lora.targets", got=list(targets), needed=needed, fix=Set("it", ["attention"]))
     if "experts" in targets and not run.model.layers_with_experts():
         raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix=_without("experts", targets))
+    if "experts" in targets and not (products := PRODUCTS[run.experts.products]).fused:
+        got, needed = f"experts with {products.name} products", "plain products, the only ones that adapters of experts have"
+        raise BadInput("lora.targets", got=got, needed=needed, fix=_without("experts", targets))
     if "dense" in targets and not run.has_dense_networks:
         needed = "layers without experts, shared experts or a residual network"
         raise BadInput("lora.targets", got="dense with experts in every layer", needed=needed, fix=_without("dense", targets))

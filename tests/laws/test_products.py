@@ -147,6 +147,9 @@ def test_checks_refuse_what_it_refuses() -> None:
         split = run.model_copy(update={section: getattr(run, section).model_copy(update={key: 2})})
         with pytest.raises(BadInput, match=f"{section}.{key}: got 2, needed 1 with eight_bits .*: a scale is for a whole row; fix: set"):
             check_run(split, 2)
+    adapted = run.model_copy(update={"lora": run.lora.model_copy(update={"rank": 2, "targets": ("attention", "experts")})})
+    with pytest.raises(BadInput, match="lora.targets: got experts with eight_bits products, .*; fix: set it to .attention."):
+        check_run(adapted, 2)
 
 
 @pytest.mark.parametrize("case", ["relu", "gelu", "swiglu", "expert dropout"])
