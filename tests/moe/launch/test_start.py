@@ -642,6 +642,7 @@ def test_too_few_open_files_are_raised_or_refused_before_ranks_wait_for_each_oth
     def begins() -> int:
         os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (until it ends)
+        os.closerange(3, 4096)  # other tests' files count too
         resource.setrlimit(resource.RLIMIT_NOFILE, (20, hard))
         environment.allow_open_files(1)
         start._attempt = lambda *_: start.End(0, [], {})  # type: ignore[assignment]
