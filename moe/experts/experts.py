@@ -2,7 +2,7 @@
 
 A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). With
 tiles, the layer is a sum of stacks, each with a chunk of the hidden units held here (parallel/data/tiling.py). Weights are read only in
-`forward`, because engines that gather weights hook it.
+`forward`, because engines gather weights by hooks on `forward`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ExpertChunk = Network | slice | None  # some held experts: their network or, wit
 
 
 class Routed(NamedTuple):
-    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]."""
+    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]: given in place of counts if the input is tokens."""
 
     gate_TK: Tensor
     plan: Plan

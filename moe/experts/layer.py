@@ -70,7 +70,8 @@ NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # returned if MoELayer.repo
 
 
 class MoELayer(nn.Module):
-    """The MoE layer with index `layer` in the model, `nth` among its MoE layers. `shared`: a network for every token, or None."""
+    """The MoE layer with index `layer` among all layers of the model, and `nth` among its MoE layers. `shared`: a network for every token,
+    or None."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
 
 @dataclass(frozen=True)
 class _Counted:
-    """What balance losses read of a routing. `gate_TE`: None without an importance loss."""
+    """The fields of a routing that balance losses read. `gate_TE`: None without an importance loss."""
 
     probs_TE: Tensor
     expert_TK: Tensor

@@ -70,7 +70,7 @@ def attend(
     mask: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Call torch's attention with `mask`, without a mask causally or (`causal` False) over all keys. Return [B, H, L, C] in q's dtype.
+    """Call torch's attention. Without a mask it is causal or, if `causal` is False, over all keys. Return [B, H, L, C] in q's dtype.
     `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of a first key with
     value 0, visible to all tokens. One more channel holds it, so any kernel can compute it.
     """

@@ -102,13 +102,14 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Return the weight of each pair's own rate: 1 from `high` rotations in trained_length on, 0 up to `low`, linear between."""
+    """Return the weight of each pair's unscaled rate: 1 for pairs with at least `high` rotations in trained_length, 0 for at most `low`,
+    linear in the number of rotations between them."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return the weight of each pair's unscaled frequency: 1 up to the pair with `high` rotations in trained_length, 0 from the pair with
+    """Return the weight of each pair's unscaled rate: 1 up to the pair with `high` rotations in trained_length, 0 from the pair with
     `low` on, linear in the index between them."""
 
     def pair_with(rotations: float) -> float:  # a pair's index, as a real number

@@ -41,8 +41,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Others(Protocol):
-    """The exchange with ranks that hold other rows (vocabulary parallelism). Each method is called once for all tiles of this rank.
-    `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are whole.
+    """The exchange with ranks that hold other rows (vocabulary parallelism). Each method but `columns` is called once for all tiles of this
+    rank. `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are whole.
     """
 
     product: Product | None
@@ -73,7 +73,8 @@ class Others(Protocol):
 
 
 class Rows(nn.Module):
-    """Rows from index `first` on of a matrix [V, D], read only in `forward`, because engines that gather weights hook it."""
+    """Rows from index `first` on of a matrix [V, D]. The weight is read only in `forward`, because engines gather it by hooks on
+    `forward`."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
         super().__init__()

@@ -59,9 +59,9 @@ class Decision:
 @dataclass(frozen=True)
 class Routing:
     """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
-    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None without padding, which is never
-    kept and never counted. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss. `fused`: losses and
-    report, if a kernel computed them; probs_TE then has no gradient.
+    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool: False for padding, whose choices
+    are neither kept nor counted; None: no padding. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
+    `fused`: losses and report, if a kernel computed them; probs_TE then has no gradient.
     """
 
     expert_TK: Tensor
@@ -342,8 +342,8 @@ class Router(nn.Module):
 
 
 def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | None:
-    """Return the function `name` of the kernels for x's device, None if these have none or x is float64."""
-    of = getattr(kernels, "kernels_of", None)  # kernels that differ by device
+    """Return the function `name` of the kernels for x's device; None if they lack it, or if x is float64."""
+    of = getattr(kernels, "kernels_of", None)  # exists if the kernels differ by device
     return None if x.dtype == torch.float64 else getattr(of(x) if of else kernels, name, None)
 
 

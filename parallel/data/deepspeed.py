@@ -40,7 +40,7 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(ImportError):  # the first engine would import these; ranks forked later already have them
+    with suppress(ImportError):  # the first engine would import these; imported before the fork, they cost each rank nothing
         import_module("torch._dynamo")
         with _uncompiled():
             import deepspeed.runtime.zero.muon.muon_optimizer
@@ -127,7 +127,7 @@ def as_one_file(sources: Sequence[str]) -> str:
 
 def _use_compiled(folder: Path) -> None:
     """Load the compiled extensions of a folder into DeepSpeed. Otherwise it would check each time whether to compile them, which needs a
-    compiler and memory, and would compile them again in every environment of the same versions."""
+    compiler and memory, and would compile them again in every Python environment, even with equal versions of torch and DeepSpeed."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 

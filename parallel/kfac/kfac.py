@@ -180,7 +180,7 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """From now on, let units wait for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
+        """Let units wait, from now on, for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:

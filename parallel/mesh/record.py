@@ -3,7 +3,8 @@
     main thread      announce(all_reduce over dp, number 340, layers.3) ... enter(the backward pass) ...     a few microseconds each
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
-For each group of ranks, a Lane has the number of collectives that this rank has announced, the last of them, and a hash chain of all.
+A collective is announced (recorded) before it starts. For each group of ranks, a Lane has the number of announced collectives, the last of
+them, and a hash chain of all.
 Ranks that ran the same collectives have equal chains. One more number in a sum that runs anyway shows whether any two ranks differ,
 even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
 
@@ -11,7 +12,7 @@ even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
     splits = sum over j of  h_ij * rows sent to rank j - h_ji * rows received from rank j
 
 In the sum over a group, equal chains cancel to 0, and so do splits if sender and receiver agree. All is modulo 2**40, so that sums of
-8,192 ranks are exact in float64; a difference is missed once in 2**40.
+8,192 ranks are exact in float64; a difference goes unnoticed with probability 2**-40.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Record:
         self._words: dict[Any, int] = {}
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-        """Enter another phase, with another step (from 1) and patience; None leaves it unchanged."""
+        """Record that the rank enters a phase. step (from 1), patience: new values; None: unchanged."""
         self.phase, self.awaited, self.at = phase, None, time.monotonic()
         self.step = self.step if step is None else step
         self.patience = self.patience if patience is None else patience
@@ -151,8 +152,8 @@ def balanced(total: float) -> bool:
 
 
 def standing(main: int | None) -> tuple[str, str]:
-    """Return (place, waits). place: innermost "file:line function" of the thread `main` outside of torch. waits: "yes", "no" or "maybe",
-    whether any thread of this process waits for other ranks."""
+    """Return (place, waits). place: innermost "file:line function" outside of torch in the thread with id `main`. waits: "yes", "no" or
+    "maybe", whether any thread of this process waits for other ranks."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     torch = sys.modules.get("torch")

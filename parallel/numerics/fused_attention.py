@@ -1,4 +1,4 @@
-"""Choice of torch's fused attention kernel for a block: by device and dtype, as torch's own attention chooses, in one place.
+"""Choice of torch's fused attention kernel for a block of queries and keys, by device and dtype, as scaled_dot_product_attention chooses.
 
     device    dtype         kernel                                                channels of a head
     CPU       any           _scaled_dot_product_flash_attention_for_cpu           any
@@ -6,7 +6,8 @@
     otherwise               none: plain operations (softmax.py)
 
 Keys and values may have fewer heads than queries. The backward kernels take the output and log-sum-exp of all blocks, merged. torch would
-next try its memory-efficient kernel, also in fp32. It is not here: it pads log-sum-exps, and reads outputs in a memory order of its own.
+next try its memory-efficient kernel, also in fp32. That kernel is not used here, because it pads log-sum-exps, and needs outputs in another
+memory order.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *
 
 
 def assigned(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the owner (a rank) of each matrix: in order of `costs` (descending), each goes to the rank with the least work so far."""
+    """Return the owner (a rank) of each matrix. costs: cost of each matrix, descending; each is assigned to the rank with the least cost so
+    far."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = []
     for cost in costs:

@@ -3,8 +3,8 @@
     rank 0   all_reduce of (0, 1)   send F of micro-batch 0 to 2   ...      a group: equal collectives in the same order on all ranks
     rank 2   recv F of micro-batch 0 from 0   all_reduce of (2, 3)   ...    a pair: each send has its receive, in the same order
 
-NCCL has no tags: a call meets the other rank's next call of the same group, and the run hangs or gets wrong numbers if the two differ.
-Rows of an all-to-all are not compared, because ranks send each other their numbers first.
+NCCL has no tags: a rank's call is matched with the other ranks' next call on the same group, and the run hangs or gets wrong numbers if
+these differ. The numbers of rows in an all-to-all are not compared, because ranks exchange these numbers first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from parallel.rehearse.work import where
 
 
 class Call(NamedTuple):
-    """A call of a collective, or of a message to or from the rank `peer`. `said`: operator, shapes and dtypes, which must be equal on its
-    ranks. `group`: the group's name and its ranks. `batch`: number of the batch of messages that start together; 0: it starts alone.
+    """A call of a collective, or of a message to or from the rank `peer`. `said`: operator, shapes and dtypes, which must be equal on
+    all ranks of the group. `group`: the group's name and its ranks. `batch`: number of the batch of messages that start together; 0: it
+    starts alone.
     `place`: file, line and function.
     """
 
@@ -109,7 +110,7 @@ def _messages(calls: Sequence[Call], rank: int, peer: int) -> Iterator[list[tupl
 
 
 def _odd(each: Mapping[int, Call | None], named: Callable[[int], str]) -> str:
-    """Return the calls of two ranks that differ, first a call that few ranks make."""
+    """Return a text about two ranks with different calls, the rarer call first. each: rank -> its call; None: it makes none."""
     said = {rank: call and call.said for rank, call in each.items()}
     often = Counter(said.values())
     one = min(each, key=lambda rank: (often[said[rank]], rank))

@@ -27,9 +27,12 @@ from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.order import Calls
 from parallel.rehearse.work import READS, Counted, where
 
-MADE_ELEMENTS = 512  # float tensors made by zeros() or empty() up to this size also have real values: counters, biases, not weights
-KNOWN_ELEMENTS = 2**24  # tensors computed from real values have real values up to this size
+# A floating-point tensor that zeros() or empty() makes has known values if it has at most this number of elements: counters and biases have
+# them, weights do not.
+MADE_ELEMENTS = 512
+KNOWN_ELEMENTS = 2**24  # an operator's results have known values, if its inputs do, up to this number of elements
 
+# dtypes that NCCL cannot send
 _NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -50,8 +53,8 @@ class RehearsalError(RuntimeError):
 
 
 class Pretended(FakeTensorMode):
-    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes, `work` the kernels of a GPU. `calls` lists
-    collectives and messages. device: the rank's device, from which collectives must send."""
+    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes. `work` counts a GPU's kernels. `calls` lists
+    collectives and messages. device: the rank's device, where all tensors given to collectives must be."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -214,7 +217,7 @@ class Pretended(FakeTensorMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _unsendable(self, tensor: Tensor) -> str | None:
-        """Return why the ranks' process groups cannot send the tensor: gloo on the CPU, NCCL on a GPU. None: they can."""
+        """Return the reason for which the process group (gloo on the CPU, NCCL on a GPU) cannot send the tensor; None if it can."""
         if tensor.device.type != self.device.type:
             return f"on {tensor.device}; ranks send only from {self.device.type}"
         if self.device.type != "cuda":

@@ -89,7 +89,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 
 
 class _Hopper:
-    """Properties of the GPU that is not there: an H100's."""
+    """Device properties of an H100, for a GPU that this machine does not have."""
 
     major, minor, shared_memory_per_block_optin, L2_cache_size = 9, 0, 227 * 1024, 50 * 2**20
 

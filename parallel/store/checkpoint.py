@@ -155,7 +155,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
                 files[path.name] = _write_file(path, tensors)
                 entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
         except (OSError, SafetensorError) as error:
-            problem = error.with_traceback(None)  # whose frames hold the tensors
+            problem = error.with_traceback(None)  # the frames of the traceback would keep the tensors in memory
         tensors.clear()  # free their memory before the next file's tensors are gathered
     if problem is not None:
         raise problem

@@ -34,7 +34,8 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Fills its module's slot `others`. Sets `first`, the index of the first row, on module or tiles."""
+    """A vocabulary matrix [V, D]. Fills its module's slot `others`. Sets `first`, the index of this rank's first row, on the module or its
+    tiles."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
@@ -110,8 +111,8 @@ class VocabularyCube(_Vocabulary):
 @dataclass(frozen=True)
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
-    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` sends whole logits to the ranks that hold their
-    sequences."""
+    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back`, used in 3D, sends logits of the whole vocabulary to the
+    ranks that hold the sequences of the logits."""
 
     axis: Axis
     size: int

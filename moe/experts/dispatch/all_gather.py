@@ -37,7 +37,7 @@ class AllGather(Dispatcher):
             return Message("ep", "reduce_scatter", load.ranks * load.tokens * 4 * numbers, load.ranks, calls=calls)
 
         longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
-        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes of a choice: its gate in fp32, its expert's place in int64
+        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, place (placement.py) of the expert in int64
         back = (gather(4 * load.width), sums(load.width + load.choices, calls=2))  # sums: gradients of tokens and of gates
         return Traffic((longest, decisions), (gather(load.row_bytes), sums(load.width)), back)
 

@@ -36,7 +36,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 @dataclass(frozen=True)
 class Rows:
     """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
-    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which products gather and sum; None: they are rows.
+    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which are then gathered and summed; None: they are rows.
     """
 
     number: int
@@ -148,8 +148,8 @@ def back(
 
 
 def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, gathered: str) -> Tensor:
-    """Return left^T right of each expert, in the shape and dtype of the weight `like`, without the columns that aligned the operands.
-    `gathered`: the operand that has tokens: left, right or neither.
+    """Return left^T right of each expert, in the shape and dtype of the weight `like`, without the zero columns that `_aligned` appended.
+    `gathered`: the operand that has tokens instead of rows: left, right or neither.
     """
     height, width = left.shape[1], right.shape[1]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1, epilogue=False)

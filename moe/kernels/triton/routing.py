@@ -51,7 +51,7 @@ def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_ex
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Make the plan by counting sort. The host does not wait for the number of rows: choice_R goes on with zeros, up to T K."""
+    """Make the plan by counting sort. The host does not wait for the number of rows: zeros follow in choice_R, up to length T K."""
     made = Plan(expert_TK.new_empty(expert_TK.numel()), expert_TK.new_empty(expert_TK.shape), expert_TK.new_empty(num_experts))
     _sort(expert_TK, kept_TK, made, num_groups=1, num_experts=num_experts)
     return made

@@ -58,8 +58,8 @@ def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
 
 
 def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Action]:
-    """Return the order of one rank, without S and U. Actions have time slots, of which no two on a rank are equal: for a pipeline's
-    micro-batch j in its block, F of stage s is at slot s + 2j and B at slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots."""
+    """Return the order of one rank, without S and U. It follows from time slots: for a pipeline's micro-batch j of a block, F of stage s is
+    at slot s + 2j and B at slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots. No two actions of a rank have the same slot."""
     each = ranks // pipelines  # micro-batches of one pipeline in a block
     here = [(stage, at) for stage in range(ranks) for at in range(pipelines) if _rank(stage, at, ranks, pipelines) == rank]
     slots: dict[int, Action] = {}
@@ -97,7 +97,7 @@ class _Greedy:
         while heap:
             choice = heappop(heap)
             rank = choice[4]
-            if choice != chosen[rank]:  # outdated: the rank has a better choice since
+            if choice != chosen[rank]:  # outdated: the rank has another choice by now
                 continue
             for changed in {rank, self._do(choice)}:
                 new = chosen[changed] = self._choice(changed)

@@ -25,7 +25,7 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """Moments of a step at which a rank may keep most activations.
+    """Moments of a step at which the memory of a rank's activations may have its peak.
 
     stages: the rank's stages. most: number of micro-batches between F and B or W for each stage, at each moment that no other moment
     exceeds in all stages. versions: number of weight versions that the rank keeps, the newest included. with_i: if the rank has actions I
