@@ -70,7 +70,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.biases, self.activation = biases, Activation(ffn, swiglu)
-        self.rank, self.scale = 0, 1.0  # LoRA's, set by `adapt`; rank 0: no adapters
+        self.rank, self.scale = 0, 1.0  # rank and scale of LoRA's adapters, set by `adapt`; rank 0: no adapters
         self.num_experts, self.d_model, self.d_ff, self.num_tiles = num_experts, d_model, d_ff, tiles
         self.kernels_name, self.products = kernels, (policy := PRODUCTS[products])
         self.kernels: ModuleType | ByProduct = choose(kernels)
@@ -167,7 +167,7 @@ class Experts(nn.Module):
             return summed(self.tiles, x, one_tile)
         network, kernels = self._network(weights), self.kernels
         if network.adapters:
-            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # 15 times the product (moe/kernels/grouped.py)
+            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # see `blocks` in moe/kernels/grouped.py
             kernels = ByProduct(kernels, partial(_with_adapters, network, self.scale), unit=32 if new_shapes_are_slow else 1)
         if isinstance(counts, Routed):
             out: Tensor = kernels.routed_ffn(x, counts.gate_TK, counts.plan, network, dropped_RF=dropped_RF)

@@ -85,10 +85,11 @@ class Spread:
         self._shards: dict[tuple[int, int], Shards] = {}
 
     def groups(self, batch: int, length: int) -> Groups:
-        """Return the groups of `batch` sequences, of which `length` tokens each are held outside of the layer."""
+        """Return the groups of `batch` sequences. `length`: tokens of each sequence that this rank holds outside of the layer."""
         size = group_size(self.spec)
         each = size if size is not None else self.spec.group if isinstance(self.spec.group, int) else 1
-        apart = not self.by_columns and batch % (self.axis.size * (each or batch or 1)) == 0  # ranks of tp have different groups
+        # True if the ranks of tp have whole groups, each its own
+        apart = not self.by_columns and batch % (self.axis.size * (each or batch or 1)) == 0
         if size is None or (apart and self.sp.size == 1):
             return Groups(length if apart else None)
         ways, key = 1 if apart else self.axis.size, (batch, length)

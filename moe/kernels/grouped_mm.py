@@ -33,7 +33,8 @@ _ALIGNED_BYTES = 16
 
 
 class _Product(torch.autograd.Function):
-    """Multiply rows sorted by expert by their expert's matrix, cast to their dtype. `ends_E` int32: the end of each expert's rows."""
+    """Multiply rows, sorted by expert, by their expert's matrix, which is cast to the rows' dtype. `ends_E` int32: the end of each expert's
+    rows."""
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:

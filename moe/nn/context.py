@@ -172,9 +172,11 @@ class Context:
         read_BS, written_BL = whole(self.tokens_T.view(len(self.sequence_B), -1)).tensor_split([self.source], dim=1)
         of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)
         marks_BS, marks_BL = ((half >= sentinels).long() for half in (read_BS, written_BL))
-        of_span_BN = of_read_BS[:, -1:].repeat(1, 1 + max(read_BS.shape[1], written_BL.shape[1]))  # by the sentinel's number, from 1
+        # at index n: the document of sentinel number n, counted from 1; at first the last document everywhere
+        of_span_BN = of_read_BS[:, -1:].repeat(1, 1 + max(read_BS.shape[1], written_BL.shape[1]))
         of_span_BN = of_span_BN.scatter(1, marks_BS.cumsum(1) * marks_BS, of_read_BS)
-        of_written_BL = of_span_BN.gather(1, marks_BL.cumsum(1).clamp(min=1))  # the tokens before the first sentinel have its document
+        # tokens before the first sentinel get the first sentinel's document
+        of_written_BL = of_span_BN.gather(1, marks_BL.cumsum(1).clamp(min=1))
         read, written = self.halves()
         return replace(read, document_BS=of_read_BS), replace(written, document_BS=of_written_BL, source_document_BS=of_read_BS)
 
@@ -183,7 +185,7 @@ class Context:
         return decide() if self.replay is None else self.replay.once(name, decide)
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:
-        """Return `place_L`, int64 [length], for sequences with `length` tokens held here."""
+        """Return the positions of the `length` tokens of a sequence that are held here, int64 [length]; from 0 on without `place_L`."""
         return torch.arange(length, device=device) if self.place_L is None else self.place_L
 
     def for_all_layers(self, compute: Callable[..., Value], place_L: Tensor, *given: Any, dtype: torch.dtype) -> Value:

@@ -31,7 +31,7 @@ class RoutingRecord:
 
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
-        self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
+        self._chosen: dict[str, Tensor] = {}  # router's name -> chosen experts, int32 [B L, K]
         self._largest: dict[str, int] = {}  # largest expert index by the router's name, cached because reading it waits for the GPU
 
     @staticmethod

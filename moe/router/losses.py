@@ -86,7 +86,7 @@ def step_means(
     chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """Return the step's means, given this rank's and micro-batch's choices, gates (None: gate_E is 0) and chances.
+    """Return the step's means, given the choices, gates (None: gate_E is 0) and chances of one micro-batch of this rank.
     `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of the step.
     """
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)

@@ -26,14 +26,14 @@ _MOST_STARTED = 8  # sums in flight, so at most 256 MiB of copied gradients; a g
 
 
 class Buckets:
-    """Sums the gradients of `parameters` (name -> parameter) over each layout's summed_over()."""
+    """Sums the gradient of each of `parameters` (name -> parameter) over the ranks of its layout's summed_over()."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
         self.parameters, self.layouts, self.mesh = parameters, layouts, mesh
         self.expected: set[str] = set()  # parameters of this step's buckets
         self.coming: deque[Bucket] = deque()  # buckets that have not started
         self.complete: set[str] = set()  # parameters with a complete gradient
-        self.started: deque[StartedSum] = deque()  # oldest first
+        self.started: deque[StartedSum] = deque()  # sums that have started, the oldest first
         for name, parameter in parameters.items():
             if parameter.requires_grad and data_axis(layouts[name], mesh).size > 1:
                 parameter.register_post_accumulate_grad_hook(partial(self._completed, name))
@@ -43,7 +43,7 @@ class Buckets:
         trained = [name for name in names if self.parameters[name].requires_grad]
         self.expected.update(trained)
         elements = {name: self.parameters[name].numel() for name in reversed(trained)}
-        place = {name: number for number, name in enumerate(elements)}  # in the backward pass
+        place = {name: number for number, name in enumerate(elements)}  # order of the parameters in the backward pass
         found = buckets_of(elements, lambda name: data_axis(self.layouts[name], self.mesh))
         self.coming.extend(sorted(found, key=lambda bucket: place[bucket.names[-1]]))
 

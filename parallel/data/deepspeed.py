@@ -30,7 +30,7 @@ from parallel.mesh.mesh import Axis, Mesh
 from parallel.process.process import gpus
 from parallel.store.files import replace_file
 
-_DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # constants in files of async_io
+_DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # names that several files of async_io define
 
 
 def load_deepspeed() -> Any:
@@ -47,7 +47,8 @@ def load_deepspeed() -> Any:
         import deepspeed.runtime.zero.stage3  # noqa: F401
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)  # in DeepSpeed
+    # DeepSpeed calls functions that torch will remove
+    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 

@@ -65,7 +65,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     after all threads have ended."""
     outputs: list[Any] = [None] * len(replicas)
     errors: list[BaseException | None] = [None] * len(replicas)
-    grad = torch.is_grad_enabled()  # each thread has its own setting
+    grad = torch.is_grad_enabled()  # new threads do not inherit this setting
 
     def one(i: int) -> None:
         try:
@@ -81,7 +81,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     for thread in threads:
         thread.join()
     failed = [error for error in errors if error is not None]
-    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # last: errors that follow from another's
+    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # consequences of other errors last
         raise error
     return outputs
 

@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter family, its summed gradients) that this rank owns, for norms. Each element is owned by one rank of all."""
+        """Yield (parameter family, its summed gradients) that this rank owns, for norms. Exactly one rank owns each element."""
 
     def tensors(self) -> Iterator[Held]:
         """Yield this rank's weights and optimizer states, except those on a disk. Ranks with equal copies yield in the same order."""

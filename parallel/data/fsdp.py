@@ -232,7 +232,7 @@ class FSDP(Stepped):
         if self.sums is not None:
             self.sums.start(names)
             if any(self.layouts[name].holders for name in names):
-                self.sums.finish()  # before the sum over the pipeline ranks that hold them
+                self.sums.finish()  # complete before the sum over the pipeline ranks that hold them
 
     def reduce(self) -> None:
         if self.sums is not None:

@@ -23,7 +23,8 @@ from parallel.numerics.weight_gradient import PendingGradients
 
 
 class StageSums:
-    """Scatters the gradients of a model that fully_shard has cut, unit by unit. once: once a batch, by `start`; else after each pass."""
+    """Scatters the gradients of a model that fully_shard has cut, unit by unit.
+    once: True: after the last backward pass of a batch, when `start` is called; False: after each backward pass."""
 
     def __init__(self, model: nn.Module, *, once: bool) -> None:
         assert isinstance(model, FSDPModule)

@@ -103,8 +103,8 @@ def without_tiles(name: str) -> str:
 
 
 def tile_of(model: nn.Module, name: str, *, dim: int) -> tuple[Tile, tuple[int, ...]] | None:
-    """Return (which tile of a parameter `name` is, as a Tile; shape of the untiled parameter). Tiles cut the parameter along `dim`. Return
-    None if `name` is not in a tile."""
+    """Return (Tile, shape of the untiled parameter) for a parameter `name` of a tile; None for any other parameter.
+    dim: the dim of the parameter along which tiles cut it."""
     found = _last(name)
     if found is None:
         return None

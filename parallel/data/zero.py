@@ -100,7 +100,7 @@ class Zero(DeepSpeed):
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)
-        for partition in self.zero.single_partition_of_fp32_groups:  # states exist now, as state() may be called before the first step
+        for partition in self.zero.single_partition_of_fp32_groups:  # create states now, as state() may be called before the first step
             zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()

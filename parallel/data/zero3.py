@@ -124,7 +124,7 @@ class Zero3(DeepSpeed):
         self.of_sub_group = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         if working is not None:
             self._narrow([group.dtype for group in self.of_sub_group])
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # states exist now, so that state() works before the first step
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # create states, so that state() works before the first step
             with self._swapped_in(number, write=True):
                 zeros = {m: torch.zeros_like(master, requires_grad=False) for m in MOMENTS}
                 zero.optimizer.state[master] = zeros | {"step": torch.zeros((), device=master.device)}

@@ -259,7 +259,8 @@ class Kfac:
 
     @torch.no_grad()
     def _reduce_sums(self) -> None:
-        """Once after each recorded step: run its curvature units, all-reduce sums, update running factors, queue this rank's inversions."""
+        """Run the curvature units of the last recorded step, all-reduce their sums, update running factors, and queue this rank's
+        inversions. Do nothing if that is done already."""
         if not self._sums_due:
             return
         self._sums_due = False

@@ -2,8 +2,7 @@
 
     rank 0   all_to_all, layers.3, number 12, [9, 64] float32, sends 5 4        rank 1   all_to_all, layers.3, number 12, ... sends 3 2
              \\______ each rank writes its own line to the group's store and reads the others' ______/
-    equal: continue        different: every rank raises, naming ranks, collective and layer        missing: every rank raises after
-    timeout_s
+    equal: continue        different: every rank raises, naming ranks, collective and layer        missing: all raise after timeout_s
 
 Without debug mode, ranks wait for ever if one calls a different collective, and gloo gives wrong numbers if splits differ. Debug mode
 costs some round trips to the store for each collective, so it is off by default, and then none of this code runs.
@@ -52,8 +51,8 @@ class Call:
 
 
 class Agreement:
-    """Compares the collectives of one mesh's ranks through the process group's store. Every rank must create its Agreements in the same
-    order, because their number identifies them on all ranks."""
+    """Compares the collectives of one mesh's ranks through the process group's store. All ranks must create their Agreements in the same
+    order, because the n-th Agreement of a rank is compared with the n-th of the others."""
 
     def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s

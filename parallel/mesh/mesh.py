@@ -222,7 +222,7 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
     made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # process groups, by their ranks
-    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> result of `part`
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> `part`
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod

@@ -4,9 +4,8 @@
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
 A collective is announced (recorded) before it starts. For each group of ranks, a Lane has the number of announced collectives, the last of
-them, and a hash chain of all.
-Ranks that ran the same collectives have equal chains. One more number in a sum that runs anyway shows whether any two ranks differ,
-even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
+them, and a hash chain of all. Ranks that ran the same collectives have equal chains. Every rank adds one number, its token, to a sum that
+runs anyway: the sum shows whether any two ranks differ, even if nothing hangs (gloo gives wrong numbers if shapes or splits differ).
 
     token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group
     splits = sum over j of  h_ij * rows sent to rank j - h_ji * rows received from rank j
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # a lane keeps the last 512 collectives, to find the first in which ranks differ
 _MAYBE = os.path.join("torch", "autograd", "graph.py")  # on the stack during a backward pass, in which DDP may wait for other ranks
+
 # files with functions that wait for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
@@ -45,7 +45,8 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: how many. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last 512, newest last."""
+    number: count of announced collectives. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last
+    512, newest last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0

@@ -34,7 +34,7 @@ class Fused(NamedTuple):
 
 
 def kernel_for(q_BHLC: Tensor) -> Fused | None:
-    """Return the kernel for queries like these; None if torch has none."""
+    """Return the kernel for queries of this device, dtype and shape; None if torch has none."""
     return CPU if q_BHLC.device.type == "cpu" else FLASH if flash_takes(q_BHLC) else None
 
 
@@ -67,7 +67,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    channels, lengths, unread = q.shape[-1], (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)  # random state of dropout
+    # unread: in place of the random state of dropout, which is off
+    channels, lengths, unread = q.shape[-1], (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)
     given = (*map(_padded, (grad, q, k, v, out)), lse.contiguous(), None, None, *lengths, 0.0, causal, unread, unread)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(*given, scale=channels**-0.5)
     return dq[..., :channels], dk[..., :channels], dv[..., :channels]

@@ -155,7 +155,7 @@ class _Product(torch.autograd.Function):
             found: Tensor = grads.t() @ rows if transposed else rows.t() @ grads
             return found.to(dtype)
 
-        later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # False for a frozen weight
+        later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # None: frozen
         if not ctx.needs_input_grad[0]:
             return None, later, None, None
         matrix = weight.to(grad.dtype)

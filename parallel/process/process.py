@@ -73,8 +73,8 @@ def gpu_of(local_rank: int, visible: int) -> int:
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
-    """Return this process's rank and world. A SLURM job step of one task, such as a shell, is ignored. Raise BadInput for inconsistent
-    variables."""
+    """Return this process's rank and world, from the variables named above. Raise BadInput if they are inconsistent.
+    SLURM's variables are ignored in a job step of one task, such as a shell."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
     if "RANK" not in environment and not by_other:
@@ -97,8 +97,8 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
-    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins no
-    group.
+    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory.
+    A single process joins no group.
 
     `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
     `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect, and BadInput if

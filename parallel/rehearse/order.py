@@ -24,10 +24,10 @@ from parallel.rehearse.work import where
 
 
 class Call(NamedTuple):
-    """A call of a collective, or of a message to or from the rank `peer`. `said`: operator, shapes and dtypes, which must be equal on
-    all ranks of the group. `group`: the group's name and its ranks. `batch`: number of the batch of messages that start together; 0: it
-    starts alone.
-    `place`: file, line and function.
+    """A call of a collective, or of a message to or from the rank `peer`.
+
+    `group`: the group's name and its ranks. `said`: operator, shapes and dtypes, which must be equal on all ranks of the group.
+    `place`: file, line and function. `batch`: number of the batch of messages that start together; 0: it starts alone.
     """
 
     group: tuple[str, tuple[int, ...]]
@@ -66,7 +66,7 @@ class Calls:
             self.made.append(Call(key, name, " ".join((*sizes, label)).strip(), where(), key[1][args[2]], self._batch))
             return
         scripted: list[Any] = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ReduceOp" in str(arg._type())]
-        numbers = [str(arg) for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]  # such as the root
+        numbers = [str(arg) for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]  # such as the root's rank
         numbers += [str(operation.op()) for operation in scripted]
         self.made.append(Call(key, name, " ".join((name, ", ".join(sizes), *numbers)), where()))
 

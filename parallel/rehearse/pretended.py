@@ -27,8 +27,8 @@ from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.order import Calls
 from parallel.rehearse.work import READS, Counted, where
 
-# A floating-point tensor that zeros() or empty() makes has known values if it has at most this number of elements: counters and biases have
-# them, weights do not.
+# a floating-point tensor that zeros() or empty() makes has known values if it has at most this number of elements, so that counters and
+# biases have known values, and weights have not
 MADE_ELEMENTS = 512
 KNOWN_ELEMENTS = 2**24  # an operator's results have known values, if its inputs do, up to this number of elements
 
@@ -75,7 +75,7 @@ class Pretended(FakeTensorMode):
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor's values, as a real tensor on the CPU; None if they are unknown."""
         if not isinstance(tensor, FakeTensor):
-            return None if tensor.is_meta else tensor  # a real tensor
+            return None if tensor.is_meta else tensor  # not fake, so it has its values
         values: Tensor | None = getattr(tensor, "_known", None)
         return None if values is None or self.ledger.is_unknown(tensor) else values
 
@@ -182,7 +182,7 @@ class Pretended(FakeTensorMode):
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
-            # 0 for memory that is not set, which Triton's kernels would write
+            # empty() gives zeros, because no Triton kernel will fill them
             tensor._known = values.zero_() if "empty" in func._opname else values  # type: ignore[attr-defined]
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -128,7 +128,7 @@ def _colossal_cost(ranks: int, layer: Attention) -> Cost:
 
 
 def _ulysses_cost(ranks: int, layer: Attention) -> Cost:
-    """Return the bytes of four all-to-alls in each pass. Key-value heads are repeated until the ranks divide their number."""
+    """Return the bytes of four all-to-alls in each pass. Key-value heads are repeated until their number is a multiple of the ranks."""
     q, k, r = Held.of(layer, ranks)
     shared = k * math.lcm(layer.kv_heads, ranks) // layer.kv_heads
     sent = (2 * q + 2 * shared) * layer.itemsize * (ranks - 1)

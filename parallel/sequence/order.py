@@ -88,8 +88,7 @@ class Order:
         return tuple(position for span in self.ranges(rank) for position in span)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """Return the blocks of visible pairs between the queries of one place of the ring and the keys of another. Places: 0 to size -
-        1."""
+        """Return the blocks of visible pairs between the queries of one place of the ring and the keys of another (0 to size - 1)."""
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:

@@ -140,8 +140,8 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """All-to-alls over `axis`. cut: from this rank's channels of all tokens to all channels of this rank's chunk of the tokens. join:
-    back."""
+    """All-to-alls over `axis`. `cut`: from this rank's channels of all tokens to all channels of this rank's chunk of tokens.
+    `join`: the reverse."""
 
     axis: Axis
 

@@ -59,8 +59,8 @@ class Hierarchical(Dispatcher):
             copies = load.tokens * load.copies(targets)
             busiest = min(load.busiest, targets / load.copies(targets))
             rows = Message(axis, "all_to_all", copies * load.row_bytes, ranks, stride, busiest=busiest)
-            gates = rows._replace(handed=copies * 4 * load.choices)  # fp32
-            places = gates  # int32
+            gates = rows._replace(handed=copies * 4 * load.choices)  # a gate is sent in fp32
+            places = gates  # a place is sent in int32, so in as many bytes
             counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
             forward += [rows, gates, places, rows]
             backward += [rows, rows, gates]
@@ -87,7 +87,7 @@ class Tokens(NamedTuple):
         return (self.place_TK // places).where(self.place_TK >= 0, targets)
 
     def reached(self, places: int, targets: int) -> Tensor:
-        """Return bool [T, targets]: whether a token has a choice at the target."""
+        """Return whether each token chose an expert at each target: bool [T, targets]."""
         import torch
 
         found = torch.zeros(len(self.place_TK), targets + 1, dtype=torch.bool, device=self.place_TK.device)

@@ -92,7 +92,8 @@ class Slots(Exchange):
 
 
 def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
-    """Return the plan of the filled slots among the N P H `slots` that arrived, as "tokens" of one choice: the expert held here."""
+    """Return the plan that sorts the filled ones of the N P H `slots` that arrived by expert. Each slot counts as a token with one choice,
+    the expert of its row."""
     import torch
 
     filled_NPHS = torch.arange(slots, device=counts_NPH.device) < counts_NPH.unsqueeze(3)

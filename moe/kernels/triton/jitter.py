@@ -18,7 +18,7 @@ from moe.kernels.triton.moves import put
 
 # T tokens, D channels
 
-_ELEMENTS = 1024  # of a block: 8 for each thread
+_ELEMENTS = 1024  # elements of a block: 8 for each thread
 
 
 @triton.jit

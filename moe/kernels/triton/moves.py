@@ -141,7 +141,7 @@ def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices,
 
 @triton.jit(do_not_specialize=["R"])
 def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows arrived sorted by (source, bin), counts [P, B] of each. Write the R rows' indices in the order of (bin, source)."""
+    """Write the indices that sort R rows by (bin, source). The rows arrived sorted by (source, bin). `counts` [P, B]: rows of each pair."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
     begin_R = passed_R

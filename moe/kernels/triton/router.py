@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices of a token (the argument `choices`), G groups, B blocks of a group's tokens
 
-_PROGRAMS = 256  # of `choose`, about two for each multiprocessor; `finish` reads a row of each
+_PROGRAMS = 256  # programs of `choose`, about two for each multiprocessor; `finish` reads a row of each
 _TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
-_LEAST = torch.finfo(torch.float32).tiny  # least probability before its logarithm
-_ELEMENTS = 1024  # of a block: 8 for each thread, of each tensor
+_LEAST = torch.finfo(torch.float32).tiny  # least probability of which a logarithm is taken
+_ELEMENTS = 1024  # elements of each tensor in a block: 8 for each thread
 TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 
 
@@ -90,7 +90,7 @@ def _scores(logit_TE, real_E, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _counted(valid, token_T, here_T):
-    """Return which of the tokens that exist are no padding."""
+    """Return a mask of the tokens that exist (`here_T`) and are no padding."""
     counts_T = here_T
     if valid is not None:
         counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
@@ -335,5 +335,5 @@ class _Route(torch.autograd.Function):
 
 
 def route(logits_TE: Tensor, given: Given, spec: RouterSpec) -> Fused:
-    """Route the tokens with logits [T, E] fp32, group after group."""
+    """Choose experts for tokens with logits [T, E] in fp32. The tokens of each group are consecutive."""
     return Fused(*_Route.apply(logits_TE.contiguous(), given, spec))

@@ -58,7 +58,7 @@ def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
 
 
 def by_bin(counts_PB: Tensor, *, total: int) -> Tensor:
-    """Compute parallel.mesh.exchange.by_bin."""
+    """Return the result of `by_bin` in parallel/mesh/exchange.py, by a kernel."""
     counts_PB, out_R = counts_PB.contiguous(), counts_PB.new_empty(total)
     with on(counts_PB):
         moves.by_bin[(triton.cdiv(total, 64),)](counts_PB, out_R, total, *counts_PB.shape, BLOCK_R=64, BLOCK_N=64)

@@ -116,7 +116,7 @@ class Method:
         return 1, 1
 
     def select(self, request: RoutingRequest) -> Tensor:
-        """Return the experts [T, K] int64, different ones for each token."""
+        """Return the K experts of each token, without repetition: int64 [T, K]."""
         raise NotImplementedError
 
     def choose(self, request: RoutingRequest) -> Chosen:

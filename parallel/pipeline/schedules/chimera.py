@@ -87,8 +87,9 @@ class _Greedy:
         self.ranks, self.each = ranks, microbatches // 2
         self.free, self.in_flight = [0] * ranks, [0] * ranks  # for each rank: time at which it is free; number of micro-batches
         self.next: Counter[tuple[Op, int, int]] = Counter()  # (op, direction, stage) -> next micro-batch
-        self.arrived = {(Op.F, up, 0, n): 0 for up in (0, 1) for n in range(self.each)}  # (op, direction, stage, micro-batch) -> time
         self.done: list[list[Action]] = [[] for _ in range(ranks)]
+        # (op, direction, stage, micro-batch) -> time at which the action's input has arrived
+        self.arrived = {(Op.F, up, 0, n): 0 for up in (0, 1) for n in range(self.each)}
 
     def orders(self) -> list[list[Action]]:
         chosen = [self._choice(rank) for rank in range(self.ranks)]
