@@ -28,7 +28,7 @@ DEAD = "#000000"  # of no load
 
 
 def styled() -> AbstractContextManager[Any]:
-    """Return a context in which new figures have the look of pictures.mplstyle. At its exit matplotlib's settings are as before."""
+    """Return a context in which new figures have the style of pictures.mplstyle. At its exit, matplotlib's settings are restored."""
     import matplotlib
 
     return matplotlib.rc_context(fname=Path(__file__).with_name("pictures.mplstyle"))
@@ -59,7 +59,7 @@ def save(draw: Callable[[], Figure], path: Path) -> Path:
 
 
 def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
-    """Give the x axis the range of the steps, or a small one around a single step, with whole numbers and the label "step"."""
+    """Give the x axis the range of the steps (around a single step, a range of 2), whole numbers, and with `label` the label "step"."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = (float(np.min(steps_S)), float(np.max(steps_S))) if len(steps_S) else (0.0, 1.0)
@@ -90,5 +90,5 @@ def colours(number: int) -> list[Any]:
 
 
 def marker(values: Any) -> str:
-    """Return matplotlib's marker for a curve: points if it has fewer than 3 finite values, which a line would not show, else none."""
+    """Return matplotlib's marker for a curve: points if it has fewer than 3 finite values, which a line might not show; otherwise none."""
     return "o" if int(np.isfinite(values).sum()) < 3 else ""

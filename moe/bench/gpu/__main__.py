@@ -22,9 +22,7 @@ PACKAGES = ("torch", "triton", "numpy", "einops")
 def main(words: list[str] | None = None) -> int:
     """Return 1 if a part failed or found something wrong, 2 for bad input, else 0."""
     parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="the first hour on a new GPU")
-    parser.add_argument(
-        "--minutes", type=float, default=25, help="time for this call; parts that may take longer than the rest of it are left out"
-    )
+    parser.add_argument("--minutes", type=float, default=25, help="time limit of this call; parts that may exceed it are left out")
     parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each part")
     parser.add_argument("--resume", action="store_true", help="continue a file: measure only the parts that it lacks")
     args = parser.parse_args(words)
