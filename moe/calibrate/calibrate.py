@@ -1,5 +1,4 @@
-"""`moe plan --calibrate`: measures this machine and writes a cluster file, with which `moe plan --cluster FILE` and `moe train` predict
-time.
+"""`moe plan --calibrate`: measures this machine and writes a cluster file for the predictions of `moe plan --cluster FILE` and `moe train`.
 
     kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
     collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With more ranks than

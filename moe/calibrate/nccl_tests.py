@@ -187,7 +187,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         try:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(path.name, got=f"what cannot be read ({error})", needed="text in UTF-8", fix="write it again") from None
+            raise BadInput(path.name, got=f"a file that cannot be read ({error})", needed="text in UTF-8", fix="write it again") from None
         one = read(text, kind=kind, what=path.name)
         key = kind, one.ranks, one.nodes
         found[key] = found[key].slower(one) if key in found else one

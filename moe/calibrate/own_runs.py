@@ -219,8 +219,7 @@ def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Fit constants of `cluster` to the runs in `folder`, print the fit, and write the cluster file `out`. Raises BadInput as
-    `measured`."""
+    """Fit constants of `cluster` to the runs in `folder`, print the fit, and write the cluster file `out`. Raises BadInput (`measured`)."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     steps = list(measured(folder, given))
@@ -264,7 +263,8 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
         seconds = (summary.get("predicted") or {}).get("measured_step_seconds")
         values, world, on = (summary.get(key) for key in ("recipe_values", "world", "hardware"))
         if not (isinstance(seconds, float) and seconds > 0 and isinstance(values, dict) and isinstance(world, int)):
-            raise BadInput(str(path), got="a summary without step seconds or recipe", needed="a whole run", fix="move it to another folder")
+            got = "a summary without step seconds or recipe"
+            raise BadInput(str(path), got=got, needed="a finished run", fix="move it to another folder")
         if not _is_device(cluster.device.name, str(on)):
             needed = f"runs on the devices of --cluster, {cluster.device.name}"
             raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name their cluster, or move the run to another folder")

@@ -177,7 +177,7 @@ def carried(run: Run) -> tuple[Run, str]:
     for offload and for the engine dp, which have no replacement."""
     s, kind = run.sharding, run.carrier
     if kind.threads:
-        got, needed = "dp, whose replicas are threads of one process", "one thread a rank, which is what a rehearsal follows"
+        got, needed = "dp, whose replicas are threads of one process", "one process per rank"
         raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
         got = "offload, which copies states to the host's memory; a rehearsal's tensors have no memory"

@@ -194,7 +194,7 @@ class Case:
     tiles: int = 1  # number of tiles of each feed-forward network and expert (tiling.ffn)
     head_tiles: int = 1  # number of tiles of the head's vocabulary (tiling.head)
     chunks: int = 1  # number of chunks of tokens in the loss (recompute.loss_chunks)
-    replicas: int = 2  # only of kind dp: number of threads, each with a replica
+    replicas: int = 2  # engine dp only: number of threads, each with a replica
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
@@ -215,7 +215,7 @@ class Case:
     kernels: str = "cpu"  # experts.kernels
     casts: str = "use"  # precision.casts
     recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
-    values: str | None = None  # JSON of a recipe that is used as it is, with its own sizes and layout (`as_written`)
+    values: str | None = None  # JSON of a recipe that runs unchanged, with its own sizes and layout (`as_written`)
     steps: int = 0  # number of steps; 0: ten
 
     @property
@@ -236,8 +236,7 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """All fields that differ from their defaults, as text "name=value name=value". Unlike `layout`, it differs between any two
-        cases."""
+        """All fields that differ from their defaults, as text "name=value name=value". Unlike `layout`, it is unique."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 

@@ -5,7 +5,7 @@
                    gradients that one process sums in the row's order. The row's gradients are still compared with the float64 twin
     bf16, fp16     one process in that precision. Tolerance: twice the largest deviation between runs on one process that take the same sums
                    in other orders (`reorderings`). If a row fails, it is compared with one process that sums in the row's order. Each
-                   number and gradient must also be near the float64 twin (`Bound`): it shows errors that are the same in all 16-bit runs
+                   number and gradient must also be near the float64 twin (`Bound`), which shows errors that all 16-bit runs share
 
 Cases in fp32 whose experts' matrix products round to fewer bits (moe/kernels/products.py) are compared as in 16 bits.
 

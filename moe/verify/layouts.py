@@ -118,7 +118,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
 
 
 class _OlderWeights:
-    """Lets one process compute gradients at the older weights that the pipeline stages of `delayed_as` use (PipeDream, 2BW)."""
+    """Lets one process compute gradients with the older weights that the pipeline stages of `delayed_as` use (PipeDream, 2BW)."""
 
     def __init__(self, model: nn.Module, delayed_as: Case) -> None:
         self.tensors: dict[str, Tensor] = dict(model.named_parameters()) | extra_state(model)
@@ -268,8 +268,7 @@ def limit_of(world: int, timeout_s: float | None) -> float:
 
 
 def few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """Return the first of these cases, up to the last one with which (number of different meshes) x (ranks) is at most MESHES. It is at
-    least one case."""
+    """Return the first case, and the cases after it as long as they need together at most MESHES / ranks different meshes."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:

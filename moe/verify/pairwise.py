@@ -87,7 +87,7 @@ def cover(
         for option in options:
             if all(reasons[pair] is None for pair in brought(row, option)) and why_not(row | dict([option])) is None:
                 return row | dict([option])
-        raise AssertionError(f"no value goes with {row}, though the simplest ones do")
+        raise AssertionError(f"{row} is allowed, but no further value is allowed with it")
 
     rows: list[Choice] = []
     while left:

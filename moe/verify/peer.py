@@ -70,13 +70,13 @@ def main(
     idle = [name for name in models if name not in {pair.model for pair in pairs}]
     if idle and (model is not None or not pairs):
         given = " ".join(f"--{name} {degree}" for name, degree in known.items())
-        raise BadInput("--model", got=f"{idle[0]} with {given}", needed="a degree of an axis that it has", fix=f"remove {given}")
+        raise BadInput("--model", got=f"{idle[0]} with {given}", needed="degrees for which it has a test", fix=f"remove {given}")
     if not (chosen := [pair for pair in pairs if only is None or only in f"{pair.model} {pair.layout}"]):
         titles = cut(", ".join(f"{pair.model} {pair.layout}" for pair in pairs))
         raise BadInput("--only", got=only, needed=f"a part of a row's text: {titles}", fix=f'--only "{pairs[0].layout}"')
     adapter.load()
     rows, started = list[Row](), time.perf_counter()
-    say(f"{peer} {_version(adapter)}" + (", with the one process's choices of experts" if pin else ""))
+    say(f"{peer} {_version(adapter)}" + (", routers replay the choices of the run on one process" if pin else ""))
     say(_line("model", "layout", "ranks", "equal", "differ", "not compared", "first deviation"))
     with tempfile.TemporaryDirectory(prefix="peers-") as home:
         for row in _rows(chosen, Path(home), 300.0 if timeout_s is None else timeout_s):

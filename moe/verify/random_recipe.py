@@ -50,7 +50,8 @@ _TINY: Values = {
 _NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step reads few of the others
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
 _NEVER = ("given", "triton")  # an object from Python; kernels that need a GPU, as ranks here are forked on the CPU
-_KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}  # drawn if the axis has ranks
+# axis -> key that is drawn if the axis has several ranks
+_KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}
 _FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to degrees and _KINDS
 _ROUNDS = 40  # largest number of refusals of one recipe
 
@@ -208,7 +209,7 @@ def mended(rng: random.Random, values: Values, world: int, most: int) -> Draw:
         fix, values, world = next(new, ("", copy.deepcopy(_TINY), world))
         refusals.append(Refusal(bad, fix))
         seen.add(_as_text(values, world))
-    raise AssertionError(f"no fix of {_ROUNDS} led to an accepted recipe, the last refusal is: {bad}")
+    raise AssertionError(f"none of {_ROUNDS} fixes led to an accepted recipe, the last refusal is: {bad}")
 
 
 def _changes(ways: list[Fix], values: Values, world: int, most: int) -> Iterator[tuple[str, Values, int]]:

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "triton", "numpy", "einops")
 
 def main(words: list[str] | None = None) -> int:
     """Return 1 if a part failed or found something wrong, 2 for bad input, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="the first hour on a new GPU")
+    parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="check and measure a new GPU")
     parser.add_argument("--minutes", type=float, default=25, help="time limit of this call; parts that may exceed it are left out")
     parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each part")
     parser.add_argument("--resume", action="store_true", help="continue a file: measure only the parts that it lacks")
@@ -52,7 +52,7 @@ def measure(minutes: float, file: Path) -> int:
         done = json.loads(file.read_text()) if file.exists() else fresh
         if not isinstance(done, dict) or done.get("device") != machine.name:
             raise ValueError(f"not made on {machine.name}")
-        replace_file(file, json.dumps(done := fresh | done))  # finds out now if it can be written
+        replace_file(file, json.dumps(done := fresh | done))  # fails now if the file cannot be written
     except (OSError, ValueError) as error:
         print(f"error: --json: got {file} ({error}), needed a file of this machine's results; fix: name another file", file=sys.stderr)
         return 2

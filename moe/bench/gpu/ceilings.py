@@ -40,7 +40,7 @@ def _about(machine: Machine) -> Row:
     return about
 
 
-def _version(package: str) -> str | None:  # not version_of of extensions.py, which needs psutil
+def _version(package: str) -> str | None:  # version_of in extensions.py needs psutil
     try:
         return version(package)
     except PackageNotFoundError:

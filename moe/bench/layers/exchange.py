@@ -75,7 +75,7 @@ def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class _Identity:
-    """Experts that return their input; if the dispatcher lets experts route, the sum of each token's rows times their gates. ranks: number
+    """Experts that return their input. Called with counts of type Routed, they return each token's sum of rows times gates. ranks: number
     of etp ranks, whose outputs are summed, so each returns input / ranks."""
 
     hidden, kernels = slice(0, 1), choose("auto")

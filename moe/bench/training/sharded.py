@@ -116,7 +116,7 @@ def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> T
     """Start training on this rank with a recipe (section -> key -> value). A peer trains in DeepSpeed's own engine. Collective."""
     peer = partial(DeepSpeedAlone, stage=kind.stage) if kind.is_peer else None
     world = World(rank, ranks, place="cpu")
-    return Training.start(values, world, peer=cast(Peer | None, peer))  # it has the methods that a training step calls
+    return Training.start(values, world, peer=cast(Peer | None, peer))  # a peer has all methods of an engine that steps call
 
 
 def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -155,7 +155,7 @@ def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] |
 
 
 def _offloading(space: Space, run: Run) -> Space:
-    """Return `space`; if the recipe offloads model states, with the engines that can offload instead of its own."""
+    """Return `space`. If the recipe offloads model states, the engines are replaced by all engines that can offload."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
     return replace(space, engines=tuple(name for name, kind in ENGINES.items() if kind.offloads)) if on_host else space
@@ -218,7 +218,7 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
         larger = {"train.global_batch": batch}
         works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
         fix = typed(larger) if works else "change that size, or --cluster"
-        return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="one", fix=fix)
+        return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="at least one", fix=fix)
     mends = list(_mends(run, cluster, checked, least=nearest.over_bytes / cluster.memory_bytes() + 1))
     return BadInput(
         "plan",

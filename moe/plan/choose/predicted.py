@@ -1,5 +1,4 @@
-"""Predicts a run's memory and time before it starts, and whether it fits into memory. If it does not, finds a change of the recipe that
-does.
+"""Predicts a run's memory and time before it starts. If it does not fit into memory, finds a change of the recipe with which it fits.
 
     predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py if the place has a cluster
     change_that_fits(run)   the first of these changes that works. The cheapest in time come first:
@@ -61,8 +60,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted memory and time of a run. ranks: memory of each pipeline rank; of its ep ranks, the one with the most rows. even: the same
-    if all ep ranks had equally many rows."""
+    """Predicted memory and time of a run. ranks: memory of each pipeline rank, for the ep rank with the most rows. even: the same if all ep
+    ranks had equally many rows."""
 
     place: Place
     network: Network

@@ -44,7 +44,7 @@ class Elements(Summed):
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """Return the numbers of parameters that a rank holds of one layer, LoRA adapters included. index: of the layer in `network.layers`."""
+    """Return the numbers of parameters that a rank holds of one layer, LoRA adapters included. index: of the layer in this stack."""
     whole = _matrices(network, plan, index)
     return whole if network.adapters is None else whole + _adapters(network, plan, index)
 
@@ -154,8 +154,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
-    """Parameters that multi-token prediction has for each further token: a dense layer, a matrix that merges its two inputs, three
-    norms."""
+    """Parameters of multi-token prediction for each further token: a dense layer, a matrix that merges its two inputs, three norms."""
     joined = dense(network, 2 * network.width**2) + dense(network, 3 * norm(network), "norms")
     return joined + layer(replace(network, experts=None), plan, 0)
 
@@ -187,8 +186,8 @@ def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[i
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage, which differ by one at most. The last stage gets fewer first, then the first, then from the last
-    on."""
+    """Number of layers of each stage. Numbers differ by one at most. One layer less goes to the last stage, then the first, then the last
+    but one, and so on."""
     size = -(-layers // stages)
     smaller = [stages - 1, 0, *range(stages - 2, 0, -1)][: size * stages - layers]
     return tuple(size - (stage in smaller) for stage in range(stages))

@@ -73,7 +73,7 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
         idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
-    has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)  # an encoder's or decoder's first layer has the bias of all
+    has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)  # T5: a stack's first layer holds the bias of all its layers
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and has_bias else 0
     active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)
     forward = 2.0 * products + core_forward(model, layer=layer)
@@ -91,14 +91,14 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
     width = 4.0 * core_width(model)
     if layer < model.decoder_begins:
         return (own + width * read) * read / model.read_length
-    *queries, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))  # with latents: down, up
+    *queries, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))  # latents: key down, value up
     of_token = own + width * (written + 1) / 2 + sum(queries) + out + width * read
     return (of_token * written + (key + value) * read) / model.read_length
 
 
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
     """Mean number of experts that compute a token: its number of choices, limited by the experts' capacity and their number. If experts
-    choose tokens, they fill their capacity. The minimum and the rounding of capacities are left out."""
+    choose tokens, they fill their capacity. The minimum of the capacity and its rounding are left out."""
     slots = slots_of_token(router)
     return min(min(router.num_choices, slots) if method_of(router).tokens_choose else slots, num_experts)
 

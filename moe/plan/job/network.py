@@ -94,7 +94,7 @@ class Experts:
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:
-        """Computed rows of the busiest of `ep` ranks / mean over ranks. The limit is the experts' capacity, or without one all tokens."""
+        """Computed rows of the busiest of `ep` ranks / mean over ranks. At most the experts' capacity; without one, at most all tokens."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
         return max(1.0, min(self.unlimited(ep), ep, limit))
 
@@ -213,7 +213,7 @@ class Network:
 
     @cached_property
     def unreached(self) -> int:
-        """Number of first layers that the backward pass does not reach, because they and everything before them are frozen."""
+        """Number of leading layers that the backward pass does not reach, because they and everything before them are frozen."""
         if "embedding" not in self.frozen or self.learned_positions or self.encoder is not None:
             return 0
         return next((index for index in range(self.layers) if index not in self.frozen_layers), self.layers)
@@ -240,7 +240,7 @@ class Network:
 
     @property
     def groups(self) -> int:
-        """Number of key-value heads (of query groups)."""
+        """Number of key-value heads. Each serves a group of query heads."""
         return self.kv_heads or self.heads
 
 

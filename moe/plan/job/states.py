@@ -73,7 +73,7 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
     """Bytes of the model states on one rank of a model with experts. dense, expert: numbers of parameters outside and inside of experts.
-    The dense parameters are shared by dp ranks. Each rank has 1 / (ep etp) of the experts' parameters, shared by dp / (ep etp) ranks."""
+    N (`model_states`) is dp for the dense parameters, and dp / (ep etp) for the 1 / (ep etp) of the experts' parameters on a rank."""
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)

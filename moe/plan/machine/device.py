@@ -164,8 +164,7 @@ def _measured(rates: dict[float, float], flops: float) -> float:
 
 
 def alignment(num_bytes: int) -> float:
-    """Fraction of the full rate that a product reaches if its rows have `num_bytes` bytes: 1 for multiples of 128 bytes (needed by an
-    A100), below 1 otherwise."""
+    """Fraction of the full rate that a product reaches if its rows have `num_bytes` bytes: 1 for multiples of 128 bytes, otherwise less."""
     for multiple, share in ((128, 1.0), (64, 0.85), (32, 0.8), (16, 0.7), (4, 0.5)):
         if num_bytes % multiple == 0:
             return share

@@ -28,7 +28,7 @@ class Program:
     pointwise: float = 1.0  # bytes that norms, activations and residual additions move / bytes that fully fused kernels would move
     streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time depends on its bytes, or on a CPU on its elements
     gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the backward pass, or during the last micro-batch's
-    staged: Literal["as gradients", "by stage"] = "as gradients"  # with pipeline stages; `by stage`: reduced when a stage's are complete
+    staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or when a stage's gradients are complete
     gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # all-gathers of sharded parameters; computation hides all, 2/3, none
     alone: float = ALONE  # a pass takes the longer of host's and device's time + this fraction of the shorter; 0: full overlap, 1: none
     shards: Literal["micro-batch", "step"] = "step"  # how often FSDP with stages gathers parameters and reduces gradients

@@ -317,8 +317,8 @@ class _Step:
     def _in_stage(
         self, stage: _Stage, held: Elements, kept: float, ends: float, whole: dict[At, float], before: Elements, *, at_i: bool, once: bool
     ) -> Iterator[Moment]:
-        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. The other
-        arguments are those of `_at_loss`."""
+        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. at_i: the
+        action is I. The other arguments are those of `_at_loss`."""
         outside = self.outside
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
         for of, gone, later, bytes_at_work, bytes_of_sums in self._at_work(stage, held, once, at_i):

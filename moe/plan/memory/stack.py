@@ -57,7 +57,7 @@ class Stack:
     expert_plain: int = 2
     expert_gated: int = 3
     maps: int = 8
-    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # fraction of each part that selective recompute keeps; others: all
+    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # part -> fraction that selective recompute keeps; other parts: all
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary

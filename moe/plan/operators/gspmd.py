@@ -54,8 +54,8 @@ def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -
     """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim."""
     head, colon, rest = text.partition(":")
     if colon and not head.strip().isdecimal():
-        fix = f'write "0:{rest}", or leave it out with its colon'
-        raise BadInput(f"annotation of {tensor}", got=f"a priority {head!r}", needed="a whole number from 0, 0 going first", fix=fix)
+        fix = f'write "0:{rest}", or remove the priority and its colon'
+        raise BadInput(f"annotation of {tensor}", got=f"a priority {head!r}", needed="a whole number from 0 (applied first)", fix=fix)
     words, _, never = (rest if colon else text).partition("|")
     dims = [word.strip() for word in words.split(",")] if words.strip() else []
     if len(dims) != len(shape):

@@ -178,8 +178,7 @@ def best(row: list[float], count: int) -> list[int]:
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """A token's scores, with -inf for experts outside the best groups. Groups are ranked by their best score, or the sum of the two
-    best."""
+    """A token's scores, with -inf for experts outside the best groups. A group's rank depends on its best score, or its two best."""
     size = len(row) // spec.expert_groups
     groups = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -199,8 +198,7 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
 
 
 def _ask(chosen: Lists, scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """Return [token][choice]: whether the choice needs a slot. Padding needs none. GShard's second choice needs one with probability 2
-    g_2."""
+    """Return [token][choice]: whether the choice needs a slot. Padding needs none, GShard's second choice with probability 2 g_2."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -223,8 +221,7 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
 
 
 def _admit(chosen: Lists, asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
-    """Return for each token its chosen experts that have a slot for it. Slots are given in the order of `_queue`. asks: result of
-    `_ask`."""
+    """Return for each token its chosen experts with a slot for it. Slots are given in the order of `_queue`. asks: result of `_ask`."""
     kept: Lists = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-Maps = list[Tensor]  # for each dim, for each index in the rank's tensor (of a DTensor: the global one): its index in the single process's
+Maps = list[Tensor]  # for each dim: index in the single process's tensor of each index of the rank's tensor (a DTensor: of the global one)
 _NEAREST = 4096  # largest number of rows that are paired by distance
 
 
@@ -170,8 +170,8 @@ def _chunks(whole: int, own: int) -> Iterator[tuple[Tensor, tuple[int, int, int]
 
 
 def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Iterator[dict[int, Tensor]]:
-    """Yield each way in which samples or tokens could be laid out: dim -> indices into the one process's tensor that this rank holds.
-    one, here: shapes of the tensor in the one process and on this rank. The last is {}: no dim has samples or tokens."""
+    """Yield the possible positions of samples or tokens, as dim -> indices into the single process's tensor that this rank holds. one,
+    here: shapes of the tensor in the single process and on this rank. The last possibility is {}: no dim has samples or tokens."""
     rows, cols, b, width = of.rows, of.cols, len(of.rows), len(of.cols)
     tokens = (rows[:, None] * of.length + cols).flatten()
     for batch_dim, token_dim in ((0, 1), (1, 0)):

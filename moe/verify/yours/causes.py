@@ -157,7 +157,7 @@ def _rows(bad: list[Seen], bound: float, noun: str) -> str:
 def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
     one, here = torch.cat([s.one.flatten() for s in bad]), torch.cat([s.here.flatten() for s in bad])
     if key.kind == "input" and not of.samples[bad[0].rank].found:
-        return "other samples: these are not in the batch of the one process"
+        return "other samples: these are not in the batch of the run on one process"
     if key.kind == "output" and of.one.pieces[key][0].dtype.startswith("int"):
         return "other choices: a tie if its scores are equal (record with pin, or --pin-routing)"
     zeros = (one == 0) != (here == 0)
@@ -196,7 +196,7 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
 
 
 def _inside(of: Comparison, key: Key, bound: float) -> str:
-    """Describe the fault of a module with right inputs and weights."""
+    """Return the likely cause of a wrong output if the module's inputs and weights are right."""
     if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
         return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
     weights, given = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
@@ -212,8 +212,7 @@ def _inside(of: Comparison, key: Key, bound: float) -> str:
 
 
 def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
-    """Return text on the 16-bit dtype to which all elements on the ranks are rounded, although their tensor is wider; "" if there is
-    none."""
+    """Return text if all elements of the ranks' fp32 or fp64 tensors are rounded to a 16-bit dtype; "" otherwise."""
     here = torch.cat([s.here.flatten() for s in bad])
     wide = all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, []))
     exact = (n for n, d in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if torch.equal(here.to(d).double(), here))

@@ -58,7 +58,8 @@ class Choices(TorchFunctionMode):
         one, here = (Piece.of(t, "", t.numel()) for t in (self.given["tokens"], self.tokens))
         found = samples(one, here, 0)
         if not found.found:
-            raise BadInput("pin", got="tokens that the one process did not read", needed="a part of its batch", fix="record without pin")
+            got = "tokens that the run on one process did not read"
+            raise BadInput("pin", got=got, needed="a part of its batch", fix="record without pin")
         self.at = (found.rows[:, None] * found.length + found.cols).flatten()
 
     def leave(self) -> None:
@@ -74,7 +75,7 @@ class Choices(TorchFunctionMode):
         """Refuse a step in which one of the routers on this rank made its own choices."""
         for key in self.given or ():
             if key not in self.replayed and (module := _module_of(key)) in self.entered:
-                got = f"{module or 'the model'}, which chose for other tokens than the one process, or not by topk or argmax"
+                got = f"{module or 'the model'}, which chose for other tokens than the run on one process, or not by topk or argmax"
                 raise BadInput("pin", got=got, needed="the same router on this rank's tokens", fix="record without pin")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +108,7 @@ class Choices(TorchFunctionMode):
             return own
         theirs = self.given.get(key)
         if theirs is None or self.at is None or theirs.shape[1:] != own.shape[lead:]:
-            got = f"a choice in {module} that the one process did not make"
+            got = f"a choice in {module} that the run on one process did not make"
             raise BadInput("pin", got=got, needed="the same model", fix="record without pin")
         self.replayed.add(key)
         return theirs[self.at].reshape(own.shape).to(own.device)
@@ -118,7 +119,7 @@ class Choices(TorchFunctionMode):
             raise BadInput("pin", got="a step in which no topk or argmax chooses for tokens", needed="a router", fix="record without pin")
         if len(lengths := {part.shape[1] for part in self.kept["tokens"]}) > 1:
             got, fix = f"micro-batches of {' and '.join(map(str, sorted(lengths)))} tokens", "pad them to one length"
-            raise BadInput("pin", got=got, needed="sequences of one length in the one process", fix=fix)
+            raise BadInput("pin", got=got, needed="sequences of one length in the run on one process", fix=fix)
         given = {key: torch.cat(parts) for key, parts in self.kept.items()}
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(given, Path(folder) / FILE)

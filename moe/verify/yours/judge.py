@@ -78,7 +78,7 @@ class Comparison:
             self.found.append((Deviation(key.name, key.kind, number, worst, bound, factor, cause, worst <= bound), seen))
         known = {*self.order, *(k._replace(kind="local gradient") for k in self.order if k.kind == "gradient")}
         for key in (key for rank in self.ranks for key in rank.pieces if key not in known and key.kind != "local gradient"):
-            self.refused.setdefault(key, "the one process has no such value")
+            self.refused.setdefault(key, "the run on one process has no such value")
 
     @cached_property
     def order(self) -> list[Key]:

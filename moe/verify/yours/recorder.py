@@ -110,7 +110,7 @@ class Step:
         self._read = False
         self._open = ExitStack()
         self._hooked: set[int] = set()
-        self._by_call: dict[Key, dict[int, Piece]] = {}  # backward reaches calls in any order
+        self._by_call: dict[Key, dict[int, Piece]] = {}  # sorted at the end, because backward reaches calls in any order
 
     def note(self, name: str, value: Tensor | float) -> None:
         """Record a further value, such as the loss, under this name."""
@@ -132,7 +132,7 @@ class Step:
         for name, parameter in self._parameters():
             self._hook(name, parameter)
         for name, module in self.model.named_modules():
-            if not any(_WRAPPED.fullmatch(child) for child, _ in module.named_children()):  # a wrapper: the module inside has its name
+            if not any(_WRAPPED.fullmatch(child) for child, _ in module.named_children()):  # a wrapper is skipped: its module has its name
                 self.record.modules[_name(name)] = type(module).__name__
                 self._until_the_end(module.register_forward_pre_hook(partial(self._entered, _name(name)), with_kwargs=True))
                 self._until_the_end(module.register_forward_hook(partial(self._left, _name(name))))
@@ -170,7 +170,7 @@ class Step:
             self._until_the_end(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:  # of several micro-batches, the last has the sum
+        if parameter.grad is not None:  # the last of several micro-batches has the accumulated gradient
             self.record.pieces.pop(Key("local gradient", name), None)
             self._keep(Key("local gradient", name), parameter.grad)
 
