@@ -64,19 +64,19 @@ class Spans(NamedTuple):
 
 
 def spans_of_text(tokens: int) -> Spans:
-    """Return the sizes of span corruption for a text of `tokens` tokens. `tokens`: at least 2."""
+    """Return the numbers of hidden tokens and spans for a text of `tokens` tokens, at least 2."""
     hidden = max(1, round(tokens * DENSITY))
     return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
 
 
 def inputs_within(tokens: int) -> int:
-    """Return the largest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens. `tokens`: at least 2."""
+    """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens, at least 2."""
     inputs = spans_of_text(tokens).inputs
     return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 tokens may have the same number of inputs
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:
-    """Return at most two encoder inputs, in tokens, the nearest first, that `read` divides and whose targets `written` divides."""
+    """Return at most two lengths of encoder inputs, the nearest to `near` first: `read` divides the length, `written` its targets'."""
     multiples = (read * (near // read + step) for apart in range(1000) for step in {apart, -apart})
     fits = (n for n in multiples if n > 3 and spans_of(n).inputs == n and spans_of(n).targets % written == 0)
     return sorted(islice(fits, 4), key=lambda n: abs(n - near))[:2]
