@@ -14,7 +14,7 @@ _ADAMW = Set("optimizer.kind", "adamw")
 
 
 def check_optimizer(run: Run) -> None:
-    """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
+    """Raise BadInput for an optimizer that does not work with other values of the recipe."""
     o, s = run.optimizer, run.sharding
     if o.of_matrices and run.carrier.steps == "elements":
         why = "DeepSpeed updates flat ranges of elements, not matrices"
@@ -54,6 +54,6 @@ def _check_kfac(run: Run) -> None:
     if o.kfac.experts and run.model.layers_with_experts():
         whole, dense_only = "K-FAC needs an expert's whole matrices, on one rank", Set("optimizer.kfac.experts", False)
         check_others(run, "optimizer.kind", {"degrees.etp": (1, whole), "experts.rebalance_every": (0, whole)}, dense_only)
-        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # the dispatcher's number: a user's own dispatcher may not read the key
+        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # not the key's value, because a user's dispatcher may not read the key
             fix = Set("dispatch.overlap_chunks", 1) | dense_only
             raise BadInput("dispatch.overlap_chunks", got=f"{chunks} with optimizer.kind=kfac", needed=f"1: {whole}", fix=fix)

@@ -1,4 +1,4 @@
-"""Checks of degrees.sp: divisible positions and heads, and keys that cannot be combined with it."""
+"""Checks of degrees.sp: it must divide positions and heads, and some keys cannot be combined with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Refuse positions and heads that cannot be divided equally among the ranks of sp. Raises BadInput."""
+    """Raise BadInput unless positions and heads can be divided equally among the ranks of sp."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp == 1:
         return
@@ -24,7 +24,7 @@ def check_sequence(run: Run) -> None:
 
 
 def without_effect(run: Run) -> list[str]:
-    """Return a line for each key of section `sequence` that has no effect because degrees.sp is 1."""
+    """Return a line for each key in section `sequence` that has no effect because degrees.sp is 1."""
     if run.degrees.sp > 1:
         return []
     fields = type(run.sequence).model_fields.items()
@@ -52,7 +52,7 @@ def _check_order(run: Run) -> None:
 
 
 def _check_heads(run: Run, degree: int) -> None:
-    """Refuse a number of heads (on one rank of tp) that is no multiple of `degree`, the number of ranks that exchange heads (Ulysses)."""
+    """Raise BadInput unless `degree`, the number of ranks in a Ulysses group, divides the number of heads on one tp rank."""
     held = run.model.num_heads // run.tp_grid().units
     if held % degree:
         what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"

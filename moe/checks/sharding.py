@@ -1,4 +1,4 @@
-"""Checks of data parallelism: the stage, engine and offloading that each sharding.kind has (docs/parallel/data_parallel.md)."""
+"""Checks of section `sharding`: the stages, engines and offloading that each sharding.kind supports (docs/parallel/data_parallel.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.store.files import user_path
 
 
 def check_sharding(run: Run) -> None:
-    """Refuse values that the recipe's kind and stage of sharding cannot carry out. Raises BadInput."""
+    """Raise BadInput for values that the recipe's kind and stage of sharding do not support."""
     if "engine" in run.sharding.named.keys:
         _check_zero(run)
     else:
@@ -81,8 +81,8 @@ def _check_disk(o: Offload) -> None:
 
 
 def check_installed(run: Run) -> None:
-    """Refuse to train with states on a disk if this machine lacks a package with which DeepSpeed's async_io is compiled. Raises BadInput.
-    Not part of `check_run`, because `moe plan` and `moe rehearse` check a recipe for another machine."""
+    """Raise BadInput if the recipe has states on a disk and this machine lacks a package that DeepSpeed needs to compile async_io. This is
+    no part of `check_run`, because `moe plan` and `moe rehearse` check recipes for another machine."""
     on_disk = [f"sharding.offload.{key}" for key, place in _places(run.sharding.offload).items() if place == "nvme"]
     if on_disk and (missing := missing_for_nvme()):
         got, needed = f"nvme without {' and '.join(missing)}", "the packages with which DeepSpeed's async_io is compiled at its first use"
