@@ -138,7 +138,7 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
     )
 
 
-# tensor.kind -> its styles, by patterns of parameters; "sliced": with tensor.sequence_parallel
+# tensor.kind -> (path pattern of parameters, style); "sliced": with tensor.sequence_parallel
 TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
     "1d": _line(Column, Row, sliced=False, key_heads="tp_row_heads"),
