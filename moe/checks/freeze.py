@@ -31,7 +31,7 @@ def _check_part(run: Run, part: str) -> None:
     if layers is not None and not 0 <= layers.start < layers.stop <= depth:
         raise BadInput(_KEY, got=part, needed=f"layers from 0 to {depth - 1}, the first not after the last", fix=_without(run, part))
     if part == "head" and run.model.tied_embeddings:
-        raise BadInput(_KEY, got=part, needed="an output layer of its own: it is the embedding", fix=_with(run, part, "embedding"))
+        raise BadInput(_KEY, got=part, needed="a head that is not tied to the embedding", fix=_with(run, part, "embedding"))
     if part in _lacking(run):
         needed = "layers without experts, shared experts or a residual network" if part == "dense" else "layers with experts"
         raise BadInput(_KEY, got=part, needed=needed, fix=_without(run, part))

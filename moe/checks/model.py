@@ -69,7 +69,7 @@ def _check_latent(run: Run) -> None:
     if m.rope.fraction != 1:
         raise clash(run, "model.rope.fraction", by, 1, "in latent attention rotary_size sets the channels that are rotated")
     if m.rope.scaling == "dynamic":
-        raise clash(run, "model.rope.scaling", by, "yarn", needed="yarn, as DeepSeek has it, or ntk")
+        raise clash(run, "model.rope.scaling", by, "yarn", needed="yarn, as in DeepSeek, or ntk")
     size = m.latent_sizes
     if size.rotary % 2 or not size.rotary:
         needed = "an even number above 0: channels are rotated in pairs"
@@ -169,17 +169,19 @@ def check_encoder_decoder(run: Run) -> None:
         raise clash(run, "data.objective", "model.kind", "span_corruption", needed="inputs that are separate from the targets")
     m = run.model
     if m.positions != "t5":
-        raise clash(run, "model.positions", "model.kind", "t5", "the layers of each half share one bias of relative positions")
+        raise clash(
+            run, "model.positions", "model.kind", "t5", "all layers of the encoder, and all of the decoder, share one position bias"
+        )
     if not 0 < m.decoder_begins < m.num_layers:
         what = "model.num_layers" if m.encoder_layers is None else "model.encoder_layers"
         got, fix = (m.num_layers, Set("it", 2, said="2 or more")) if m.encoder_layers is None else (m.encoder_layers, Set("it", None))
-        needed = "at least 2, one a half" if m.encoder_layers is None else f"below model.num_layers={m.num_layers}: the others decode"
+        needed = "at least 2" if m.encoder_layers is None else f"below model.num_layers={m.num_layers}: the other layers are the decoder's"
         raise BadInput(what, got=got, needed=needed, fix=fix)
     if m.spans.inputs != m.max_length:
         needed = f"at least {m.spans.inputs}, for one hidden span"
         raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
     if m.document_mask and run.degrees.sp > 1:
-        why = "in cross attention a query's document and a key's are of different sequences, and methods of sp have one list"
+        why = "methods of sp have one list of document ids, and cross attention needs one for queries and one for keys"
         raise clash(run, "degrees.sp", "model.document_mask", 1, why)
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"

@@ -51,7 +51,7 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
         if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
             got = f"{place} with sharding.stage={s.stage} and degrees.pp={pp}"
-            needed = "with stages the optimizer on cpu: FSDP carries out stages 2 and 3 there, and it offloads nothing else"
+            needed = "with pipeline stages, only the optimizer on cpu: FSDP carries out ZeRO 2 and 3 there, and it offloads nothing else"
             works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none"}
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=all_of(works) | Set("degrees.pp", 1))
 
@@ -92,14 +92,16 @@ def _check_continuous(run: Run) -> None:
         why = "there is no gradient norm of the whole model before an update"
         raise clash(run, "optimizer.clip_norm", by, None, why, other)
     if run.model.kind == "encoder_decoder":
-        raise clash(run, "pipeline.schedule", "model.kind", ADVISED, "stages would hold different versions of the bias that a half shares")
+        raise clash(
+            run, "pipeline.schedule", "model.kind", ADVISED, "stages would hold different versions of a position bias that they share"
+        )
     if run.model.ends_read_embedding:
         key, works = ("tied_embeddings", False) if run.model.tied_embeddings else ("ahead", 0)
         why = "the first and the last stage would hold different versions of one table"
         raise clash(run, f"model.{key}", by, works, why, other)
     if run.model.layers_with_experts():
         if p.microbatches > 1 and run.router.balance_scope == "global_batch" and run.router.asks_balance:
-            needed = "a scope within a micro-batch: the whole batch would have to be counted first"
+            needed = "a scope within a micro-batch: the loss would need the counts of all micro-batches before the first backward pass"
             fix = Set("it", "sequence", "micro_batch")
             raise BadInput("router.balance_scope", got=f"global_batch with {by}", needed=needed, fix=fix)
         if run.experts.rebalance_every:

@@ -37,7 +37,7 @@ def _check_idle(run: Run) -> None:
         full, needed = Set("recompute.kind", "full"), "recompute.kind full: otherwise attention is computed once anyway"
         raise clash(run, "sequence.keep_attention", "recompute.kind", False, "", full, needed=needed)
     if run.sequence.named.trades_heads and run.sequence.heads != 1:
-        why = "there all ranks of sp trade heads for tokens"
+        why = "with ulysses, all ranks of sp exchange heads for tokens"
         raise clash(run, "sequence.heads", "sequence.kind", 1, why, Set("sequence.kind", "ring"))
 
 
@@ -58,6 +58,6 @@ def _check_heads(run: Run, degree: int) -> None:
         what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"
         heads = Set("sequence.heads", *(d for d in divisors(held) if run.degrees.sp % d == 0))
         of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"
-        got = f"{degree} ranks that trade heads for tokens, with {of_rank}"
+        got = f"{degree} ranks that exchange heads for tokens, with {of_rank}"
         fix = heads & Set("sequence.kind", "ring") if what == "degrees.sp" else heads
         raise BadInput(what, got=got, needed="a divisor of the heads", fix=fix)

@@ -37,7 +37,7 @@ def _check_not_zero(run: Run) -> None:
 def _check_zero(run: Run) -> None:
     s = run.sharding
     if s.carrier().stage != s.named.stage:
-        raise clash(run, "sharding.engine", "sharding.stage", "auto", needed="stage 3, which is what FSDP does")
+        raise clash(run, "sharding.engine", "sharding.stage", "auto", needed="stage 3, the only one that FSDP carries out")
     if s.engine == "deepspeed" and s.named.stage == 0:
         why = "stage 0 shards nothing, which is data parallelism as torch's DDP does it"
         raise clash(run, "sharding.engine", "sharding.stage", "auto", why, Set("sharding.stage", 1, 2, 3))
@@ -75,7 +75,7 @@ def _check_disk(o: Offload) -> None:
     try:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        fix = "name a folder of yours, with room for 12 bytes a parameter, 16 if parameters are offloaded too"
+        fix = "name a folder that you can write, with room for 12 bytes a parameter, 16 if parameters are offloaded too"
         got = f"{o.path}, where nothing can be written ({error.strerror})"
         raise BadInput(what, got=got, needed="a folder to write in", fix=fix) from error
 

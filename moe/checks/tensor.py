@@ -55,7 +55,7 @@ def _check_overlap(run: Run) -> None:
         fix = Set("tensor.overlap_chunks", 1) | Set("degrees.tp", 2) & Set("tensor.kind", "1d")
         raise BadInput("tensor.overlap_chunks", got=got, needed=needed, fix=fix)
     if run.tiling.ffn > 1:
-        needed = "whole networks: the sum over tp follows only the last of several tiles"
+        needed = "networks without tiles: the sum over tp can follow only the last of several tiles"
         raise clash(run, "tensor.overlap_chunks", "tiling.ffn", 1, "", Set("tiling.ffn", 1), needed=needed)
 
 
@@ -77,12 +77,12 @@ def _check_line(run: Run) -> None:
         if size % ways == 0:
             continue
         if what != "model.num_kv_heads":
-            raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each of its ranks holds an equal part", fix=fix)
+            raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each rank of tp holds an equal part", fix=fix)
         if kind == "dtensor":
-            needed = f"a divisor of {what}={size}: no two of its ranks hold the same heads"
+            needed = f"a divisor of {what}={size}: with dtensor, no two ranks of tp hold the same heads"
             fix = Set("tensor.kind", "1d", said="1d, which holds copies") if tp % size == 0 else fix
             raise BadInput("degrees.tp", got=f"{tp} with tensor.kind=dtensor", needed=needed, fix=fix)
-        needed = f"a divisor or a multiple of {what}={size}: a rank holds equally many heads, or equally many ranks hold one head"
+        needed = f"a divisor or a multiple of {what}={size}: each rank has equally many heads, or each head is on equally many ranks"
         raise BadInput("degrees.tp", got=tp, needed=needed, fix=fix)
     if run.vocab_size < tp:
         raise BadInput("degrees.tp", got=tp, needed=f"at most the vocabulary's {run.vocab_size}", fix=fix)

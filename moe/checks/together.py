@@ -108,14 +108,14 @@ def _check_networks(run: Run) -> None:
         raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:
         got, fix_shared = f"true with experts.shared={x.shared}", Set("experts.shared", 0) | Set("experts.residual", False)
-        raise BadInput("experts.residual", got=got, needed="one network that every token passes", fix=fix_shared)
+        raise BadInput("experts.residual", got=got, needed="only one kind of network that every token passes", fix=fix_shared)
 
 
 def _check_dispatch(run: Run) -> None:
     ep, etp, sparse = run.degrees.ep, run.degrees.etp, run.model.layers_with_experts()
     units = run.experts.d_ff or run.model.d_ff
     if sparse and etp > 0 and units % etp:
-        needed = f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units"
+        needed = f"a divisor of the experts' d_ff={units}: each rank of etp holds an equal part of the hidden units"
         fitting = divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))
         raise BadInput("degrees.etp", got=etp, needed=needed, fix=Set("degrees.etp", *fitting))
     products = PRODUCTS[run.experts.products]
@@ -197,7 +197,7 @@ def _check_given(d: Data) -> None:
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":
-        needed, fix = "ids, which the samples are, or bytes", Set("it", "ids", said="ids, and data.vocab_size")
+        needed, fix = "ids (the samples are token ids) or bytes", Set("it", "ids", said="ids, and data.vocab_size")
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources if d.is_own else ())):
         if value:

@@ -87,7 +87,12 @@ def _check(flags: verbs.Plan) -> None:
     out, order = flags.out, flags.order
     check_least(flags, top=1)
     if flags.compare is not None:
-        refuse_others(flags, ("recipe", "cluster", "compare", "json"), got="it with --compare", needed="two recipes' own plans")
+        refuse_others(
+            flags,
+            ("recipe", "cluster", "compare", "json"),
+            got="it with --compare",
+            needed="--compare alone: both recipes are run as they are written",
+        )
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
     # a new recipe `extends` the given one, so under the same name it would extend itself

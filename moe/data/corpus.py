@@ -92,7 +92,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
     of_ids = path.suffix in (".bin", ".idx") if path.is_file() else (path / "train.bin").is_file()
     if of_ids and data.source == "python_stdlib":
         got = f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}"
-        fix = "add --data.tokenizer ids --data.vocab_size N" | Set("data.source", "text", said="text if it is text")
+        fix = "add --data.tokenizer ids --data.vocab_size N" | Set("data.source", "text", said="text for a text file")
         raise BadInput("data.path", got=got, needed="text", fix=fix)
     root, names = path.parent, [path.name]
     left_out: list[Remark] = []
@@ -304,7 +304,9 @@ def stamp(corpus: Corpus) -> Stamp:
         path = corpus.root / name
         found = _stat(path)
         if not stat.S_ISREG(found.st_mode):
-            raise BadInput(f"data file {path}", got="no regular file any more", needed="a file that stays", fix="start again")
+            raise BadInput(
+                f"data file {path}", got="a path that is no longer a regular file", needed="a file that stays unchanged", fix="start again"
+            )
         size_bytes += found.st_size
         changed_ns = max(changed_ns, found.st_mtime_ns, found.st_ctime_ns)
         whole.update(repr((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)).encode("utf-8", "surrogateescape"))

@@ -114,7 +114,7 @@ class Windows:
             place = int(places.reshape(-1)[(found == wrong).reshape(-1).argmax()])
             where = self.name if file is None else file.filename
             needed = f"ids from 0 to {self.num_ids - 1}, the ids of the tokenizer"
-            fix = "start again: the file is then checked. If the error comes back, make the file anew (token cache: remove the folder)"
+            fix = "start again: the file is then checked. If the error recurs, make the file again (token cache: remove the folder)"
             raise BadInput(f"token {place} in {where}", got=f"the id {wrong}", needed=needed, fix=fix)
         return found
 
@@ -131,7 +131,7 @@ def _check_whole(file: np.memmap[Any, Any]) -> None:
     """Raise BadInput for a file that was truncated after it was mapped: reading beyond its end would kill the process with SIGBUS."""
     mapped: Any = file.base
     if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
-        fix = "leave it as it is while a run reads it, and start again; token files of the cache are then made again"
+        fix = "do not change it while a run reads it, and start again; token files of the cache are then made again"
         got = f"{mapped.size():,} bytes: it was cut while it was read"
         raise BadInput(f"data file {file.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
 

@@ -29,7 +29,7 @@ def whole(run: Run, processes: int | None) -> Run:
     if run.degrees.dp != "auto":
         return run
     if processes is None:
-        needed = "the dp of all processes: micro-batches are cut for it, however many processes are left"
+        needed = "a number, the dp of all processes: it decides the size of micro-batches, also with fewer processes"
         raise BadInput("degrees.dp", got="auto with --elastic", needed=needed, fix="--degrees.dp N")
     return _with_degrees(run, dp=max(1, processes // _ranks_each(run)))
 

@@ -60,8 +60,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     routers; None: the recipe's file is read. Raises BadInput if the compute dtype is `auto`, or if the table does not fit.
     """
     if run.precision.compute not in DTYPES:
-        fix = "settle it first, as train() does, or set bf16"
-        raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype here", fix=fix)
+        fix = "call settle_precision first, as train() does, or set bf16"
+        raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype", fix=fix)
     model, _, layouts = laid_out(run, mesh)
     # not in laid_out: `moe show --plan` calls it, and must not run a user's code
     for num_experts in set(model.expert_counts.values()):

@@ -190,13 +190,13 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
             fix = Words("update each expert separately") if experts else all_of(whole)
             got = f"an optimizer whose steps of a part of {name} differ from the whole parameter's"
-            fixes = fix | "leave that parameter to an optimizer that goes by elements"
+            fixes = fix | "use an elementwise optimizer for that parameter"
             raise BadInput(rule.key, got=got, needed=f"equal steps: {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
         fixes = all_of(whole) | "clip by optimizer.clip_norm instead"
-        raise BadInput(rule.key, got=got, needed="updates of each parameter by itself: ranks hold different ones", fix=fixes)
+        raise BadInput(rule.key, got=got, needed="updates of each parameter alone: ranks hold different parameters", fix=fixes)
 
 
 _TABLES = ("embedding", "head")

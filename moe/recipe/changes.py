@@ -80,8 +80,8 @@ def check_allowed(allowed: Sequence[str]) -> None:
             fix = "start over with --fresh or another --out; moe convert turns one model into another"
             raise BadInput(f"--allow-change {key}", got="a key that decides the parameters' shapes", needed="the checkpoint's", fix=fix)
         if kind != "function":
-            what = "a key that needs no permission: its change is printed, and made" if kind != "name" else "a name for other keys"
-            fix = "remove it" if kind != "name" else "name the keys themselves: the refusal lists them"
+            what = "a key that needs no permission: its change is printed and applied" if kind != "name" else "a name for other keys"
+            fix = "remove it" if kind != "name" else "name the keys themselves, which the error without this flag lists"
             raise BadInput(f"--allow-change {key}", got=what, needed="a key that changes what the model computes", fix=fix)
 
 

@@ -76,7 +76,7 @@ def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> No
     if not condition.startswith("model.moe_every"):
         raise _refusal(run, key, condition)
     more = sum(other == condition for _, other in idle) - 1
-    got = "a value" + (f", and {more} more of experts," if more else "") + " in a dense model"
+    got = "a value" + (f", and {more} more key{'s' * (more > 1)} of experts," if more else "") + " in a dense model"
     fix = Set("model.moe_every", 2) | "remove them" if more else Remove(key)
     raise BadInput(key, got=got, needed="layers with experts, which alone read it", fix=fix)
 

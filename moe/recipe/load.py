@@ -59,7 +59,7 @@ def of_transformers(folder: Path) -> bool:
 
 def download_of(name: str) -> tuple[str, str] | None:
     """Return (the command that downloads the model `name` from the Hugging Face hub, "hf:" with the folder that it creates).
-    Returns None if `name` is a folder of this machine, or cannot be a model's name, such as Qwen/Qwen3-30B-A3B, on the hub."""
+    Returns None if `name` is a folder on this machine, or cannot be a model's name, such as Qwen/Qwen3-30B-A3B, on the hub."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return None
@@ -98,7 +98,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     while True:
         if any(path.resolve() == seen.resolve() for seen, _ in chain):
             got = f"{path.name}, which extends itself"
-            raise BadInput("extends", got=got, needed="a chain of parents that ends", fix="remove one `extends:`")
+            raise BadInput("extends", got=got, needed="parents that do not lead back to it", fix="remove one `extends:`")
         values = _read_yaml(path)
         parent = values.pop("extends", None)
         chain.append((path, values))

@@ -3,8 +3,8 @@
 Span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4) makes the tokens of an encoder and a decoder from a text:
 
     text       t tokens, of which n = round(0.15 t) are hidden, in s = round(n / 3) spans
-    inputs     t - n tokens, a sentinel in the place of each span, the end          t - n + s + 1
-    targets    a sentinel and the hidden tokens of each span, the end                   n + s + 1
+    inputs     t - n tokens, a sentinel in place of each span, an end token         t - n + s + 1
+    targets    a sentinel and the hidden tokens of each span, an end token              n + s + 1
 
 All texts have the same length, so inputs and targets have fixed lengths and no padding. One more token of text adds at most one token of
 inputs, so there is a text for every length of inputs; the longest one is used, as in T5.

@@ -279,7 +279,7 @@ def _regular(path: Path) -> Path:
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
     if isinstance(error, FileNotFoundError):
-        needed = "it to stay while the run writes there"
+        needed = "a folder that stays in place while the run writes into it"
         fix = "start the run again, with --out if its folder has another name now: it continues from the remaining records"
     else:
         needed, fix = "a folder with room to write", "free space, or --out DIR"

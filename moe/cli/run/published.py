@@ -32,7 +32,7 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
 
     if (hub := download_of(name)) is not None:
         fix = f"{hub[0]}, then {hub[1]}"
-        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder of this machine", fix=fix)
+        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder on this machine", fix=fix)
     source = user_path(name.removeprefix(PREFIX), what="recipe")
     if isinstance(flags, Train) and flags.init_from is not None:
         needed, fix = "one model to begin with", "remove --init_from, or give a recipe"

@@ -76,7 +76,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     said = str(flags.init_from)
     if (hub := download_of(said)) is not None:
         fix = f"{hub[0]}, then --init_from {hub[1]}"
-        raise BadInput("--init_from", got=f"{said}{ON_HUB}", needed="a folder of this machine", fix=fix)
+        raise BadInput("--init_from", got=f"{said}{ON_HUB}", needed="a folder on this machine", fix=fix)
     if not said.startswith(PREFIX):
         source = user_path(flags.init_from, what="--init_from")
         if not source.is_dir():

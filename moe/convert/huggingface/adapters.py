@@ -37,7 +37,9 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
         now, before = (one.region(name, EXTRA, tuple(slice(0, size) for size in shape)) for one in (reader, reader.base))
         if not torch.equal(now, before):
             fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
-            raise BadInput("--adapters", got=f"{name}, which training moved", needed="the base's: PEFT has adapters alone", fix=fix)
+            raise BadInput(
+                "--adapters", got=f"{name}, which training has changed", needed="the base's bias: PEFT's files have only adapters", fix=fix
+            )
     named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
     stored, modules = reader.adapters.names(), set[str]()  # modules: patterns of the names of modules with adapters
     found: dict[str, tuple[str, bool]] = {}  # key in the file -> (name in the checkpoint, whether it is transposed)

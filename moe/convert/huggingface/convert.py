@@ -190,7 +190,7 @@ def config_in(source: Path) -> dict[str, Any]:
     try:
         config = json_text.loads(read_text(source / "config.json"))
         if not isinstance(config, dict):
-            raise ValueError("no object")
+            raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         why = f"{error.strerror or error}" if isinstance(error, OSError) else error
         needed = "a folder that transformers' save_pretrained wrote"
@@ -203,7 +203,9 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
     `values`: section -> key -> value. `path`: path of a temporary file; its name becomes the origin of `values`."""
     fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
     if fixed:
-        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="keys of training", fix=f"remove --{fixed[0]}")
+        raise BadInput(
+            f"--{fixed[0]}", got="a key that config.json decides", needed="keys that only affect training", fix=f"remove --{fixed[0]}"
+        )
     build_run(values)
     path.write_text(yaml.safe_dump(values))
     run, origins = load(str(path), dict(overrides))

@@ -84,7 +84,7 @@ class Callbacks:
         self.stopped: str | None = None
         names = float(zlib.crc32(" ".join(f"{type(one).__qualname__} {_overridden(one)}" for one in self.each).encode()))
         if largest(names, world) != -largest(-names, world):
-            needed = "the same on every rank: ranks wait for one another after each"
+            needed = "the same callbacks on every rank: ranks wait for one another after each"
             raise BadInput("callbacks", got="different ones on different ranks", needed=needed, fix="test now.rank == 0 in a callback")
 
     def call(self, event: str, now: Now) -> None:

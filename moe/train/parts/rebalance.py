@@ -143,7 +143,7 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
     except (KeyError, TypeError, ValueError, AttributeError):
         right = False
     if not right:
-        needed = "each expert of a layer at one place, and how often it was chosen"
+        needed = "each expert of a layer once, and the number of its choices"
         raise BadInput(where, got="an impossible placement of experts", needed=needed, fix="take another checkpoint")
     return {number: tuple(found) for number, found in placements.items()}, load
 

@@ -185,7 +185,7 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
     try:
         (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
     except OSError as error:
-        got, needed = f"{arguments.out}/recipe.yaml: {error.strerror}", "a folder that stays and can be written"
+        got, needed = f"{arguments.out}/recipe.yaml: {error.strerror}", "a folder that stays in place and can be written"
         raise BadInput("--out", got=got, needed=needed, fix="start again, or choose another --out") from None
     list_in(arguments.out, data.index)
     if start.source is not None:

@@ -111,7 +111,7 @@ class Merged(Reader):
         if kind == EXTRA:
             return self.adapters.region(name, kind, region)
         if kind != "weight":
-            needed = "a run that trained all weights: frozen ones have none"
+            needed = "a run that trained all weights: frozen weights have no optimizer states"
             raise BadInput(f"{kind} of {name}", got="a run of adapters", needed=needed, fix="leave moments out: --moments fresh")
         weight, (left, right) = self.base.region(name, kind, region), pair_of(name)
         shapes = self.adapters.names()

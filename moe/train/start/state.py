@@ -201,14 +201,14 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
         raise
     except BadInput as refused:
         log(str(refused))
-        needed = "a checkpoint that verifies"
+        needed = "an undamaged checkpoint"
         raise BadInput("--init_from", got=f"{given}, which is damaged", needed=needed, fix="take an earlier one") from None
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
     are loaded. whole: as in `resume`. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
-    fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
+    fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
     check_same_parameters(found, global_layouts(everywhere), fix=fix)
     engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=True), steps=0)

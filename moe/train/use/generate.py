@@ -169,7 +169,7 @@ def main(
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
     if chat and prompt is None and prompt_file is None:
-        raise BadInput("--chat", got="no message", needed="what the user says", fix="--prompt TEXT or --prompt_file FILE")
+        raise BadInput("--chat", got="no message", needed="the user's message", fix="--prompt TEXT or --prompt_file FILE")
     if prompt is not None and prompt_file is not None:
         raise BadInput("--prompt_file", got="--prompt as well", needed="one of the two", fix="remove --prompt")
     sampling = Sampling(temperature, top_k, top_p)
