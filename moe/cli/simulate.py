@@ -27,7 +27,7 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags that only one schedule reads: pipedream, chimera
+OPTIONS = ("vertical_sync", "pipelines")  # flags for a single schedule each: pipedream and chimera
 RANKS, MICROBATCHES = 4, 8
 SEARCH = "search"  # word after `moe simulate` for which an order is searched
 SEARCHED = 16  # divisor of the limit on forward passes for a search, which takes about as long as 16 simulations

@@ -41,7 +41,7 @@ class Sandbox:
     def __init__(self) -> None:
         command = [sys.executable, "-P", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="ascii")
-        self._lock = threading.Lock()  # an answer belongs to the last request
+        self._lock = threading.Lock()  # held from a request to its answer, so that threads do not mix up answers
         weakref.finalize(self, _end, self._process)
 
     def ask(self, **request: Any) -> dict[str, Any]:

@@ -139,8 +139,8 @@ def quoted(word: str) -> str:
 
 
 def answered(names: Sequence[str], text: str) -> dict[str, str]:
-    """Parse lines of pdsh's output, such as `worker-1: 1 here` (label: index into `names`, answer). Return {machine: answer}.
-    The label is not used, because pdsh cuts names at the first dot."""
+    """Parse lines `LABEL: INDEX ANSWER` of pdsh's output, such as `worker-1: 1 here`. Return {machine: answer}. INDEX, an index into
+    `names`, identifies the machine; the label does not, because pdsh cuts it at the first dot."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         number, _, said = line.partition(": ")[2].partition(" ")

@@ -83,7 +83,7 @@ def main() -> int:
             return [quoted(word) for word in self.args.user_args]
 
         def add_export(self, key: str, var: str) -> None:
-            if key != "PYTHONPATH":  # the runner's value begins with the working folder; `own` has the right one
+            if key != "PYTHONPATH":  # the runner's value begins with the working folder; `own` has the right value
                 self.exports[key] = quoted(var)
 
         def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:

@@ -62,7 +62,8 @@ class SpreadExperts:
     def fill(self, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> None:
         self.experts.fill(model, layouts, mesh)
         of_sp, name, exchange = SHARED[self.held]
-        shared, sp, both = mesh.axis(name), mesh.axis("sp"), mesh.axis(*of_sp, name)  # made before, by `axes_of_tokens`
+        # `axes_of_tokens` has made the process groups of these axes
+        shared, sp, both = mesh.axis(name), mesh.axis("sp"), mesh.axis(*of_sp, name)
         layers = [cast(MoELayer, model.get_submodule(path.rpartition(".")[0])) for path in self.experts.modules(layouts)]
         first, experts = layers[0], max(layer.experts.num_experts for layer in layers)
         sizes = Sizes(first.experts.d_model, experts, first.router.spec.num_choices, first.experts.kernels)

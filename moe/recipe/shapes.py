@@ -21,12 +21,12 @@ START = 0  # first token that a decoder reads (T5: the id of padding)
 SEPARATOR = 0  # the token before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square in a norm, unless a recipe sets another value
 PADDING = -100  # replaces a token id; torch's own number for a target that does not count
-_BEGIN = 2**32  # added to the size of a mark if a chat begins with this token; no id is as large
+_BEGIN = 2**32  # subtracted from the mark of a chat's first token; larger than any id
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
 
 def marked(ids: Any) -> Any:
-    """Return -101 - id for an array or tensor of token ids: targets that a model reads but need not predict. Its own inverse."""
+    """Return -101 - id for an array or tensor of token ids: marks of tokens that are read but not predicted. It is its own inverse."""
     return PADDING - 1 - ids
 
 
@@ -41,7 +41,7 @@ def begins(tokens: Any) -> Any:
 
 
 def unmarked(tokens: Any) -> Any:
-    """Return the ids of marks of either kind. Other tokens give numbers without a meaning."""
+    """Return the ids of tokens that are marks (of `marked` or `beginning`). For other tokens, the result has no meaning."""
     return marked(tokens) % _BEGIN
 
 

@@ -26,7 +26,7 @@ from moe.train.start.state import EXTRA
 from parallel.errors import BadInput
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # names of PEFT's files
-_PREFIX = "base_model.model."  # of a module's name in PEFT's model
+_PREFIX = "base_model.model."  # prefix of modules' names in PEFT's model
 
 
 def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, base: str | None) -> int:

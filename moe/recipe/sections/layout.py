@@ -58,7 +58,7 @@ class Sharding(Section, alters="cost"):
 
     @property
     def named(self) -> EngineKind:
-        """The engine of `kind` and `stage`."""
+        """The engine that `kind` and `stage` name."""
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
@@ -101,7 +101,7 @@ class Sequence(Section, alters="cost"):
 
     @property
     def named(self) -> SequenceKind:
-        """The method of `kind`."""
+        """The method that `kind` names."""
         return sequences.SEQUENCES[self.kind]
 
     @property

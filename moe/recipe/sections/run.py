@@ -84,7 +84,7 @@ class Run(Section):
 
     @property
     def carrier(self) -> EngineKind:
-        """The data-parallel engine that runs."""
+        """The data-parallel engine that the run uses, which may differ from the one that section `sharding` names."""
         return self.sharding.carrier(pp=self.degrees.pp, flat=self.is_flat)
 
     @property

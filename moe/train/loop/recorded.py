@@ -123,7 +123,7 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
-    with during(EVALUATION):  # names the evaluation if memory runs out: its sequences are all loaded together
+    with during(EVALUATION):  # for an out-of-memory error: all sequences are loaded together
         held = job.read(partial(job.data.validation.held, shard))
         loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     step, found = job.counters.step, {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}

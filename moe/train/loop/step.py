@@ -30,7 +30,7 @@ from parallel.numerics.clip import GradientNorm, clip_factor, gradient_norm
 from parallel.numerics.precision import LossScale
 from parallel.watch import watchdog
 
-# N sequences held by this rank, B of a micro-batch, L tokens of each, E experts
+# N sequences of this rank, B sequences of a micro-batch, L tokens of a sequence, E experts
 
 
 def accumulate(
@@ -89,7 +89,8 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Return the mean loss, in nats a token, of all ranks' sequences, with evaluation capacity. at_once: sequences in a micro-batch."""
+    """Return the mean loss, in nats a token, over all ranks' sequences, with router.eval_capacity_factor. at_once: sequences in a
+    micro-batch."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 

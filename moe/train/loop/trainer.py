@@ -84,7 +84,7 @@ def train(
     asked, run = run, check_run(run, world.size)
     check_installed(run)
     process.start(world, timeout_s=run.train.timeout_s)
-    if run.train.trackers:  # rank 0 alone imports and needs them
+    if run.train.trackers:  # only rank 0 uses trackers, so only rank 0 needs the packages
         of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
     code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
     run = settle_precision(run, world)

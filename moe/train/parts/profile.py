@@ -23,7 +23,7 @@ from parallel.errors import counted
 from parallel.mesh.mesh import Mesh
 from parallel.mesh.regions import PREFIX, region
 
-WARM, RECORDED = 2, 3  # steps before the recording, and recorded steps
+WARM, RECORDED = 2, 3  # number of steps before the recording, and number of recorded steps
 STEP = "step"
 BETWEEN = "between"
 _NODE = "autograd::engine::evaluate_function"

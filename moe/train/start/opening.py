@@ -122,7 +122,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if start.found is not None and start.writes and not training.counters.in_a_row:  # older checkpoints stay while steps are skipped
+    # if the last steps were skipped, older checkpoints are kept too
+    if start.found is not None and start.writes and not training.counters.in_a_row:
         keep_newest(saver.folder, training.counters.step, run.train.keep)
     record, note = records.write, progress.note
     auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, folder=saver.folder)

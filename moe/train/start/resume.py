@@ -30,7 +30,7 @@ KEPT = "huggingface"  # folder in a run: config.json, generation_config.json, to
 class Resumed:
     """Values that a run takes from a checkpoint, and changes of the recipe since then."""
 
-    tokenizer: dict[str, Any] | None = None  # its description; None: made from the text
+    tokenizer: dict[str, Any] | None = None  # description of the tokenizer; None: one is made from the text
     changed: tuple[Change, ...] = ()  # every recipe key with another value than in the checkpoint
     function: tuple[Change, ...] = ()  # the changes that alter what the model computes
     world: int | None = None  # number of ranks of the earlier steps; None if there are none
