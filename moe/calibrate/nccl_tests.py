@@ -129,7 +129,7 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
     """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the beginning of the text in `sources`."""
     latency, rate = found.law()
-    between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # GB/s
+    between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
     _check_rate(found, bus, most)
     within = cluster.inside.latency_us + found.nodes * (here - 1) * cluster.inside.hop_us
@@ -193,7 +193,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         found[key] = found[key].slower(one) if key in found else one
     if not found:
         fix = "name them all_reduce_perf.txt, all_gather_perf.txt, ..."
-        raise BadInput("--nccl", got=str(folder), needed="a folder with outputs", fix=fix)
+        raise BadInput("--nccl", got=str(folder), needed="a folder with outputs of nccl-tests", fix=fix)
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several)

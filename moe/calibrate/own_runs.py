@@ -170,7 +170,7 @@ def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
 
 
 def _told(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
-    """Return name -> standard deviation of x, for the constants that the steps determine."""
+    """Return a dict: name -> standard deviation of x, for the constants that the steps determine."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))

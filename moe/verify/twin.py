@@ -172,8 +172,8 @@ def version_read(step: int, age: int) -> int:
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return parameter -> number of updates by which the weights for its gradient are older than the newest. {} if the schedule has no
-    delay."""
+    """Return a dict: parameter -> number of updates by which the weights for its gradient are older than the newest. {} if the schedule has
+    no delay."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

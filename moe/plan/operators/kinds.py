@@ -83,7 +83,7 @@ def _of_experts(graph: Graph, letters: str) -> bool:
 
 
 def _stream(program: Program) -> dict[str, str]:
-    """Return tensor -> letters of its dims, for the tensors of the residual stream: embeddings, norms, sums after attention and
+    """Return a dict: tensor -> letters of its dims, for the tensors of the residual stream: embeddings, norms, sums after attention and
     networks."""
     dims, kinds = program.graph.dims, ("lookup", "pointwise", "norm")
     named = {op.name: op.output for op in program.graph.operators if op.kind in kinds}

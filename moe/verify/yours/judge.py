@@ -82,7 +82,8 @@ class Comparison:
 
     @cached_property
     def order(self) -> list[Key]:
-        """Keys of the single process in the order of events: forward, then backward, in which a gradient is at its accumulation."""
+        """Keys of the single process in the order in which their values were computed: forward, then backward. A parameter's gradient is
+        placed where it was accumulated."""
         keys, gradients = [], [k for k in self.one.pieces if k.kind == "gradient"]
         for key in self.one.pieces:
             if key.kind == "local gradient" and key._replace(kind="gradient") in self.one.pieces:
