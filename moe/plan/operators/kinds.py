@@ -33,7 +33,7 @@ def plan_of_layout(graph: Graph, mesh: Sizes, layout: str) -> Plan:
 
 
 def plan_of_annotations(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Plan:
-    """Return the Plan for annotations that GSPMD propagates. Raises BadInput for wrong annotations, or if no plan has the shardings."""
+    """Return the Plan for annotations that GSPMD propagates. Raises BadInput for wrong annotations, or if no plan has these shardings."""
     return plan_of(gspmd.program(graph, mesh, annotations))
 
 
