@@ -140,7 +140,7 @@ class Fit:
 
 
 def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
-    """Fit the constants that the steps determine."""
+    """Fit the constants that the steps determine. All others keep their values."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
     made, noise, told = cluster, NOISE, dict[str, float]()
     for _ in every:  # until the set of determined constants does not change

@@ -120,7 +120,7 @@ class Expected:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Name in NUMBERS -> limit to print: the tolerance, or the Bound's limit if the tolerance is infinite."""
+        """A dict: name in NUMBERS -> limit to print, which is the tolerance, or the Bound's limit if the tolerance is infinite."""
         largest = {} if self.bound is None else self.bound.largest
         return {name: largest.get(name, limit) if math.isinf(limit) else limit for name, limit in self.tolerance.items()}
 
