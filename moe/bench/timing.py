@@ -21,7 +21,8 @@ Run = Callable[[], object]
 def in_turn(
     work: Mapping[str, Run], *, rounds: int, device: torch.device = CPU, warmups: int = 2, before: Run | None = None
 ) -> dict[str, list[float]]:
-    """Return name in `work` -> its seconds in each round. Every second round runs in reverse order. before: called before each function."""
+    """Return a dict: name in `work` -> its seconds in each round. Every second round runs in reverse order. before: called before each
+    function."""
     for run in work.values():
         for _ in range(warmups):
             run()
@@ -50,7 +51,8 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Return name of a function -> its seconds in each round on the slowest rank. seconds: the results of `in_turn`, one for each rank."""
+    """Return a dict: name of a function -> its seconds in each round on the slowest rank. seconds: the results of `in_turn`, one for each
+    rank."""
     return {name: [max(times) for times in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
 
 

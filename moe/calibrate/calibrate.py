@@ -117,7 +117,8 @@ def _measured(_: int, place: str) -> dict[str, Any]:
 
 
 def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
-    """Measure every kind of collective on these ranks. Return kind -> bytes -> median microseconds of a call. place: cpu or cuda."""
+    """Measure every kind of collective on these ranks. Return a dict: kind -> (bytes -> median microseconds of a call). place: cpu or
+    cuda."""
     device = torch.device(place, rank) if place == "cuda" else torch.device(place)
     group = dist.new_group(backend="nccl") if place == "cuda" else dist.group.WORLD
     found: dict[str, dict[int, float]] = {}
@@ -162,7 +163,7 @@ def _times(ranks: int, place: str) -> dict[int, dict[str, dict[int, float]]]:
 
 
 def _threads(cores: int) -> dict[int, float]:
-    """Measure a matrix product. Return number of threads -> speed relative to one thread."""
+    """Measure a matrix product. Return a dict: number of threads -> speed relative to one thread."""
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, cores) if n <= cores})
     found = {count: run_on_ranks(_with_threads, 1, count, timeout_s=TIMEOUT_S)[0] for count in counts}
     return {count: round(found[1] / seconds, 3) for count, seconds in found.items()}

@@ -44,7 +44,7 @@ def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SEC
 
 
 def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
-    """Measure matrix products. Return number of floating-point operations of a product -> TFLOP/s."""
+    """Measure matrix products. Return a dict: number of floating-point operations of a product -> TFLOP/s."""
     rates = {}
     for m, n, k in PRODUCTS + (LARGE_PRODUCTS if device.type == "cuda" else ()):
         a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)

@@ -129,7 +129,7 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
     """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the beginning of the text in `sources`."""
     latency, rate = found.law()
-    between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # GB/s
+    between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
     _check_rate(found, bus, most)
     within = cluster.inside.latency_us + found.nodes * (here - 1) * cluster.inside.hop_us
@@ -165,7 +165,8 @@ BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums
 def _check_rate(found: Measured, rate: float, most: float) -> None:
     """Refuse a fitted rate above `most`, the rate of a node's network adapters. Both in GB/s. Raises BadInput."""
     if rate > most:
-        needed, fix = f"at most {most:.4g} GB/s, the cluster's adapters", "mend between.node_gb_s and device_gb_s in a cluster file"
+        needed = f"at most {most:.4g} GB/s, the rate of the cluster's network adapters"
+        fix = "mend between.node_gb_s and device_gb_s in a cluster file"
         raise BadInput(found.what, got=f"a fitted {rate:.4g} GB/s", needed=needed, fix=fix)
 
 
@@ -181,7 +182,7 @@ def main(folder: Path, cluster: str, out: Path) -> int:
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file, and
-    for outputs of different numbers of nodes above one."""
+    if outputs of several nodes are not all of the same number of nodes and ranks."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
         try:
@@ -193,11 +194,11 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         found[key] = found[key].slower(one) if key in found else one
     if not found:
         fix = "name them all_reduce_perf.txt, all_gather_perf.txt, ..."
-        raise BadInput("--nccl", got=str(folder), needed="a folder with outputs", fix=fix)
+        raise BadInput("--nccl", got=str(folder), needed="a folder with outputs of nccl-tests", fix=fix)
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
-        got = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several)
-        raise BadInput("--nccl", got=got, needed="one number of ranks and nodes above one", fix="move the others to another folder")
+        got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
+        raise BadInput("--nccl", got=got, needed="one number of nodes and ranks for all outputs of several nodes", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)

@@ -140,7 +140,7 @@ class Fit:
 
 
 def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
-    """Fit the constants that the steps determine."""
+    """Fit the constants that the steps determine. All others keep their values."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
     made, noise, told = cluster, NOISE, dict[str, float]()
     for _ in every:  # until the set of determined constants does not change
@@ -170,7 +170,7 @@ def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
 
 
 def _told(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
-    """Return name -> standard deviation of x, for the constants that the steps determine."""
+    """Return a dict: name -> standard deviation of x, for the constants that the steps determine."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))

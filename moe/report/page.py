@@ -82,7 +82,7 @@ def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str,
 
 
 def _weights(recipe: Path) -> dict[str, float]:
-    """Return {"balance_loss", "z_loss": weight in the training loss}; {} if the recipe cannot be read."""
+    """Return the weights of balance_loss and z_loss in the training loss; {} if the recipe cannot be read."""
     if not recipe.is_file():
         return {}
     try:

@@ -82,7 +82,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     represent data-parallel replicas. Layers and sequences are split only if `twin` splits them, because that would widen the tolerance.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # the row's number if CUTS lacks it (`twin_of`)
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # `twin_of` sets the row's number if CUTS lacks it
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
@@ -120,7 +120,7 @@ class Expected:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Name in NUMBERS -> limit to print: the tolerance, or the Bound's limit if the tolerance is infinite."""
+        """A dict: name in NUMBERS -> limit to print, which is the tolerance, or the Bound's limit if the tolerance is infinite."""
         largest = {} if self.bound is None else self.bound.largest
         return {name: largest.get(name, limit) if math.isinf(limit) else limit for name, limit in self.tolerance.items()}
 

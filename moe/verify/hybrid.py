@@ -132,7 +132,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
     # without a pipeline: 3 micro-batches, or 1 if the 24 sequences do not divide into dp x 3
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
-    batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # less than tp sequences, but one for each row of a grid
+    batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # tp // 2: enough for the rows of a grid
     layers = LAYERS[2][int(kind is not None and kind.chunks != 1)]
     case = Case(choice["model"], choice["data"], dp * pp * tp * sp, ep, microbatches, choice["precision"], choice["recompute"], etp)
     case = replace(case, experts=EXPERTS, layers=layers, length=SLICED, batch=batch)

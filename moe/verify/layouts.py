@@ -200,14 +200,15 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
 
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
-    """Return name -> tensor with this rank's part of a weight or of a router's selection bias (see `owned`)."""
+    """Return a dict: name -> tensor with this rank's part of a weight or of a router's selection bias (see `owned`)."""
     biases = {name: bias_E.to(_CPU, copy=True) for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
     return owned(engine, mesh, "weight", 1.0) | biases
 
 
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """Return name -> tensor of the unsharded shape with this rank's part of the gradient, weight or exp_avg (`what`), divided by `scale`,
-    and zeros elsewhere. If several ranks hold copies, only one of them returns the part, so the sum over ranks is the whole tensor.
+    """Return a dict: name -> tensor of the unsharded shape with this rank's part of the gradient, weight or exp_avg (`what`), divided by
+    `scale`, and zeros elsewhere. If several ranks hold copies, only one of them returns the part, so the sum over ranks is the whole
+    tensor.
     """
     found: dict[str, Tensor] = {}
     for name, layout in engine.layouts.items():

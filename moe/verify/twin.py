@@ -90,7 +90,8 @@ def updated(run: Run, gradients: Weights) -> Weights:
 
 
 def first_values(run: Run) -> tuple[Weights, Weights]:
-    """Return (parameters, selection biases of routers) of a new model, as name in checkpoints -> tensor. Each expert has its own names."""
+    """Return (parameters, selection biases of routers) of a new model, each a dict: name in checkpoints -> tensor. Each expert has its own
+    names."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
@@ -172,8 +173,8 @@ def version_read(step: int, age: int) -> int:
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return parameter -> number of updates by which the weights for its gradient are older than the newest. {} if the schedule has no
-    delay."""
+    """Return a dict: parameter -> number of updates by which the weights for its gradient are older than the newest. {} if the schedule has
+    no delay."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

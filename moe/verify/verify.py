@@ -127,7 +127,8 @@ def _with_kernels(found: list[Case], device: str) -> list[Case]:
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return the case's table row: name in NUMBERS -> deviation, `passed`, and in 16 bits `of_bound`: largest deviation / limit."""
+    """Return the case's table row: a dict from names in NUMBERS to deviations, with `passed`, and in 16 bits `of_bound`: largest deviation
+    / limit."""
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row:
         return row

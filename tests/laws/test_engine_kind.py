@@ -88,7 +88,7 @@ def test_checks_and_rehearsal_ask_it() -> None:
     for changed, said in ((offloading, "sharding.offload.optimizer: got cpu with"), (by(run, stage=3), "sharding.stage: got 3 with")):
         with pytest.raises(BadInput, match=f"{said} sharding.kind=plain, needed sharding.kind zero"):
             check_run(changed, 4)
-    assert refusal(network_of(run), plan_of(offloading)) == "offload of the optimizer to cpu needs zero stage 1, not plain"
+    assert refusal(network_of(run), plan_of(offloading)) == "offload of the optimizer to cpu needs ZeRO stage 1, not plain"
 
 
 def test_the_planner_asks_it() -> None:

@@ -110,7 +110,7 @@ def _bytes(s: Shape, each: int) -> dict[str, float]:
 
 
 def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int) -> dict[str, float]:
-    """Return kernel -> seconds that it takes in one call of run(), as a mean over `times` calls."""
+    """Return a dict: kernel -> seconds that it takes in one call of run(), as a mean over `times` calls."""
     choose("triton")
     from moe.kernels.triton import network
 

@@ -1,4 +1,4 @@
-"""Measures the time of sequence-parallel attention, forward and backward, and compares it with other methods of the same result.
+"""Measures the time of sequence-parallel attention, forward and backward, and compares it with other methods that give the same result.
 
     ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
     zigzag, lightseq                       compared with the contiguous ring, in which ranks have unequal amounts of work

@@ -91,9 +91,9 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. num_degrees: number of sets of degrees (dp, tp, ...) from the quick round
-    1 that round 2 examines in full; None: all sets. Raises BadInput if no plan fits into memory; its message proposes a change of the
-    recipe or of the cluster with which a plan fits."""
+    """Return the `top` best plans for all devices of the cluster. A quick first round orders the sets of degrees (dp, tp, ...), and a
+    second round examines the best `num_degrees` of them in full; None: all. Raises BadInput if no plan fits into memory; its message
+    proposes a change of the recipe or of the cluster with which a plan fits."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):

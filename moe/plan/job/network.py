@@ -224,7 +224,8 @@ class Network:
         return "embedding" if self.tied else "head"
 
     def freezes(self, *parts: str) -> bool:
-        """True if weights are frozen that belong to all of these parts. (The norms of queries belong to two parts, attention and norms.)"""
+        """Return whether weights that belong to all of these parts are frozen, which one frozen part is enough for. (The norms of queries
+        belong to two parts: attention and norms.)"""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property

@@ -73,7 +73,8 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
     """Bytes of the model states on one rank of a model with experts. dense, expert: numbers of parameters outside and inside of experts.
-    N (`model_states`) is dp for the dense parameters, and dp / (ep etp) for the 1 / (ep etp) of the experts' parameters on a rank."""
+    The N of `model_states` is dp for dense parameters. A rank holds 1 / (ep etp) of the experts' parameters, and their N is dp / (ep
+    etp)."""
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)

@@ -181,7 +181,7 @@ def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
 
 
 def _gathered(plan: Plan, stack: Stack, rank: RankMoments) -> Callable[[At], float] | None:
-    """Return the function moment -> bytes of gathered weights and unreduced gradients in ZeRO stage 3; None if weights are not sharded."""
+    """Return a function: moment -> bytes of gathered weights and unreduced gradients in ZeRO stage 3; None if weights are not sharded."""
     if plan.copies == 1:
         return None
     if stack.gathers == "moments":

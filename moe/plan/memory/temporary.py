@@ -1,7 +1,8 @@
 """Predicts the bytes of tensors that exist for a short time: at the loss, in a layer's backward pass, and with ZeRO stage 3.
 
 ZeRO stage 3 adds gathered weights and unreduced gradients to a rank's shards. Each engine in the catalog (parallel/data/kinds/) has a
-formula for their bytes at each kind of moment (At). For other software, only the maximum over all moments is computed.
+formula for their bytes at each kind of moment (At). For other software than this project's trainer, only the maximum over all moments is
+computed.
 """
 
 from __future__ import annotations
@@ -249,8 +250,8 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes of other software's gathered weights and unreduced gradients at the peak of ZeRO stage 3. held: parameters of the rank. table:
-    parameters of the embedding. units: parameters of each kind of layer."""
+    """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in other software than this project's trainer. held:
+    parameters of the rank. table: of the embedding. units: of each kind of layer."""
     if plan.pp > 1:  # the rank's weights and gradients stay unsharded during the whole step
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])

@@ -192,7 +192,7 @@ def _uncontended(agreed: ByLetter, shardings: Sequence[ByLetter]) -> ByLetter:
 
 
 def _letters_of_axes(shardings: Iterable[ByLetter]) -> dict[str, set[str]]:
-    """Return mesh axis -> letters of the dims that it shards in any of these tensors."""
+    """Return a dict: mesh axis -> letters of the dims that it shards in any of these tensors."""
     found: dict[str, set[str]] = {}
     for one in shardings:
         for letter, axes in one.items():

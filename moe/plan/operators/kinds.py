@@ -33,7 +33,7 @@ def plan_of_layout(graph: Graph, mesh: Sizes, layout: str) -> Plan:
 
 
 def plan_of_annotations(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Plan:
-    """Return the Plan for annotations that GSPMD propagates. Raises BadInput for wrong annotations, or if no plan has the shardings."""
+    """Return the Plan for annotations that GSPMD propagates. Raises BadInput for wrong annotations, or if no plan has these shardings."""
     return plan_of(gspmd.program(graph, mesh, annotations))
 
 
@@ -83,7 +83,7 @@ def _of_experts(graph: Graph, letters: str) -> bool:
 
 
 def _stream(program: Program) -> dict[str, str]:
-    """Return tensor -> letters of its dims, for the tensors of the residual stream: embeddings, norms, sums after attention and
+    """Return a dict: tensor -> letters of its dims, for the tensors of the residual stream: embeddings, norms, sums after attention and
     networks."""
     dims, kinds = program.graph.dims, ("lookup", "pointwise", "norm")
     named = {op.name: op.output for op in program.graph.operators if op.kind in kinds}

@@ -34,7 +34,7 @@ from parallel.annotations.resharding import Sharding, Sizes, check_axes
 from parallel.errors import BadInput, did_you_mean
 
 Layout = Mapping[str, str]  # name of a dim -> axis of the mesh that splits it
-INSIDE, OUTSIDE = "expert_batch", "experts_whole"
+INSIDE, OUTSIDE = "expert_batch", "experts_whole"  # names of the batch and of the experts, see `renamed`
 Objective = Literal["seconds", "bytes"]
 Choice = dict[str, str]  # name of a dim -> its axis, or NONE (whole); a missing name has no axis yet
 NONE = ""
@@ -80,12 +80,13 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
 
 
 def together(graph: Graph) -> dict[str, str]:
-    """Return tensor or operator -> letters of its dims. A layout must not put two of these dims on one mesh axis."""
+    """Return a dict: tensor or operator -> letters of its dims. A layout must not put two of these dims on one mesh axis."""
     return {name: graph.letters(name) for name in (*graph.inputs, *graph.parameters)} | {op.name: op.factors for op in graph.operators}
 
 
 def renamed(graph: Graph) -> Graph:
-    """Return the graph with other names for two dims: the batch between MoE dispatch and combine, and the experts everywhere else."""
+    """Return the graph renamed as described above: the batch is called INSIDE between MoE dispatch and combine, and the experts are called
+    OUTSIDE everywhere else."""
     roles = {op.name: {graph.dims[letter].name for letter in op.factors} for op in graph.operators}
     inside = {op.name for op in graph.operators if op.kind in ("product", "pointwise") and {"experts", "slots"} <= roles[op.name]}
     if not inside:
@@ -125,7 +126,7 @@ def by_letter(graph: Graph, layout: Layout) -> Cuts:
 
 
 def cuts(layout: Cuts, op: Operator) -> Cuts:
-    """Return letter -> axes that cut an operator's work: `layout`, as returned by `by_letter`, without dims that may not be cut."""
+    """Return a dict: letter -> axes that cut an operator's work: `layout`, as returned by `by_letter`, without dims that may not be cut."""
     return {letter: layout[letter] for letter in op.factors if letter in layout and letter not in op.whole}
 
 
@@ -217,7 +218,7 @@ class _Search:
 
 
 def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
-    """Return name of a dim -> mesh axes that may split it, because they divide the sizes of all dims with this name."""
+    """Return a dict: name of a dim -> mesh axes that may split it, because they divide the sizes of all dims with this name."""
     found: dict[str, list[str]] = {}
     for dim in graph.dims.values():
         found[dim.name] = [axis for axis in found.get(dim.name, mesh) if dim.size % mesh[axis] == 0]
@@ -281,7 +282,7 @@ def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tup
 
 
 def _sizes(graph: Graph, mesh: Sizes) -> dict[str, _Table]:
-    """Return tensor -> table of its number of elements on a rank. Tensors with equal letters share a table."""
+    """Return a dict: tensor -> table of its number of elements on a rank. Tensors with equal letters share a table."""
     found: dict[str, _Table] = {}
     for name in tensors(graph):
         letters = graph.letters(name)

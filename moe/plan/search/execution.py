@@ -155,7 +155,7 @@ class Simulator:
         self._seen: dict[Any, _Regions] = {}
 
     def tasks(self, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task for all tasks of one forward and backward pass."""
+        """Return a dict: key -> task for all tasks of one forward and backward pass."""
         made: dict[Key, Task] = {}
         for op in self.graph.operators:
             made |= self._block((op.name, placement[op.name]), self._own, op, placement)
@@ -189,7 +189,7 @@ class Simulator:
         return placed.first + placed.stride * np.arange(placed.parts)
 
     def _own(self, op: Operator, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task for one operator: forward and backward of each part, and all-reduces of its parameters' gradients."""
+        """Return a dict: key -> task for one operator: forward and backward of each part, and all-reduces of its parameters' gradients."""
         placed, n, made = placement[op.name], self.number[op.name], {}
         devices, weight = self._devices(placed), self.weight[op.name]
         moved = sum(self.graph.size(term) / placed.num_pieces(term) for term in (*op.terms, op.output)) * self.graph.itemsize
@@ -220,8 +220,8 @@ class Simulator:
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
     def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
-        """Return key -> task for the all-reduce of one parameter's gradient. It happens once a step, so a micro-batch gets its share of the
-        time."""
+        """Return a dict: key -> task for the all-reduce of one parameter's gradient. It happens once a step, so a micro-batch gets its
+        share of the time."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}
@@ -260,8 +260,8 @@ class Simulator:
         return made
 
     def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task for edge number i: the reader's parts fetch the tensor from the writer's parts, and the writer's parts fetch
-        its gradient."""
+        """Return a dict: key -> task for edge number i: the reader's parts fetch the tensor from the writer's parts, and the writer's parts
+        fetch its gradient."""
         edge = self.graph.edges[i]
         writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
         size = self.graph.size(writer.output) * self.graph.itemsize

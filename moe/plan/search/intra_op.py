@@ -115,7 +115,8 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """Return state -> columns of the operator's strategies that have this state of input number `place`, or of the output if None."""
+        """Return a dict: state -> columns of the operator's strategies that have this state of input number `place`, or of the output if
+        None."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)

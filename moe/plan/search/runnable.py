@@ -115,7 +115,8 @@ class Runnable:
         return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
 
     def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return operator of the folded graph -> (cut, scatter) of its strategy: letters of dims for each mesh axis (see Strategy)."""
+        """Return a dict: operator of the folded graph -> (cut, scatter) of its strategy: letters of dims for each mesh axis (see
+        Strategy)."""
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -131,7 +132,7 @@ class Runnable:
         return (batch, batch, length or batch, over_tp), ("", "", "", scatter)
 
     def chosen(self, plan: Plan) -> dict[str, Strategy] | None:
-        """Return operator -> strategy for a plan; None if a size is not divisible."""
+        """Return a dict: operator -> strategy for a plan; None if a size is not divisible."""
         sizes = self.sizes(plan)
         if sizes is None or prod(sizes) > self.machine.devices:
             return None
@@ -154,7 +155,8 @@ class Runnable:
         return found
 
     def costs(self, plan: Plan) -> dict[int, Cost] | None:
-        """Return index of a layer in the folded graph -> its cost; None if the plan cannot be expressed by strategies of this graph."""
+        """Return a dict: index of a layer in the folded graph -> its cost; None if the plan cannot be expressed by strategies of this
+        graph."""
         key = (plan.dp, plan.sp, plan.tp, plan.ep, plan.etp, plan.tensor, plan.engine, plan.recompute)
         if key not in self._costs:
             chosen, sizes = self.chosen(plan), self.sizes(plan)
@@ -165,7 +167,7 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
-        """Return index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
+        """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
         found = layer_costs(graph, mesh, self.settings, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         for i in set(found) & set(self.blocks) if recompute == "full" else ():  # a recomputed layer keeps only its input

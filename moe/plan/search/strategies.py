@@ -222,7 +222,7 @@ def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple
 
 
 def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[Strategy, ...]]:
-    """Return name -> strategies of each operator of a graph that `read_together` returned."""
+    """Return a dict: name -> strategies of each operator of a graph that `read_together` returned."""
     return {op.name: (reading if op.whole == "read" else strategies)(op, graph, mesh, settings) for op in graph.operators}
 
 

@@ -195,7 +195,8 @@ class Spare:
     others: float
 
     def exposed(self, seconds: float) -> float:
-        """Seconds that gradient reductions of `seconds` add to the step. They run one stage after another, each for the same time."""
+        """Seconds by which gradient reductions make the step longer. All reductions of the rank together take `seconds`; each of its stages
+        takes the same part of it, and they run one after another."""
         each, queued = seconds / max(1, len(self.after)), -inf
         for window in self.after:
             queued = max(queued, -window) + each

@@ -215,7 +215,7 @@ def nearest(one: Tensor, here: Tensor) -> Tensor | None:
 
 
 def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
-    """Return prefix -> shift: `PREFIX.0` of this rank is `PREFIX.<shift>` of the single process."""
+    """Return a dict: prefix -> shift. `PREFIX.0` of this rank is `PREFIX.<shift>` of the single process."""
     all_names, own_names = ({key.name for key in of.pieces if key.kind == "weight"} for of in (one, here))
     shifts = {}
     for prefix in sorted({".".join(words[:n]) for name in all_names for words in [name.split(".")] for n in range(len(words))}):

@@ -3,7 +3,7 @@
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
     bound       2 x the largest deviation that other orders of sums caused in the single process (Recording.rounded), in this value or an
                 earlier one, plus one rounding on each side. Weights before the step are only allowed these roundings. For a weight after
-                the step, only its own deviation counts. The difference that its gradient's bound explains is subtracted first, because Adam
+                the step, only its own deviation counts. The difference that its gradient's bound allows is subtracted first, because Adam
                 turns the sign of a tiny gradient into a step. A rank's part of a gradient is also judged relative to the part's own size
 
 A rank's activation gradients may be a multiple of the single process's, because its loss is a mean over its own samples. That multiple is
@@ -82,7 +82,8 @@ class Comparison:
 
     @cached_property
     def order(self) -> list[Key]:
-        """Keys of the single process in the order of events: forward, then backward, in which a gradient is at its accumulation."""
+        """Keys of the single process in the order in which their values were computed: forward, then backward. A parameter's gradient is
+        placed where it was accumulated."""
         keys, gradients = [], [k for k in self.one.pieces if k.kind == "gradient"]
         for key in self.one.pieces:
             if key.kind == "local gradient" and key._replace(kind="gradient") in self.one.pieces:
@@ -128,8 +129,8 @@ class Comparison:
         return settled
 
     def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
-        """Return a weight after the step without the difference that the bound of its gradient explains: an update changes at most in
-        proportion to its gradient, and a gradient within its bound of 0 may have either sign.
+        """Return the rank's weight after the step, less the part of its difference that follows from the allowed error of its gradient: an
+        update changes at most in proportion to its gradient, and a gradient as small as that error may have either sign.
 
         one, here: (weight after the step, weight before it, gradient) of the single process and of the rank."""
         if len({t.shape for t in (*one, *here)}) > 1 or not one[0].numel():
@@ -289,7 +290,7 @@ class Comparison:
         return self._best(key, held[0][0], replace(held[0][1], values=total), bound)
 
     def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Align rows that are on all ranks in any order, such as an expert's inputs."""
+        """Align rows that are spread over the ranks in any order, such as an expert's inputs."""
         one, here = stacked([whole], [1.0]), stacked(own, self.scales if key.kind == "output gradient" else [], whole, self._readers)
         order = None if one is None or here is None else self._order_of_rows(key.name, bound)
         if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):

@@ -104,7 +104,7 @@ def test_a_search_names_a_faster_layout_that_the_trainer_cannot_run() -> None:
         "batch" not in best.layout
         and found.nearest
         and found.free_seconds < found.seconds
-        and "not one that the trainer runs" in found.said
+        and "the trainer cannot run the best legal layout" in found.said
     )
     even = mesh_tf(dense, EVEN)
     assert not even.nearest and even.free_seconds == even.seconds
