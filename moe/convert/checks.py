@@ -113,8 +113,8 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     if not grown and not shrunk:
         raise BadInput("--to", got="a model with the source's layers", needed="other experts", fix="train the source on: moe train RECIPE")
     if grown and shrunk:
-        got = f"more experts in layers {grown}, fewer in {shrunk}"
-        raise BadInput("--to", got=got, needed="more experts or fewer", fix="convert twice, with a recipe each")
+        got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all these layers, or fewer"
+        raise BadInput("--to", got=got, needed=needed, fix="convert twice, each time with its own recipe")
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
             got, needed = f"{side.experts.free} experts without parameters in {which}", "0: no network can be converted to them"

@@ -97,7 +97,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
 
 def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[SumReplicas]) -> list[tuple[Any, ...]]:
     """Return each replica's arguments: its part of the sequences, on its device. `args`: (input ids [B, L], context, target ids).
-    `together`: each replica's sum over all replicas."""
+    `together`: for each replica, the function that sums over all replicas."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
     parts: list[tuple[Any, ...]] = []
