@@ -129,7 +129,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput("--method", got=settings.method, needed=needed, fix=f"--method {fitting[0]}")
     if settings.moments == "copy" and not {before.optimizer.kind, run.optimizer.kind} <= {"adamw", "kfac"}:
         got = f"copy with optimizer.kind {before.optimizer.kind} and {run.optimizer.kind}"
-        needed = "adamw or kfac on both sides: only they have first and second moments"
+        needed = "adamw or kfac in both recipes: only they have first and second moments"
         raise BadInput("--moments", got=got, needed=needed, fix="--moments fresh")
     if settings.moments == "copy" and settings.method != "copy":
         raise BadInput("--moments", got=f"copy with --method {settings.method}", needed="--method copy", fix="--moments fresh")
@@ -214,7 +214,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
         return
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        raise BadInput("--to", got=got, needed="experts alone: the weight of this network depends on the token", fix="keep the experts")
+        raise BadInput("--to", got=got, needed="only experts: the weight of this network depends on the token", fix="keep the experts")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"

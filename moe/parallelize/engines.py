@@ -196,7 +196,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
         fixes = all_of(whole) | "clip by optimizer.clip_norm instead"
-        raise BadInput(rule.key, got=got, needed="updates of each parameter alone: ranks hold different parameters", fix=fixes)
+        raise BadInput(rule.key, got=got, needed="updates that depend on one parameter each: ranks hold different parameters", fix=fixes)
 
 
 _TABLES = ("embedding", "head")

@@ -254,7 +254,7 @@ class Broken(list[list[int]]):
         ([], "got no samples"),
         ([{"input_ids": [1, 2], "text": "a", "idx": 3}] * 8, "got a row with text, idx, needed input_ids, attention_mask, labels and no"),
         ([{"input_ids": [1, 2, 3], "labels": [1, 2]}] * 8, "of train, labels: got 2 numbers, needed 3, one for each id"),
-        ([{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}] * 8, "got 2 at place 0, where input_ids has 1"),
+        ([{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}] * 8, "got 2 at index 0, where input_ids has 1"),
         ([{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 8, "fix: leave the sample out: nothing is predicted in it"),
         ([{"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}] * 8, "got a zero before a one, needed ones, then zeros"),
         ([{"input_ids": [1, 2, 3], "attention_mask": [1, 2, 1]}] * 8, "got the number 2"),
