@@ -302,7 +302,7 @@ _SAME = {"kimi_k2": "deepseek_v3"}  # model_type of a model with its own code ->
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return the config's model_type; if it copies a family, that family's."""
+    """Return the config's model_type; for a model that copies the code of a family, that family's model_type."""
     kind = config.get("model_type")
     return _SAME.get(str(kind), kind)
 
