@@ -166,7 +166,7 @@ def test_what_is_no_callback_is_refused_before_anything_is_written(given: Any, s
 
 def test_callbacks_on_one_rank_alone_are_refused_on_all(home: Path, tmp_path: Path) -> None:
     lines = trained.train(sparse(home), tmp_path / "run", ranks=2, own=lambda rank: {"callbacks": [Listens()] if rank == 0 else []})
-    assert all("needed the same on every rank" in line for line in lines)
+    assert all("needed the same callbacks on every rank" in line for line in lines)
 
 
 # --- samples given by a program -------------------------------------------------------------------------------------------
