@@ -56,7 +56,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
             raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
         if flags[name] is bool:
             if equals:
-                raise BadInput(name, got=word, needed=f"{name} alone: it takes no value", fix=f"write {name}, or leave it out")
+                raise BadInput(name, got=word, needed=f"{name} without a value", fix=f"write {name}, or leave it out")
             values[field] = True
             continue
         if not equals:

@@ -70,7 +70,7 @@ def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
         # type: ignore[union-attr]
         mixed: npt.NDArray[np.int64] = sum(share * _MIXTURE_TOKENS * part / part.sum() for share, part in parts).astype(np.int64)
         return mixed
-    assert isinstance(train, TrainSet) and isinstance(train.windows, Windows)  # other samples were refused
+    assert isinstance(train, TrainSet) and isinstance(train.windows, Windows)  # other kinds of data were refused before
     tokens, found = train.windows.tokens, np.zeros(vocab_size, np.int64)
     for first in range(0, len(tokens), _BATCH_TOKENS):
         found += np.bincount(tokens[first : first + _BATCH_TOKENS].astype(np.int64), minlength=vocab_size)

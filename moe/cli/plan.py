@@ -91,7 +91,7 @@ def _check(flags: verbs.Plan) -> None:
             flags,
             ("recipe", "cluster", "compare", "json"),
             got="it with --compare",
-            needed="--compare alone: both recipes are run as they are written",
+            needed="no flags but --cluster and --json: both recipes are run as they are written",
         )
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")

@@ -21,7 +21,7 @@ WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_tim
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
 # for recipe values on the command line
 NEEDS_RECIPE = {"got": "it without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
-OF_FILE = "the file alone, which sets it"  # what is needed if a flag sets a size that the schedule's file already sets
+OF_FILE = "only the file, which sets it"  # what is needed if a flag sets a size that the schedule's file already sets
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 

@@ -184,7 +184,7 @@ class Simulate:
     vertical_sync: Literal["on", "off"] | None = _flag("for pipedream: every stage uses the first stage's weight version; off by default")
     pipelines: int | None = _flag("for chimera: number of pipelines, half of them in each direction; 2 by default")
     placement: Literal["line", "loop", "v"] | None = _flag(
-        "for search: where stages are: one a rank (line, the default), as in interleaved (loop, with --chunks), or as in zb_v (v)"
+        "for search: stages of each rank: one (line, the default), as in interleaved (loop, with --chunks), or as in zb_v (v)"
     )
     memory: float | None = _flag("for search: most activations that a rank stores, in micro-batches of all its layers; no limit by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
@@ -219,7 +219,7 @@ class Energy:
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
     apply: bool = _flag(
-        "run --steps steps at the plan's clocks on this machine's GPUs, one a rank, then restore the clocks; needs root", False
+        "run --steps steps at the plan's clocks on this machine's GPUs, one per rank, then restore the clocks; needs root", False
     )
     steps: int | None = _flag("with --apply: number of steps; 1 by default")
     out: Path | None = _flag("also write the plan as .json, or a picture as .png")

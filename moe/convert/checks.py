@@ -113,8 +113,8 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     if not grown and not shrunk:
         raise BadInput("--to", got="a model with the source's layers", needed="other experts", fix="train the source on: moe train RECIPE")
     if grown and shrunk:
-        got = f"more experts in layers {grown}, fewer in {shrunk}"
-        raise BadInput("--to", got=got, needed="more experts or fewer", fix="convert twice, with a recipe each")
+        got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all these layers, or fewer"
+        raise BadInput("--to", got=got, needed=needed, fix="convert twice, each time with its own recipe")
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
             got, needed = f"{side.experts.free} experts without parameters in {which}", "0: no network can be converted to them"
@@ -129,7 +129,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput("--method", got=settings.method, needed=needed, fix=f"--method {fitting[0]}")
     if settings.moments == "copy" and not {before.optimizer.kind, run.optimizer.kind} <= {"adamw", "kfac"}:
         got = f"copy with optimizer.kind {before.optimizer.kind} and {run.optimizer.kind}"
-        needed = "adamw or kfac on both sides: only they have first and second moments"
+        needed = "adamw or kfac in both recipes: only they have first and second moments"
         raise BadInput("--moments", got=got, needed=needed, fix="--moments fresh")
     if settings.moments == "copy" and settings.method != "copy":
         raise BadInput("--moments", got=f"copy with --method {settings.method}", needed="--method copy", fix="--moments fresh")
@@ -214,7 +214,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
         return
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        raise BadInput("--to", got=got, needed="experts alone: the weight of this network depends on the token", fix="keep the experts")
+        raise BadInput("--to", got=got, needed="only experts: the weight of this network depends on the token", fix="keep the experts")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"

@@ -85,7 +85,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
         count = before.experts.of_layer(nth)
         if len(found.get(layer, [])) != count:
             got = counted(len(found[layer]), "number") if layer in found else "nothing"
-            raise BadInput("--load", got=f"{got} for layer {layer} in {source}", needed=f"{count}, one an expert", fix="--load FILE")
+            raise BadInput("--load", got=f"{got} for layer {layer} in {source}", needed=f"{count}, one for each expert", fix="--load FILE")
     return found
 
 

@@ -102,7 +102,12 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
             with _readable(path):
                 made = encode_chats(path, tokenizer, max_length=max_length, field=field)
             if key() != first:
-                raise BadInput(f"data file {path}", got="chats that changed while they were read", needed="one file", fix="start again")
+                raise BadInput(
+                    f"data file {path}",
+                    got="chats that changed while they were read",
+                    needed="a file that nothing changes",
+                    fix="start again",
+                )
             for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # files of processes that were killed while writing
                 left.unlink(missing_ok=True)
             _write(named, made, max_length)

@@ -128,7 +128,8 @@ def damaged(path: Path, got: str) -> BadInput:
 
 
 def _too_long(path: Path, what: str, fix: str) -> BadInput:
-    return BadInput(f"data file {path}", got=f"{what} of more than {LONGEST_BYTES >> 20} MiB", needed="at most that", fix=fix)
+    limit = f"{LONGEST_BYTES >> 20} MiB"
+    return BadInput(f"data file {path}", got=f"{what} of more than {limit}", needed=f"at most {limit}", fix=fix)
 
 
 def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:

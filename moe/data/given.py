@@ -225,7 +225,7 @@ def _columns(sample: Any, what: str) -> dict[str, Any]:
     if unread:
         needed = f"{', '.join(_COLUMNS)} and no column that is not read"
         kept = ", ".join(f'"{name}"' for name in _COLUMNS if name in names)
-        raise BadInput(what, got=f"a row with {', '.join(unread)}", needed=needed, fix=f"give rows with {kept} alone")
+        raise BadInput(what, got=f"a row with {', '.join(unread)}", needed=needed, fix=f"give rows with only {kept}")
     return {name: sample[name] for name in names}
 
 
@@ -264,10 +264,10 @@ def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
     wrong = np.flatnonzero(~left_out & (labels != ids))
     if len(wrong):
         at = int(wrong[0])
-        got, needed = f"{labels[at]} at place {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
+        got, needed = f"{labels[at]} at index {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
         raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from the ids before it")
     if left_out[1:].all():  # the first id is never predicted, because no id precedes it
-        raise BadInput(f"{what}, {_LABELS}", got=f"{PADDING} alone", needed="at least one id after the first", fix=_NOTHING)
+        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="at least one id after the first", fix=_NOTHING)
     return np.where(left_out, marked(ids.astype(np.int64)), ids)
 
 

@@ -1,7 +1,7 @@
 """Reads token ids that another program has written, without copying them: Megatron's `.bin` with `.idx`, and nanoGPT's `.bin`.
 
     Megatron   NAME.bin   ids, document after document            NAME.idx   magic, dtype, each sequence's length and offset, documents
-    nanoGPT    NAME.bin   ids as little-endian uint16             a folder with train.bin and val.bin has both sides
+    nanoGPT    NAME.bin   ids as little-endian uint16             a folder with train.bin and val.bin has both splits
 
 The texts of the ids are unknown. The recipe gives the size of the vocabulary (data.vocab_size); prompts and generated text are numbers. The
 smallest and largest id are checked; they are cached under the files' hash. Formats: Megatron-LM,

@@ -70,7 +70,7 @@ class MixedValidation:
     weights: tuple[float, ...]
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of the sequences, and the mean number of bytes a token over all ranks' sequences."""
+        """Return one rank's part of the sequences, and the mean number of bytes per token over all ranks' sequences."""
         counts = shares(self.weights, shard.num_sequences)
         chosen = [np.arange(n, dtype=np.int64) * part.windows.num_windows // max(n, 1) for part, n in zip(self.parts, counts, strict=True)]
         text_bytes, tokens = map(

@@ -34,7 +34,7 @@ from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.store.files import of_contents, replace_file, sync, write_synced
 
-FORMAT = 2  # version of token files and of the reading of a corpus; part of the key
+FORMAT = 2  # version of the token files and of the code that reads a corpus; part of the cache key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
 # Corpora and token files up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20

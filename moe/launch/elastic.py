@@ -1,7 +1,7 @@
 """A run with fewer processes than planned, `--elastic MIN`: dp shrinks, and each rank computes more micro-batches of a step.
 
     4 processes    dp 4  ep 4    1 micro-batch of 2 sequences          lost: 2 ranks
-    2 processes    dp 2  ep 2    2 micro-batches of 2 sequences        the same 8 sequences a step, in the same order
+    2 processes    dp 2  ep 2    2 micro-batches of 2 sequences        the same 8 sequences per step, in the same order
 
 A micro-batch never has more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
 divisor of the recipe's ep with which the run is possible. The global batch does not change, so losses are equal up to rounding. If routing

@@ -22,7 +22,7 @@ from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING, as_inputs
 from moe.recipe import sections
 
-# B batch, L tokens of a sequence on this rank, S tokens of a sequence, D model
+# B batch, L tokens of a sequence on this rank, S tokens of a whole sequence, D model
 
 
 class PredictionDepth(nn.Module):

@@ -80,7 +80,7 @@ def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Ten
 
 
 class Seen(ByProduct):
-    """Kernels that, in passes that K-FAC records, compute experts' networks product by product and pass each product to K-FAC."""
+    """Kernels that, in passes that K-FAC records, compute experts' networks one matrix product at a time and pass each product to K-FAC."""
 
     def __init__(self, experts: Experts, kfac: Kfac, path: str) -> None:
         def times(name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:

@@ -97,7 +97,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
 
 def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[SumReplicas]) -> list[tuple[Any, ...]]:
     """Return each replica's arguments: its part of the sequences, on its device. `args`: (input ids [B, L], context, target ids).
-    `together`: each replica's sum over all replicas."""
+    `together`: for each replica, the function that sums over all replicas."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
     parts: list[tuple[Any, ...]] = []
@@ -196,7 +196,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
         fixes = all_of(whole) | "clip by optimizer.clip_norm instead"
-        raise BadInput(rule.key, got=got, needed="updates of each parameter alone: ranks hold different parameters", fix=fixes)
+        raise BadInput(rule.key, got=got, needed="updates that depend on one parameter each: ranks hold different parameters", fix=fixes)
 
 
 _TABLES = ("embedding", "head")

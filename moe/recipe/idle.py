@@ -78,14 +78,14 @@ def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> No
     more = sum(other == condition for _, other in idle) - 1
     got = "a value" + (f", and {more} more key{'s' * (more > 1)} of experts," if more else "") + " in a dense model"
     fix = Set("model.moe_every", 2) | "remove them" if more else Remove(key)
-    raise BadInput(key, got=got, needed="layers with experts, which alone read it", fix=fix)
+    raise BadInput(key, got=got, needed="layers with experts: otherwise this key has no effect", fix=fix)
 
 
 def _refusal(run: Run, key: str, condition: str) -> BadInput:
     wanted, value = settings(condition), value_of(run, key)
     first, names = wanted[0]
     got = f"{f'{value:g}' if isinstance(value, float) else written(value)} with {first}={written(value_of(run, first))}"
-    needed = f"{in_words(condition)}, which alone {'read' if wanted[1:] or names[1:] else 'reads'} it"
+    needed = f"{in_words(condition)}: otherwise this key has no effect"
     fix = f"set {first} {names[0]}" if names[0] == ABOVE_0 else Set(first, yaml_text.load(names[0]))
     return BadInput(key, got=got, needed=needed, fix=fix | Remove(key))
 
@@ -98,7 +98,7 @@ def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
     for number, source in enumerate(data.sources):
         if source.text_key is not None:
             key, got = f"data.sources[{number}].text_key", f"{source.text_key} with token ids"
-            raise BadInput(key, got=got, needed="text, which alone reads it", fix=Remove(key))
+            raise BadInput(key, got=got, needed="text: otherwise this key has no effect", fix=Remove(key))
     ids = max(2, level("data.tokenizer"))
     idle = {"source": ("text", ids), "text_key": ("text", ids)}
     if all(user_path(path, what="data.path").is_dir() for path in paths):

@@ -323,7 +323,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
 def _shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
-    value = list(value) if isinstance(value, tuple) else value  # as YAML writes it
+    value = list(value) if isinstance(value, tuple) else value  # shown as a list, as in YAML
     return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)
 
 

@@ -20,7 +20,7 @@ T5_BUCKETS = 32  # number of buckets into which a relative position bias sorts d
 START = 0  # first token that a decoder reads (T5: the id of padding)
 SEPARATOR = 0  # the token before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square in a norm, unless a recipe sets another value
-PADDING = -100  # replaces a token id; torch's own number for a target that does not count
+PADDING = -100  # replaces a token id; torch's default ignore_index, the target that a loss ignores
 _BEGIN = 2**32  # subtracted from the mark of a chat's first token; larger than any id
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
@@ -76,7 +76,8 @@ def inputs_within(tokens: int) -> int:
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:
-    """Return at most two lengths of encoder inputs, the nearest to `near` first: `read` divides the length, `written` its targets'."""
+    """Return at most two lengths of encoder inputs, the nearest to `near` first. `read` divides the length of the input, and `written` the
+    length of its targets."""
     multiples = (read * (near // read + step) for apart in range(1000) for step in {apart, -apart})
     fits = (n for n in multiples if n > 3 and spans_of(n).inputs == n and spans_of(n).targets % written == 0)
     return sorted(islice(fits, 4), key=lambda n: abs(n - near))[:2]

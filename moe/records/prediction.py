@@ -18,7 +18,7 @@ CALIBRATE = "moe plan --calibrate"
 
 
 def line(found: Prediction) -> str:
-    """Return the line that is printed at the start of a run: bytes of tensors on the fullest rank, and seconds a step."""
+    """Return the line that is printed at the start of a run: bytes of tensors on the fullest rank, and seconds per step."""
     of = "" if found.tightest is None else f" of {size(found.tightest.limit)}"
     said = f"predicted: {size(found.rank_bytes)} of tensors on the fullest rank{of}, "
     if found.time is None or found.place.cluster is None:

@@ -48,7 +48,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def hardware(device: torch.device) -> str:
-    """Return the GPU's name; for a CPU, the processor's name and torch's number of threads a rank."""
+    """Return the GPU's name; for a CPU, the processor's name and torch's number of threads per rank."""
     import torch
 
     if device.type == "cuda":

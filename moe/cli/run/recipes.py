@@ -21,7 +21,7 @@ def show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.records.summary import count
 
     if flags.keys is not None:
-        refuse_others(flags, ("recipe", "keys"), got="it with --keys", needed="--keys alone, or with RECIPE")
+        refuse_others(flags, ("recipe", "keys"), got="it with --keys", needed="only --keys, or --keys and RECIPE")
         print("\n".join(keys_of_section(flags.keys, load(flags.recipe, overrides)[0] if flags.recipe is not None else None)))
         return exit_codes.DONE
     if flags.recipe is None:

@@ -105,7 +105,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
     refuse(
         {"dtype": flags.dtype, "adapters": flags.adapters or None, "without_mtp": flags.without_mtp or None},
         got="it without hf:",
-        needed="hf:PATH, to which alone it applies",
+        needed="hf:PATH; for other paths it has no effect",
     )
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")

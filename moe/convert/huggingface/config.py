@@ -112,7 +112,7 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         config["max_position_embeddings"] = m.rope.length
     if family.turning is not None:
         config["rope_parameters"]["partial_rotary_factor"] = m.rope.fraction
-    # set to null, because transformers would use the family's default ids
+    # null, because for a missing key transformers would use the family's default id
     config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
     config |= _windows_of(family, m)
     parameters = config["rope_parameters"]

@@ -117,7 +117,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     conversion, which is replaced when the new one is complete."""
     config = config_in(source)
     values = recipe_values(config)
-    length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinels
+    length = overrides.get("model.max_length", values["model"]["max_length"])  # it decides how many sentinels the tokenizer needs
     tokenizer, said = read_tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
     read_as = {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
     values["data"] = values.get("data", {}) | ({"tokenizer": "bytes"} if tokenizer["kind"] == Bytes.name else read_as)

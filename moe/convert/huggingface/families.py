@@ -92,7 +92,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
         Row(f"{_LAYER}mlp.shared_expert_gate.weight", f"{_OURS}shared_gate.weight"),
     ),
-    "switch": (),  # Switch's own rows contain them
+    "switch": (),  # the rows of Switch Transformers in encoder_decoder.py contain them
     "stacked": (
         Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
         Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.w1", turned=True, half=0),
@@ -302,7 +302,7 @@ _SAME = {"kimi_k2": "deepseek_v3"}  # model_type of a model with its own code ->
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return the config's model_type; if it copies a family, that family's."""
+    """Return the config's model_type; for a model that copies the code of a family, that family's model_type."""
     kind = config.get("model_type")
     return _SAME.get(str(kind), kind)
 

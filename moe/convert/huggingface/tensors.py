@@ -119,7 +119,9 @@ class Source:
             for key in file.places:
                 if key in plain:
                     got = f"{key} in {plain[key].file.path.name} and {path.name}"
-                    raise BadInput(str(self.folder), got=got, needed="each tensor once", fix="keep the files of one model alone")
+                    raise BadInput(
+                        str(self.folder), got=got, needed="each tensor once", fix="keep only the files of one model in the folder"
+                    )
                 plain[key] = Plain(file, key)
         self.files = decoded(plain, self.quantization)
 

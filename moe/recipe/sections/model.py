@@ -182,7 +182,7 @@ class Model(Section, alters="shape"):
 
     @property
     def latent_sizes(self) -> LatentSizes:
-        """Sizes of latent attention. Call it only with model.latent.key_rank."""
+        """Sizes of latent attention. Call it only if model.latent.key_rank is set."""
         assert self.latent.key_rank is not None
         content = self.head_size or self.d_model // self.num_heads
         return LatentSizes(self.latent.key_rank, content, self.latent.rotary_size or content // 2, self.latent.value_size or content)

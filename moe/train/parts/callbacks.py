@@ -120,7 +120,7 @@ def check(each: object) -> None:
         raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")
     for one in each:
         if isinstance(one, type) and issubclass(one, Callback):
-            raise BadInput("callbacks", got=f"the class {one.__name__}", needed="an object of it", fix=f"write {one.__name__}()")
+            raise BadInput("callbacks", got=f"the class {one.__name__}", needed="an instance of it", fix=f"write {one.__name__}()")
         if not isinstance(one, Callback):
             fix = "subclass moe.Callback and override on_step_end(self, now)"
             raise BadInput("callbacks", got=f"a {type(one).__name__}", needed="objects of subclasses of moe.Callback", fix=fix)

@@ -32,7 +32,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Spent(NamedTuple):
-    """Milliseconds a step that the host spent in one region. device: milliseconds of the GPU kernels that it launched; 0 on a CPU."""
+    """Milliseconds per step that the host spent in one region. device: milliseconds of the GPU kernels that it launched; 0 on a CPU."""
 
     region: str
     forward: float
@@ -126,7 +126,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
 
 
 def table(rows: list[Spent]) -> list[str]:
-    """Format rows, and their sum, as lines of text: milliseconds a step, and the share of the step."""
+    """Format rows, and their sum, as lines of text: milliseconds per step, and the share of the step."""
     total = Spent("all", *(sum(getattr(row, name) for row in rows) for name in ("forward", "backward", "device")))
     whole = total.forward + total.backward
     lines = [f"{'region':<28} {'forward ms':>11} {'backward ms':>12} {'share':>7}" + (f" {'kernels ms':>11}" if total.device else "")]

@@ -85,7 +85,7 @@ class Rebalancer:
             self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
         if step % self.every:
             return
-        # of this stage; ranks decide for all layers, move only these
+        # the MoE layers of this stage: every rank decides for all layers, but moves experts only in these
         held = {layer.layer: layer for layer in moe_layers(self.engine.module)}
         moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
         self.load.clear()

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Training:
-    """The model in its engine, and the state that steps change. auditor: None in a rehearsal. schedules: number of batches between two
+    """The model in its engine, and the state that steps change. auditor: None in `moe rehearse`. schedules: number of batches between two
     drains of the pipeline -> schedule; stored, because the runtime caches its analysis of each schedule object."""
 
     executor: Executor

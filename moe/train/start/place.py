@@ -24,7 +24,7 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import numbered
 
-_PROBE_BYTES = 64 << 10  # size of a test file, by which a full disk is noticed: about the recipe and the first lines of metrics.jsonl
+_PROBE_BYTES = 64 << 10  # size of a test file that shows whether the disk is full: enough for the recipe and the first metrics
 
 
 def settle_precision(run: Run, world: World) -> Run:

@@ -81,8 +81,10 @@ class Cached:
         if start != self.start or len(context_BS) != self.cache.batch or context_BS.shape[1] <= self.cache.seen:
             assert start == 0 or not self.source, "an encoder's text is read whole"
             if start and self.record is not None:
-                needed = f"texts of at most {self.max_length} tokens: a longer one begins anew, and its tokens are routed twice"
-                raise BadInput("record", got=f"a text that begins anew with token {start}", needed=needed, fix="ask for fewer tokens")
+                needed = f"texts of at most {self.max_length} tokens: the context of a longer one is cut, and its tokens are routed twice"
+                raise BadInput(
+                    "record", got=f"a text whose context is cut to begin at token {start}", needed=needed, fix="ask for fewer tokens"
+                )
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
             self.source_BSD = self.model.encoded(read_BS) if self.source else None
         rope = self.model.config.rope

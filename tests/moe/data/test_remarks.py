@@ -181,5 +181,7 @@ def test_a_text_key_of_token_ids_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\1\0" * 99)
     source = {"path": str(tmp_path / "a.bin"), "weight": 1, "text_key": "body"}
     values = {"data.tokenizer": "ids", "data.vocab_size": "300", "data.sources": json.dumps([source])}
-    with pytest.raises(BadInput, match=r"data\.sources\[0\]\.text_key: got body with token ids, needed text, which alone reads it"):
+    with pytest.raises(
+        BadInput, match=r"data\.sources\[0\]\.text_key: got body with token ids, needed text: otherwise this key has no effect"
+    ):
         load("switch_tiny", values)

@@ -198,11 +198,11 @@ def test_a_cache_of_keys_gives_the_logits_of_recomputation() -> None:
         ({"model": {"rope": {"scaling": "dynamic"}}}, "model.rope.trained_length: got null"),
         (
             {"model": {"rope": {"scaling": "dynamic", "trained_length": 8, "low": 2}}},
-            "model.rope.low: got 2 .* llama3 or yarn, which alone",
+            "model.rope.low: got 2 .* llama3 or yarn: otherwise this key has no effect",
         ),
         (
             {"model": {"rope": {"scaling": "ntk", "trained_length": 8}}},
-            "model.rope.trained_length: got 8 .* dynamic, llama3 or yarn, which",
+            "model.rope.trained_length: got 8 .* dynamic, llama3 or yarn: otherwise this key has no effect",
         ),
         (
             {"model": {"rope": {"scaling": "dynamic", "trained_length": 8}, "latent": {"key_rank": 8}}},

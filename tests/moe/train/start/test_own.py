@@ -152,7 +152,7 @@ class Misspelt(Callback):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([Listens], "got the class Listens, needed an object of it; fix: write Listens()"),
+        ([Listens], "got the class Listens, needed an instance of it; fix: write Listens()"),
         (Listens(), "got a Listens, needed a list of them"),
         ([print], "got a builtin_function_or_method, needed objects of subclasses of moe.Callback"),
         ([Misspelt()], "got a method on_step, which nothing calls, needed one of on_train_begin, on_step_end"),
@@ -166,7 +166,7 @@ def test_what_is_no_callback_is_refused_before_anything_is_written(given: Any, s
 
 def test_callbacks_on_one_rank_alone_are_refused_on_all(home: Path, tmp_path: Path) -> None:
     lines = trained.train(sparse(home), tmp_path / "run", ranks=2, own=lambda rank: {"callbacks": [Listens()] if rank == 0 else []})
-    assert all("needed the same on every rank" in line for line in lines)
+    assert all("needed the same callbacks on every rank" in line for line in lines)
 
 
 # --- samples given by a program -------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Broken(list[list[int]]):
         ([], "got no samples"),
         ([{"input_ids": [1, 2], "text": "a", "idx": 3}] * 8, "got a row with text, idx, needed input_ids, attention_mask, labels and no"),
         ([{"input_ids": [1, 2, 3], "labels": [1, 2]}] * 8, "of train, labels: got 2 numbers, needed 3, one for each id"),
-        ([{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}] * 8, "got 2 at place 0, where input_ids has 1"),
+        ([{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}] * 8, "got 2 at index 0, where input_ids has 1"),
         ([{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 8, "fix: leave the sample out: nothing is predicted in it"),
         ([{"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}] * 8, "got a zero before a one, needed ones, then zeros"),
         ([{"input_ids": [1, 2, 3], "attention_mask": [1, 2, 1]}] * 8, "got the number 2"),
