@@ -13,8 +13,9 @@ other experts, but their choices are not dispatched. A dropped token gets zero: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,20 +117,23 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, sequence_tokens=groups.sequence_tokens, shards=groups.shards, context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         sent = _without_free(routing, self.experts.num_experts) if self.free else routing
+        add_unrouted, dispatcher = cache(partial(self._unrouted, x_TD)), self.dispatcher  # cache: computed once, here or in `run`
+        if self.shared is not None or self.residual is not None:
+            dispatcher = replace(dispatcher, meanwhile=add_unrouted)
         if self.router.spec.gate_on == "input":
-            y_TD = _run_on_scaled_inputs(self.dispatcher, x_TD, sent, self.experts, dropout)
+            y_TD = _run_on_scaled_inputs(dispatcher, x_TD, sent, self.experts, dropout)
         else:
-            y_TD = self.dispatcher.run(x_TD, sent, self.experts, dropout=dropout)
+            y_TD = dispatcher.run(x_TD, sent, self.experts, dropout=dropout)
         if self.output_bias is not None:
             y_TD = y_TD + self._output_biases(routing).to(y_TD.dtype)
         if self.skip:
             y_TD = y_TD + self._skipped(x_TD, routing).to(y_TD.dtype)
         if not self.reporting:
-            return self._add_unrouted(x_TD, y_TD), NO_REPORT
+            return add_unrouted()(y_TD), NO_REPORT
         loss, report = self._measured(routing, context, groups.shards)
         if loss is not None:
             y_TD = join(y_TD, loss, scale=context.auxiliary_scale)
-        return self._add_unrouted(x_TD, y_TD), report
+        return add_unrouted()(y_TD), report
 
     def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
         """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
@@ -139,17 +143,21 @@ class MoELayer(nn.Module):
         losses = _losses(self.layer, self.router.spec, routing, context, shards)
         return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
 
-    def _add_unrouted(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        """Add the residual and shared networks to the routed output. Gates and coefficients are computed in fp32."""
+    def _unrouted(self, x_TD: Tensor) -> Callable[[Tensor], Tensor]:
+        """Compute the residual or shared network. Return a function that adds it to the routed output. Gates and coefficients are computed
+        in fp32.
+        """
         if self.residual is not None and self.coefficient is not None:
+            assert self.shared is None, "one network that every token passes"
             c_T2 = linear_fp32(x_TD, self.coefficient.weight).softmax(-1).to(x_TD.dtype)
-            y_TD = c_T2[:, :1] * y_TD + c_T2[:, 1:] * self.residual(x_TD)
+            residual_TD = c_T2[:, 1:] * self.residual(x_TD)
+            return lambda y_TD: c_T2[:, :1] * y_TD + residual_TD
         if self.shared is None:
-            return y_TD
+            return lambda y_TD: y_TD
         shared_TD: Tensor = self.shared(x_TD)
         if self.shared_gate is not None:
             shared_TD = linear_fp32(x_TD, self.shared_gate.weight).sigmoid().to(x_TD.dtype) * shared_TD
-        return y_TD + shared_TD
+        return lambda y_TD: y_TD + shared_TD
 
     def _output_biases(self, routing: Routing) -> Tensor:
         """Sum the biases after w2 of each token's experts, times their gates, on the token's own rank: fp32 [T, D]."""

@@ -313,26 +313,33 @@ def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
 
 
 class StartedRows:
-    """A started all_to_all of rows or, in the backward pass, of their gradients. buffer: the tensor that is being received."""
+    """A started all_to_all of rows or, in the backward pass, of their gradients. NCCL sends on a CUDA stream of its own, so until `wait` no
+    kernel may read or write `buffer`, which is being received, or write `given`, which is being sent; both stay in memory."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive
         self.buffer: Tensor | None = None
+        self.given: Tensor | None = None
         self.work: dist.Work | None = None
 
     def wait(self) -> None:
         assert self.work is not None
         with region(f"all_to_all over {self.axis.name}"):
             self.work.wait()
-        self.work = None
+        self.work = self.given = None
+
+    def start(self, rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
+        """Start to send `rows`, and return the tensor that is being received."""
+        self.given = rows.contiguous()
+        out, self.work = _start_exchange(self.given, axis, send=send, receive=receive)
+        return out
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, started: StartedRows) -> Tensor:
         ctx.started = started
-        out, started.work = _start_exchange(rows, started.axis, send=started.send, receive=started.receive)
-        return out
+        return started.start(rows, started.axis, send=started.send, receive=started.receive)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -351,7 +358,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         started = ctx.started
-        started.buffer, started.work = _start_exchange(grad, started.axis.backward(), send=started.receive, receive=started.send)
+        started.buffer = started.start(grad, started.axis.backward(), send=started.receive, receive=started.send)
         return grad, None
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
@@ -36,6 +37,12 @@ class Call(NamedTuple):
     place: str
     peer: int | None = None
     batch: int = 0
+
+
+@cache
+def _call(*fields: Any) -> Call:
+    """Return `Call(*fields)`, one object for all equal calls: a world has many ranks, and a group's ranks call alike."""
+    return Call(*fields)
 
 
 class Calls:
@@ -63,12 +70,12 @@ class Calls:
         uneven = name == "alltoall_base" and len(args[3]) > 0
         sizes = [f"{(t.shape[1:] if uneven else t.shape).numel()} {str(t.dtype).removeprefix('torch.')}" for t in tensors]
         if name in ("send", "recv"):
-            self.made.append(Call(key, name, " ".join((*sizes, label)).strip(), where(), key[1][args[2]], self._batch))
+            self.made.append(_call(key, name, " ".join((*sizes, label)).strip(), where(), key[1][args[2]], self._batch))
             return
         scripted: list[Any] = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ReduceOp" in str(arg._type())]
         numbers = [str(arg) for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]  # such as the root's rank
         numbers += [str(operation.op()) for operation in scripted]
-        self.made.append(Call(key, name, " ".join((name, ", ".join(sizes), *numbers)), where()))
+        self.made.append(_call(key, name, " ".join((name, ", ".join(sizes), *numbers)), where()))
 
 
 def difference(made: Sequence[Sequence[Call]], named: Callable[[int], str]) -> str | None:

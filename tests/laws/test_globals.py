@@ -44,6 +44,7 @@ CHANGED = {
 }
 CACHED = {
     "parallel/mesh/grids.py: grid": "of a kind and numbers of ranks",
+    "parallel/rehearse/order.py: _call": "equal calls of rehearsed ranks, which are compared until the command ends",
     "parallel/watch/audit.py: _weights": "fixed numbers, on a device",
     "moe/plan/time/collective_times.py: group_of": "of a plan's degrees and a cluster",
     "moe/plan/time/stage_time.py: _passes": "seconds follow from the sizes that are its arguments",

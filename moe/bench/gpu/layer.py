@@ -50,11 +50,11 @@ def _kernels(machine: Machine, shape: Shape, before: dict[str, list[Row]]) -> li
     run = layers.ours(LayerCase(shape, torch.bfloat16, "balanced", machine.device), "swiglu", kernels="triton")
     run()  # compiles
     seconds = _seconds_of_kernels(machine, run, TIMES[machine.gpu])
-    flops, size, found = _flops(shape), _bytes(shape, 2), []
+    flops, size, found = flops_of(shape), _bytes(shape, 2), []
     peak, copy = ceiling(before, "bfloat16"), ceiling(before, "copy")
     for kernel, taken in seconds.items():
         row: Row = {"kernel": kernel, "seconds": taken, "tf_per_s": flops[kernel] / taken / 1e12}
-        row |= {"expected": _expected(kernel, shape) if "H100" in machine.name else None}
+        row |= {"expected": expected(kernel, shape) if "H100" in machine.name else None}
         if peak and copy:
             row["share"] = max(flops[kernel] / peak / 1e12, size[kernel] / copy / 1e9) / taken
         found.append(row)
@@ -89,15 +89,15 @@ def race_page(rows: Sequence[Row]) -> list[str]:
     return [*table(cells, ("layer", "compared with", "our time / its time")), *absent, *wrong, *failures(rows)]
 
 
-def _expected(kernel: str, shape: Shape) -> float:
-    """Return the expected TF/s of an H100. The inner loop, in steps of 64 elements, has 0.8 of a large product's rate. Each tile takes FILL
-    more steps."""
+def expected(kernel: str, shape: Shape) -> float:
+    """Return the expected TF/s of an H100. The inner loop, in steps of BLOCK_K = 64 elements, has 0.8 of a large product's rate. Each tile
+    takes FILL more steps, for its first loads and its result."""
     each = shape.rows / shape.experts
     steps = {"up": shape.width / 64, "product": 1.5 * shape.hidden / 64, "back": shape.width / 64, "weights": each / 64}[kernel]
     return H100_TF_PER_S * 0.8 * steps / (steps + FILL)
 
 
-def _flops(s: Shape) -> dict[str, float]:
+def flops_of(s: Shape) -> dict[str, float]:
     once = 2.0 * s.rows * s.width * s.hidden
     return {"up": 2 * once, "product": 3 * once, "back": once, "weights": 3 * once}
 

@@ -69,9 +69,9 @@ def loss_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
     """Return a row for each dtype: ten losses of the tiny model on the device, compared with a second run on it and with the CPU."""
     found = []
     sizes = MODELS[False]["sparse"]
+    here = _losses(sizes, torch.device("cpu"), torch.float32)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)):
         there, again = (_losses(sizes, machine.device, dtype) for _ in range(2))
-        here = _losses(sizes, torch.device("cpu"), torch.float32)
         apart = max(abs(a / b - 1) for a, b in zip(there, here, strict=True))
         row: Row = {"dtype": str(dtype).removeprefix("torch."), "losses": there, "apart": apart, "limit": limit}
         found.append(row | {"same_twice": there == again, "passed": apart <= limit and there == again})

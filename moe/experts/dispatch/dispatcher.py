@@ -11,7 +11,7 @@ moe/recipe/sections. Recipes are checked before torch is loaded, so these files 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -82,13 +82,15 @@ class Dispatcher(ABC):
 class Exchange(ABC):
     """An opened dispatcher, for all layers of a model or, from `layer`, for one of them. It keeps nothing between calls but buffers.
     `axes`: axes over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
-    place (placement.py); None: expert p at place p.
+    place (placement.py); None: expert p at place p. `meanwhile`: the layer's work that needs no other rank. `run` may call it once, after
+    rows have started and before it waits for them, or leave it to the layer.
     """
 
     axes: tuple[Axis, ...] = ()
     etp: Axis = Axis("etp")  # noqa: RUF009  a constant
     kernels: Any = None
     placement: Placement | None = None
+    meanwhile: Callable[[], object] = lambda: None  # noqa: E731
 
     @classmethod
     def over(cls, axes: tuple[str, ...], mesh: Mesh, sizes: Sizes, **own: Any) -> Self:

@@ -22,6 +22,8 @@ from parallel.mesh.mesh import Axis, Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from moe.experts.dispatch.network import Dropout
@@ -107,22 +109,26 @@ class Hop:
     receive: list[int]
     choices: int
 
-    def there(self, tokens: Tokens) -> tuple[Tokens, Plan]:
-        """Send each token once to each target that it reaches. Return the tokens that arrived, and the plan of the copies sent.
-        Backward: gradients of copies come back, and each token sums them in fp32.
+    def there(self, tokens: Tokens, meanwhile: Callable[[], object]) -> tuple[Tokens, Plan]:
+        """Send each token once to each target that it reaches, and call `meanwhile` while they travel. Return the tokens that arrived, and
+        the plan of the copies sent. Backward: gradients of copies come back, and each token sums them in fp32.
         """
         import torch
         import torch.nn.functional as F
+
+        from parallel.mesh.collectives import finish_all_to_all, start_all_to_all
 
         count, targets = len(tokens.x_TD), self.axis.size
         target_TP = torch.arange(targets, device=tokens.x_TD.device).expand(count, -1)
         plan = self.kernels.plan(target_TP, tokens.reached(self.places, targets), num_experts=targets).cut(sum(self.send))
         more = (0, self.choices - tokens.place_TK.shape[1])
-        x_TD, gate_TK = self._sent(tokens.x_TD, plan), self._sent(F.pad(tokens.gate_TK, more), plan)
+        gate_TK = self._sent(F.pad(tokens.gate_TK, more), plan)
         place_TK = self._sent(F.pad(tokens.place_TK, more, value=-1).int(), plan).long() - self.axis.index * self.places
         place_TK = place_TK.where((place_TK >= 0) & (place_TK < self.places), -1)
         position_T = None if tokens.position_T is None else self._sent(tokens.position_T.unsqueeze(1), plan).squeeze(1)
-        return Tokens(x_TD, gate_TK, place_TK, position_T), plan
+        started = start_all_to_all(self.kernels.permute(tokens.x_TD, plan), self.axis, send=self.send, receive=self.receive)
+        meanwhile()
+        return Tokens(finish_all_to_all(started), gate_TK, place_TK, position_T), plan
 
     def _sent(self, values: Tensor, plan: Plan) -> Tensor:
         from parallel.mesh.collectives import all_to_all
@@ -143,8 +149,8 @@ class OncePerNode(Exchange):
         place_TK = self.places(routing).where(routing.kept_TK, -1)
         tokens = Tokens(x_TD, routing.gate_TK, place_TK, None if dropout is None else dropout.position_T)
         between, within, rows_P = self._agree(tokens, routing.probs_TE.shape[1])
-        in_node, copies_to_nodes = between.there(tokens)
-        here, copies_to_ranks = within.there(in_node)
+        in_node, copies_to_nodes = between.there(tokens, self.meanwhile)
+        here, copies_to_ranks = within.there(in_node, lambda: None)
         plan = self.kernels.plan(here.place_TK.clamp(min=0), here.place_TK >= 0, num_experts=within.places).cut(rows_P[self.etp.index])
         sum_TD = self._computed(here, plan, rows_P, experts, dropout)
         return between.back(within.back(sum_TD, copies_to_ranks), copies_to_nodes)

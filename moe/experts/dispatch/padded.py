@@ -45,7 +45,7 @@ class Padded(Dispatcher):
 
 class Slots(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        from parallel.mesh.collectives import all_gather, all_to_all, reduce_scatter
+        from parallel.mesh.collectives import all_gather, all_to_all, finish_all_to_all, reduce_scatter, start_all_to_all
         from parallel.mesh.exchange import exchange_counts
 
         tokens, kernels, etp = len(x_TD), self.kernels, self.etp
@@ -55,14 +55,13 @@ class Slots(Exchange):
         even = [len(plan.choice_R) // self.axis.size] * self.axis.size
         counts_PH = exchange_counts(plan.counts_E.view(self.axis.size, -1), self.axis)
         arrived = _arrived(all_gather(counts_PH.unsqueeze(0), etp), slots, kernels)
-
-        def there(values: Tensor) -> Tensor:
-            return all_gather(all_to_all(values, self.axis, send=even, receive=even), etp)
-
         dropped_RF = None
         if dropout is not None:
-            dropped_RF = dropout.scale(there(dropout.position_T[plan.token_R])[arrived.choice_R])[:, experts.hidden]
-        rows_RD = kernels.permute(there(kernels.permute(x_TD, plan)), arrived)
+            position_S = all_gather(all_to_all(dropout.position_T[plan.token_R], self.axis, send=even, receive=even), etp)
+            dropped_RF = dropout.scale(position_S[arrived.choice_R])[:, experts.hidden]
+        started = start_all_to_all(kernels.permute(x_TD, plan), self.axis, send=even, receive=even)
+        self.meanwhile()
+        rows_RD = kernels.permute(all_gather(finish_all_to_all(started), etp), arrived)
         out_RD = experts(rows_RD, counts=arrived.counts_E, dropped_RF=dropped_RF)
         out_SD = kernels.combine(out_RD if etp.size == 1 else out_RD.float(), None, arrived)
         back_SD = all_to_all(reduce_scatter(out_SD, etp).to(x_TD.dtype), self.axis, send=even, receive=even)

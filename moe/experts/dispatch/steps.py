@@ -76,6 +76,8 @@ class Steps(Exchange):
             current = following
             if j + 1 < self.chunks:
                 following = steps[j + 1].start(rows.pop(0))
+            if j == 0:
+                self.meanwhile()
             rows_RD = step.finish(current, self.kernels)
             rows_RD = compute(
                 rows_RD, experts, etp=self.etp, counts_E=step.arrived, weights=weights, position_R=positions[j], dropout=dropout

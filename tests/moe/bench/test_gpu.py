@@ -120,8 +120,8 @@ def test_the_next_steps_follow_from_the_numbers() -> None:
 
 def test_flops_and_bytes_of_kernels_are_counted_by_hand() -> None:
     """2 tokens of width 3, each chosen by 1 of 5 experts of 7 hidden units, in 2 bytes: R = 2, R D F = 42, E D F = 105."""
-    from moe.bench.gpu.layer import _bytes, _flops
+    from moe.bench.gpu.layer import _bytes, flops_of
 
     shape = Shape(2, 3, 7, 5, 1)
-    assert _flops(shape) == {"up": 4 * 42, "product": 6 * 42, "back": 2 * 42, "weights": 6 * 42}
+    assert flops_of(shape) == {"up": 4 * 42, "product": 6 * 42, "back": 2 * 42, "weights": 6 * 42}
     assert _bytes(shape, 2)["up"] == 2 * (2 * 3 + 2 * 105 + 3 * 14) and _bytes(shape, 2)["weights"] == 2 * (2 * 6 + 3 * 14 + 3 * 105)

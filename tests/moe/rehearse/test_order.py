@@ -110,7 +110,8 @@ def test_all_ranks_of_a_layout_call_in_the_same_order(name: str) -> None:
 
 def ordered(case: Case) -> None:
     made = [walk(run_of(case), World(rank, case.world, place="cuda"), steps=1).calls for rank in range(case.world)]
-    assert all(made)
+    every = [call for calls in made for call in calls]
+    assert all(made) and len({id(call) for call in every}) == len(set(every))  # equal calls of all ranks are kept once
     assert difference(made, "rank {}".format) is None
 
 

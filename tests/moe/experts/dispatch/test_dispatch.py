@@ -6,6 +6,7 @@ Inputs and weights are functions of seeds, so each forked gloo rank makes its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -113,7 +114,10 @@ def run_once(dispatcher: Exchange, experts: Experts, rank: int, kind: str, k: in
     """Return [output, gradients of input and gates, gradients of w1, w2, w3] of one layer, for a fixed gradient of the output."""
     routing = routing_of(kind, rank, k)
     x_TD = random(len(routing.expert_TK), D, seed=50 + rank).to(dtype).requires_grad_()
+    called: list[None] = []
+    dispatcher = replace(dispatcher, meanwhile=lambda: called.append(None))
     y_TD = dispatcher.run(x_TD, routing, experts, dropout=dropout_of(rank, len(x_TD)) if dropout else None)
+    assert len(called) == (not isinstance(dispatcher, Local | Gathered))
     leaves = [x_TD, routing.gate_TK, *experts.parameters()]
     assert y_TD.dtype == dtype and y_TD.shape == x_TD.shape
     return [y_TD.detach(), *torch.autograd.grad((y_TD.float() * x_TD.detach().float().cos()).sum(), leaves)]
