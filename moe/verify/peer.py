@@ -88,7 +88,7 @@ def main(
         f"{counted(len(rows), 'pair')} in {time.perf_counter() - started:.0f} s"
     )
     if json is not None:
-        write_json(json, verb="verify peer", rows=rows, peer=peer, version=_version(adapter))
+        write_json(json, verb="verify peer", rows=rows, passed=states.count(True), peer=peer, version=_version(adapter))
     return exit_codes.of(all(states))
 
 
@@ -129,7 +129,8 @@ def _reason(error: str) -> str:
     """Return the error that ends a rank's traceback, if possible not a lost connection to another rank; without a traceback, what the
     first rank did instead of ending."""
     tracebacks = re.split(r"^rank \d+ failed:\n", error, flags=re.M)[1:]
-    ends = [" ".join(re.split(r"\n +[^\n]*(?=\n)", traceback)[-1].split()) for traceback in tracebacks]
+    parts = [[" ".join(part.split()) for part in re.split(r"\n +[^\n]*(?=\n)", traceback)] for traceback in tracebacks]
+    ends = [next(filter(None, reversed(part)), "no error") for part in parts]
     head, *lines = error.splitlines() if not ends else ("",)
     ends = ends or [f"{head}: {(*lines, 'no error')[0].removesuffix(' at:')}"]
     return next((end for end in ends if "gloo" not in end), ends[0])[:200]

@@ -185,6 +185,8 @@ def test_the_reason_of_ranks_that_failed_is_an_error_of_their_own_or_that_they_r
     lost = 'rank 0 failed:\nTraceback\n  File "a.py", line 1\n    f()\nRuntimeError: [gloo/pair.cc:537] Read error\n'
     own = 'rank 1 failed:\nTraceback\n  File "b.py", line 2\n    g()\n    ~^^\nIndexError: list index\nout of range\n'
     assert _reason(f"2 ranks\n{lost}\n{own}") == "IndexError: list index out of range"
+    listed = 'rank 0 failed:\nTraceback\n  File "a.py", line 1\n    f()\nFieldError: wrong\n    TypeError: int\n\n'
+    assert _reason(f"1 rank\n{listed}") == "FieldError: wrong"  # it was empty
     assert _reason(f"2 ranks\n{lost}") == "RuntimeError: [gloo/pair.cc:537] Read error"
     hung = 'rank 0 was still running at:\n  File "a.py", line 1 in f\n'
     assert _reason(f"2 ranks, 9 s allowed\n{hung}") == "2 ranks, 9 s allowed: rank 0 was still running"

@@ -1,0 +1,67 @@
+"""`python -m tests.peers.releases HOME [RELEASE ...]`: `moe verify --peer transformers` for many releases of transformers, side by side.
+
+Each release is installed into a folder of its own in HOME, without the packages that are alike for all. Each axis of each release is one
+run of the command, whose rows are kept in HOME/rows; a second call runs the others. All rows are written to FOUND.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from json import loads
+from pathlib import Path
+from typing import Any
+
+from moe.records.results import write_json
+
+RELEASES = ("5.16.1", "5.4.0", "5.8.0", "5.12.1", "5.18.0", "5.23.0", "5.6.0", "5.14.0", "5.17.0", "5.20.2", "5.24.0")
+AXES = ("ep", "tp", "fsdp")  # two ranks each
+FAMILIES = "mixtral,qwen3_moe,olmoe,gpt_oss,deepseek_v3"
+FOUND = Path("docs/benchmarks/peers-transformers.json")
+_OF_HUB = ("httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi")  # huggingface_hub 1.x needs them
+
+
+def main(home: Path, releases: list[str]) -> int:
+    """Run what is missing, print a line for each row, and write all rows. Returns 1 if a run ended without rows."""
+    rows: list[dict[str, Any]] = []
+    lost = 0
+    for axis in AXES:
+        for release in releases:
+            folder, file = home / f"transformers-{release}", home / "rows" / f"{axis}-{release}.json"
+            install(release, folder)
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                words = ["-m", "moe", "verify", "--peer", "transformers", "--model", FAMILIES, f"--{axis}", "2", "--json", str(file)]
+                subprocess.run([sys.executable, *words], env={**os.environ, "PYTHONPATH": str(folder)}, stdout=subprocess.DEVNULL)
+            if not file.exists():
+                lost += 1
+                continue
+            known = loads(file.read_text())
+            assert known["version"] == release, f"{file} has rows of {known['version']}"
+            for row in known["rows"]:
+                first = row.pop("rows", [])[:1]
+                print(f"{release:<8} {row['model']:<12} {row['layout']:<16} {row['said']}", flush=True)
+                rows.append({"release": release, **row, "first": first})
+        write_json(FOUND, verb="peer releases", rows=rows, not_run=Counter(row["passed"] for row in rows)[None])
+    return int(lost > 0)
+
+
+def install(release: str, folder: Path) -> None:
+    """Install a release, and those of its requirements that the shared environment has in another version."""
+    if folder.exists():
+        return
+    _pip(folder, f"transformers=={release}")
+    (metadata,) = folder.glob("transformers-*.dist-info/METADATA")
+    needs = dict(re.findall(r"^Requires-Dist: (tokenizers|huggingface-hub)(.*)$", metadata.read_text(), flags=re.M))
+    _pip(folder, *(f"{name}{version}" for name, version in needs.items()), *_OF_HUB)
+
+
+def _pip(folder: Path, *names: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *names], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(RELEASES)))
