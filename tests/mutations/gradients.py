@@ -352,7 +352,7 @@ MUTATIONS = (
         "Each rank with a part of every expert adds the whole output bias, and the outputs are summed: the bias counts etp times",
         "pytorch/torchtitan#4245",
         "expert",
-        Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2),
+        Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
         (Edit("moe.experts.layer:MoELayer._output_biases", lambda real: lambda self, routing: 2 * real(self, routing)),),
     ),
     Mutation(
