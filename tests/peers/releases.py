@@ -1,7 +1,7 @@
-"""`python -m tests.peers.releases HOME [RELEASE ...]`: `moe verify --peer transformers` for many releases of transformers, side by side.
+"""`python -m tests.peers.releases HOME [AXIS ...] [RELEASE ...]`: `moe verify --peer transformers` for releases side by side.
 
-Each release is installed into a folder of its own in HOME, without the packages that are alike for all. Each axis of each release is one
-run of the command, whose rows are kept in HOME/rows; a second call runs the others. All rows are written to FOUND.
+Each release is installed into a folder of its own in HOME, without the packages that all share. Each axis of each release is one run of
+the command, whose rows are kept in HOME/rows, so that a second call runs only what is missing. All rows are written to FOUND.
 """
 
 from __future__ import annotations
@@ -10,42 +10,45 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
+from itertools import product
 from json import loads
 from pathlib import Path
 from typing import Any
 
 from moe.records.results import write_json
 
-RELEASES = ("5.16.1", "5.4.0", "5.8.0", "5.12.1", "5.18.0", "5.23.0", "5.6.0", "5.14.0", "5.17.0", "5.20.2", "5.24.0")
-AXES = ("ep", "tp", "fsdp")  # two ranks each
+RELEASES = ("5.4.0", "5.8.0", "5.12.1", "5.16.1", "5.18.0", "5.23.0", "5.6.0", "5.14.0", "5.17.0", "5.20.2", "5.24.0")  # sparse first
+AXES = {  # two ranks each. Later releases have ep only with tp or fsdp
+    "ep": ["--ep", "2"], "ep-tp": ["--ep", "2", "--tp", "2", "--only", "ep2 tp2"], "ep-fsdp": ["--ep", "2", "--fsdp", "2", "--only", "ep2 fsdp2"],
+    "tp": ["--tp", "2"], "fsdp": ["--fsdp", "2"],
+}  # fmt: skip
 FAMILIES = "mixtral,qwen3_moe,olmoe,gpt_oss,deepseek_v3"
 FOUND = Path("docs/benchmarks/peers-transformers.json")
 _OF_HUB = ("httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi")  # huggingface_hub 1.x needs them
 
 
-def main(home: Path, releases: list[str]) -> int:
+def main(home: Path, axes: list[str], releases: list[str]) -> int:
     """Run what is missing, print a line for each row, and write all rows. Returns 1 if a run ended without rows."""
     rows: list[dict[str, Any]] = []
     lost = 0
-    for axis in AXES:
-        for release in releases:
-            folder, file = home / f"transformers-{release}", home / "rows" / f"{axis}-{release}.json"
+    for axis, release in product(axes, releases):
+        folder, file = home / f"transformers-{release}", home / "rows" / f"{axis}-{release}.json"
+        if not file.exists():
             install(release, folder)
-            if not file.exists():
-                file.parent.mkdir(parents=True, exist_ok=True)
-                words = ["-m", "moe", "verify", "--peer", "transformers", "--model", FAMILIES, f"--{axis}", "2", "--json", str(file)]
-                subprocess.run([sys.executable, *words], env={**os.environ, "PYTHONPATH": str(folder)}, stdout=subprocess.DEVNULL)
-            if not file.exists():
-                lost += 1
-                continue
-            known = loads(file.read_text())
-            assert known["version"] == release, f"{file} has rows of {known['version']}"
-            for row in known["rows"]:
-                first = row.pop("rows", [])[:1]
-                print(f"{release:<8} {row['model']:<12} {row['layout']:<16} {row['said']}", flush=True)
-                rows.append({"release": release, **row, "first": first})
-        write_json(FOUND, verb="peer releases", rows=rows, not_run=Counter(row["passed"] for row in rows)[None])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            words = ["-m", "moe", "verify", "--peer", "transformers", "--model", FAMILIES, *AXES[axis], "--json", str(file)]
+            subprocess.run([sys.executable, *words], env={**os.environ, "PYTHONPATH": str(folder)}, stdout=subprocess.DEVNULL)
+        if not file.exists():
+            lost += 1
+            continue
+        known = loads(file.read_text())
+        assert known["version"] == release, f"{file} has rows of {known['version']}"
+        for row in known["rows"]:
+            first = row.pop("rows", [])[:1]
+            print(f"{release:<8} {row['model']:<12} {row['layout']:<16} {row['said']}", flush=True)
+            rows.append({"release": release, **row, "first": first})
+        passed = sum(row["passed"] is True for row in rows)
+        write_json(FOUND, verb="peer releases", rows=rows, passed=passed)
     return int(lost > 0)
 
 
@@ -64,4 +67,5 @@ def _pip(folder: Path, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(RELEASES)))
+    chosen = [word for word in sys.argv[2:] if word in AXES]
+    sys.exit(main(Path(sys.argv[1]), chosen or list(AXES), [word for word in sys.argv[2:] if word not in AXES] or list(RELEASES)))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe.verify.yours.align import Seen, factor_of, nearest, parts
 from moe.verify.yours.judge import OF_PARAMETERS, Comparison
+from moe.verify.yours.rows import of_experts
 from moe.verify.yours.values import Key
 
 
@@ -214,10 +215,14 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
 
 def _inside(of: Comparison, key: Key, bound: float) -> str:
     """Describe the fault of a module with right inputs and weights."""
+    given = [k for k in of.one.pieces if k.kind == "input" and k.name == key.name and "int" in of.one.pieces[k][0].dtype]
+    ranks = [p[0].values for k in given for r in of.ranks if (p := r.pieces.get(k)) and p[0].shape == of.one.pieces[k][0].shape]
+    if len(ranks) > 1 and not torch.equal(ranks[0], ranks[1]) and not of_experts(of, key.name):
+        return "each rank numbers its own experts from 0, but holds all of them: they are not cut"
     if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
         return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
-    weights, given = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
-    rows = [(r.pieces[given][0].values, r.pieces[key][0].values) for r in of.ranks if given in r.pieces and key in r.pieces]
+    weights, first = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
+    rows = [(r.pieces[first][0].values, r.pieces[key][0].values) for r in of.ranks if first in r.pieces and key in r.pieces]
     if weights and len(weights[0].shape) == 2 and rows and rows[0][0].dim() > 1:
         x, y = (torch.cat([pair[side].double().flatten(0, -2) for pair in rows]) for side in (0, 1))
         x = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), 1)

@@ -29,7 +29,7 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
     gradients decide between a row that counts and an equal one of no use."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
-        weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := _of_experts(of, module)) else {})
+        weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
         for key in (k for k in of.order if k.name == module and k.kind in weights):
             whole = joined(of.one.pieces[key])
             one, here = (None, None) if whole is None else (stacked([whole], [1.0]), stacked(of.pieces(key), [], whole, of.readers))
@@ -43,10 +43,9 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
     return of.rows[module]
 
 
-def _of_experts(of: Comparison, module: str) -> bool:
-    """Return whether each rank has some of the experts to which this module belongs. Its rows of other experts' tokens are of no use."""
-    parent = module.rpartition(".")[0]
-    weights = [(k, p[0].shape) for k, p in of.one.pieces.items() if k.kind == "weight" and k.name.rpartition(".")[0] == parent]
+def of_experts(of: Comparison, module: str) -> bool:
+    """Return whether the module has stacked experts, and each rank some of them. Rows of other experts' tokens are of no use in it."""
+    weights = [(k, p[0].shape) for k, p in of.one.pieces.items() if k.kind == "weight" and k.name.rpartition(".")[0] == module]
     return any(k in of.ranks[0].pieces and of.ranks[0].pieces[k][0].shape[0] < shape[0] for k, shape in weights if len(shape) == 3)
 
 
