@@ -25,8 +25,8 @@ DEGREES = ("ep", "tp", "fsdp")
 ROUTED = MODELS
 _EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # the one process has transformers' default
 _SIZES: dict[str, Any] = {  # of every family; a configuration takes the keys that it knows
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "sliding_window": 4, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
@@ -64,12 +64,12 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 def config_of(model: str, heads: int = 2) -> Any:
-    """Return the configuration of a tiny model of this family. heads: heads of keys and values."""
+    """Return the configuration of a tiny model of this family. heads: heads of keys and values, at least the ranks of tp."""
     import transformers
 
     config = transformers.CONFIG_MAPPING[model]()
-    known = {name: value for name, value in _SIZES.items() if hasattr(config, name)}
-    known |= {"num_key_value_heads": heads}
+    sizes = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}  # grouped products need rows of 16 bytes
+    known = {name: value for name, value in sizes.items() if hasattr(config, name)}
     if model == "deepseek_v3":
         known |= {"num_key_value_heads": 4, "head_dim": 4}
     return transformers.CONFIG_MAPPING[model](**known)
