@@ -68,7 +68,10 @@ def config_of(model: str, heads: int = 2) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[model]()
-    sizes = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}  # grouped products need rows of 16 bytes
+    sizes: dict[str, Any] = _SIZES | {
+        "num_key_value_heads": heads,
+        "moe_intermediate_size": 12 * heads,
+    }  # grouped products need rows of 16 bytes
     known = {name: value for name, value in sizes.items() if hasattr(config, name)}
     if model == "deepseek_v3":
         known |= {"num_key_value_heads": 4, "head_dim": 4}
@@ -114,7 +117,7 @@ def _asked(degrees: dict[str, int]) -> dict[str, Any]:
     given: dict[str, Any] = {f"{name}_size": degree for name, degree in degrees.items()}
     keys = _keys()
     if "ep_size" in keys:
-        alone = {"tp_size": degrees["ep"], "tp_plan": {}} if set(degrees) == {"ep"} else {}
+        alone: dict[str, Any] = {"tp_size": degrees["ep"], "tp_plan": {}} if set(degrees) == {"ep"} else {}
         return {"distributed_config": DistributedConfig(**given, **alone)}
     if {"ep", "tp"} <= set(degrees):
         raise ValueError("in this release the ranks of tp have either a part of each layer or experts")
