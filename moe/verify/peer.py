@@ -50,7 +50,7 @@ def main(
     timeout_s: float | None = None,
     say: Say = say_now,
 ) -> int:
-    """Run `moe verify --peer`: print a row for each pair. Returns 1 if a pair deviates, or if no pair could be compared.
+    """Run `moe verify --peer`: print a row for each pair. Returns 0 if all are equal, 1 if a pair deviates or could not be compared.
 
     model: comma-separated names, all by default. degrees: ep, tp, fsdp -> number of ranks; None: 2 for each axis that the peer supports.
     only: run only pairs with this text in their model and layout. pin: ranks replay the choices of experts that the single process made.
@@ -83,13 +83,14 @@ def main(
             rows.append(row)
             say(_line(*(str(row[n]) for n in ("model", "layout", "world", "equal", "differ", "open", "said"))))
     states = [row["passed"] for row in rows]
+    least = "" if all(states) or False in states else ": not all could be compared"
     say(
-        f"{states.count(True)} passed, {states.count(False)} failed, {states.count(None)} did not run: "
+        f"{states.count(True)} passed, {states.count(False)} failed, {states.count(None)} did not run{least}; "
         f"{counted(len(rows), 'pair')} in {time.perf_counter() - started:.0f} s"
     )
     if json is not None:
-        write_json(json, verb="verify peer", rows=rows, peer=peer, version=_version(adapter))
-    return exit_codes.of(any(states) and False not in states)
+        write_json(json, verb="verify peer", rows=rows, passed=states.count(True), peer=peer, version=_version(adapter))
+    return exit_codes.of(all(states))
 
 
 def _rows(pairs: list[Pair], home: Path, timeout_s: float) -> Iterator[Row]:
@@ -129,7 +130,8 @@ def _reason(error: str) -> str:
     """Return the error at the end of a rank's traceback, if possible one that is not a lost connection to another rank. If there is no
     traceback, returns the line about the first rank that did not end."""
     tracebacks = re.split(r"^rank \d+ failed:\n", error, flags=re.M)[1:]
-    ends = [" ".join(re.split(r"\n +[^\n]*(?=\n)", traceback)[-1].split()) for traceback in tracebacks]
+    parts = [[" ".join(part.split()) for part in re.split(r"\n +[^\n]*(?=\n)", traceback)] for traceback in tracebacks]
+    ends = [next(filter(None, reversed(part)), "no error") for part in parts]
     head, *lines = error.splitlines() if not ends else ("",)
     ends = ends or [f"{head}: {(*lines, 'no error')[0].removesuffix(' at:')}"]
     return next((end for end in ends if "gloo" not in end), ends[0])[:200]

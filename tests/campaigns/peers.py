@@ -18,7 +18,7 @@ import torch
 from tests.campaigns.faults import Row
 from tests.peers.programs.run import compared, program, record_many, record_one
 
-PROGRAMS = ("ddp", "fsdp_ep", "tensor")
+PROGRAMS = ("ddp", "fsdp_ep", "tensor", "megatron_tp", "megatron_cp")
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:

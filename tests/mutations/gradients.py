@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.verify.cases import Case
 from parallel.data.whole import Cut
-from parallel.mesh.collectives import _start_exchange
+from parallel.mesh.collectives import _start_exchange, join_copies
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
@@ -338,6 +338,22 @@ MUTATIONS = (
         "expert",
         Case("glam", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
         (Edit("moe.experts.dispatch.network:reduce_scatter", _own_part),),
+    ),
+    Mutation(
+        "rows_gathered_over_etp_without_sum",
+        "Each rank with a part of every expert keeps its share of the rows' gradient; the shares are not summed",
+        "pytorch/torchtitan#4054",
+        "expert",
+        Case("glam", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
+        (Edit("moe.experts.dispatch.network:all_gather", lambda real: join_copies),),
+    ),
+    Mutation(
+        "output_bias_times_etp",
+        "Each rank with a part of every expert adds the whole output bias, and the outputs are summed: the bias counts etp times",
+        "pytorch/torchtitan#4245",
+        "expert",
+        Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
+        (Edit("moe.experts.layer:MoELayer._output_biases", lambda real: lambda self, routing: 2 * real(self, routing)),),
     ),
     Mutation(
         "gates_gathered_without_gradient",

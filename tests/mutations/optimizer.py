@@ -113,6 +113,11 @@ def _of_this_rank(real: Any) -> Any:
     return wrong
 
 
+def _own_load(real: Any) -> Any:
+    """A layer's report has the load of this tp rank's tokens alone."""
+    return lambda self, report, *, share: replace(real(self, report, share=share), load_E=report.load_E)
+
+
 def _notes_load(real: Any) -> Any:
     def wrong(self: Any, x_BLD: Tensor, context: Any) -> Any:
         out, report = real(self, x_BLD, context)
@@ -219,6 +224,14 @@ MUTATIONS = (
         "data",
         _DEEPSEEK_2,
         (Edit("moe.train.loop.step:move_biases", _of_this_rank), Edit("moe.experts.layer:MoELayer.forward", _notes_load)),
+    ),
+    Mutation(
+        "bias_by_load_of_a_tp_rank",
+        "The load that moves the selection bias is summed over dp, but not over the tp ranks that share the tokens",
+        "pytorch/torchtitan#4154",
+        "data",
+        Case("deepseek", "ddp", 2, 1, 3, "fp32", tp=2),
+        (Edit("moe.experts.spread:Spread.together", _own_load),),
     ),
     Mutation(
         "bias_each_microbatch",

@@ -30,6 +30,8 @@ TRIED = {
     "ddp": ["", "own number of tokens"],
     "fsdp_ep": ["", "rows' gradients in another order"],
     "tensor": ["wrong slice of the output weight"],
+    "megatron_tp": ["2: gathered logits as a part"],
+    "megatron_cp": ["5: padding of another group's rank"],
 }
 
 

@@ -200,10 +200,10 @@ def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
     return (ours.double(), theirs.double()) if ours.numel() else None
 
 
-def nearest(one: Tensor, here: Tensor) -> Tensor | None:
+def nearest(one: Tensor, here: Tensor, *, spare: bool = False) -> Tensor | None:
     """Pair each row of `one` [rows, width] with a row of `here`, with the smallest sum of distances. Returns the index of the row in `here`
-    for each row of `one`. Remaining rows of `here` must equal each other, because they are padding. Returns None if they differ, or if
-    there are too few or too many rows."""
+    for each row of `one`. Remaining rows of `here` must equal each other, because they are padding, unless `spare`. Returns None if they
+    differ, or if there are too few or too many rows."""
     if not 0 < len(one) <= len(here) <= _NEAREST or one.shape[1:] != here.shape[1:]:
         return None
     from scipy.optimize import linear_sum_assignment
@@ -211,7 +211,7 @@ def nearest(one: Tensor, here: Tensor) -> Tensor | None:
     distances = torch.cdist(one, here, compute_mode="donot_use_mm_for_euclid_dist").nan_to_num(torch.inf)
     order = torch.from_numpy(linear_sum_assignment(distances.clamp(max=1e30).numpy())[1])
     left = here[~torch.isin(torch.arange(len(here)), order)]
-    return order if bool((left == left[:1]).all()) else None
+    return order if spare or bool((left == left[:1]).all()) else None
 
 
 def renamed(one: Recorded, here: Recorded) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from moe.verify.yours.align import Seen, factor_of, nearest, parts
 from moe.verify.yours.judge import OF_PARAMETERS, Comparison
+from moe.verify.yours.rows import of_experts
 from moe.verify.yours.values import Key
 
 
@@ -29,8 +31,15 @@ def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[f
     if key.kind == "gradient":
         return common, _of_gradient(of, key, bad, bound, common) + where
     if key.kind in ("note", "norm"):
-        return common, (_times(common) if common is not None else "") + where
+        return common, _of_number(of, bad, bound, common) + where
     return common, _of_activation(of, key, bad, bound, common) + where
+
+
+def _of_number(of: Comparison, bad: list[Seen], bound: float, factor: float | None) -> str:
+    for k in range(2, 65):
+        if all(of.deviation("note", s.one + math.log(k), s.here) <= bound for s in bad):
+            return f"log {k} too large: each of {k} ranks counts all logits of the loss"
+    return "" if factor is None else _times(factor)
 
 
 def _ranks(seen: list[Seen]) -> str:
@@ -113,7 +122,10 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
     differ = len(values) > 1 and any(not torch.equal(v, next(iter(values.values()))) for v in values.values())
     replicas = len({tuple(map(int, m[:1])) for s in bad if s.part for m in s.part.maps}) <= 1
     if same and differ and replicas and all(of.deviation("gradient", local[s.rank].values.double(), s.here) <= bound for s in same):
-        return "not reduced: each rank has the gradient of its own samples"
+        shared = any(len(ranks) > 1 for ranks in of.readers)
+        return "not reduced: each rank has " + (
+            "terms of its own, though ranks share samples" if shared else "the gradient of its own samples"
+        )
     least, most = min(of.scales), max(of.scales)
     if differ and most - least > max(1e-3, 10 * bound) * abs(most):
         return f"ranks weigh their tokens differently (x {least:.4g} to {most:.4g}): each divides by its own number of tokens"
@@ -163,7 +175,7 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
     zeros = (one == 0) != (here == 0)
     ratio = (here / one)[(one != 0) & (here != 0)]
     if key.kind == "output" and int(zeros.sum()) > len(one) // 100 and len(ratio) and float((ratio - ratio.median()).abs().max()) < 1e-2:
-        by_row = torch.cat([(s.here == 0).reshape(-1, s.here.shape[-1]).all(-1) for s in bad])
+        by_row = torch.cat([(t == 0).reshape(-1, t.shape[-1]).all(-1) for s in bad for t in (s.one, s.here)])
         if not bool(by_row.any()):
             return "dropout: other elements are zero, so its random numbers differ"
     width = bad[0].one.shape[-1] if bad[0].one.dim() else 1
@@ -172,6 +184,9 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
     right = (one_rows - here_rows).abs().amax(-1) <= bound * float(one.abs().max())
     if bool(lost.any()) and bool((lost | right).all()):
         return f"{int(lost.sum())} of {len(lost)} tokens are zero: dropped (capacity) or masked"
+    kept = (here_rows != 0).any(-1) & (one_rows == 0).all(-1)
+    if bool(kept.any()) and bool((kept | right).all()):
+        return f"{int(kept.sum())} of {len(kept)} tokens are not zero: a mask or capacity is not applied to them"
     if factor is not None:
         return _times(factor)
     total = _summed(bad)
@@ -191,16 +206,23 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
     if key.kind == "output":
         return of_tokens + _inside(of, key, bound)
     if key.kind == "output gradient":
+        chooses = any("int" in p[0].dtype for k, p in of.one.pieces.items() if k.kind == "output" and k.name == key.name)
+        if chooses and len(bad) > 1 and all(torch.equal(s.here, bad[0].here) for s in bad):
+            return of_tokens + "summed over ranks with a term too many or too few: experts that a rank does not hold must add none"
         return of_tokens + "backward of the operations that use this output (not summed over ranks, masked, or detached)"
     return of_tokens + "the operations before this module"
 
 
 def _inside(of: Comparison, key: Key, bound: float) -> str:
     """Return the likely cause of a wrong output if the module's inputs and weights are right."""
+    given = [k for k in of.one.pieces if k.kind == "input" and k.name == key.name and "int" in of.one.pieces[k][0].dtype]
+    ranks = [p[0].values for k in given for r in of.ranks if (p := r.pieces.get(k)) and p[0].shape == of.one.pieces[k][0].shape]
+    if len(ranks) > 1 and not torch.equal(ranks[0], ranks[1]) and not of_experts(of, key.name):
+        return "each rank numbers its own experts from 0, but holds all of them: they are not cut"
     if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
         return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
-    weights, given = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
-    rows = [(r.pieces[given][0].values, r.pieces[key][0].values) for r in of.ranks if given in r.pieces and key in r.pieces]
+    weights, first = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
+    rows = [(r.pieces[first][0].values, r.pieces[key][0].values) for r in of.ranks if first in r.pieces and key in r.pieces]
     if weights and len(weights[0].shape) == 2 and rows and rows[0][0].dim() > 1:
         x, y = (torch.cat([pair[side].double().flatten(0, -2) for pair in rows]) for side in (0, 1))
         x = torch.cat((x, torch.ones(len(x), 1, dtype=x.dtype)), 1)

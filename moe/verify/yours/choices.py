@@ -50,6 +50,8 @@ class Choices(TorchFunctionMode):
         tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
         if len(self.inside) > 1 or tokens is None:
             return
+        self.check_replayed()  # of the micro-batch before this one
+        self.entered, self.replayed = {module}, {"tokens"}
         self.calls.clear()
         self.tokens = tokens.detach().cpu()
         if self.given is None:
@@ -72,7 +74,7 @@ class Choices(TorchFunctionMode):
             raise BadInput("pin", got=got, needed="routers that run once", fix=fix)
 
     def check_replayed(self) -> None:
-        """Refuse a step in which one of the routers on this rank made its own choices."""
+        """Refuse a micro-batch in which one of the routers on this rank made its own choices."""
         for key in self.given or ():
             if key not in self.replayed and (module := _module_of(key)) in self.entered:
                 got = f"{module or 'the model'}, which chose for other tokens than the run on one process, or not by topk or argmax"

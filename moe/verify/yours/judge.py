@@ -20,7 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe.verify.yours.align import Part, Samples, Seen, common, joined, multiple, nearest, parts, renamed, samples, shifted, stacked
+from moe.verify.yours.align import Part, Samples, Seen, common, joined, multiple, parts, renamed, samples, shifted
+from moe.verify.yours.rows import by_rows, numbered
 from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording, roundoff
 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
@@ -176,7 +177,7 @@ class Comparison:
         return [samples(whole, o, rank) for rank, o in enumerate(own) if o is not None]
 
     @cached_property
-    def _readers(self) -> list[list[int]]:
+    def readers(self) -> list[list[int]]:
         """Groups of ranks that read the same samples."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, of in enumerate(self.samples):
@@ -188,7 +189,7 @@ class Comparison:
         """For each rank, its activation gradients / those of the single process."""
         shared = [k for k in self.order if k.kind == "output gradient" and all(k in r.pieces for r in self.ranks)]
         for key in shared:
-            seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self._pieces(key)) if piece is not None]
+            seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self.pieces(key)) if piece is not None]
             if len(seen) == len(self.ranks) and all(s is not None and s.part and s.part.by_samples for s in seen):
                 return [multiple(s.one, s.here) for s in seen if s is not None]
         return [1.0 if shared else self._scale_of(rank) for rank in range(len(self.ranks))]
@@ -196,12 +197,12 @@ class Comparison:
     def _scale_of(self, rank: int) -> float:
         """Return this multiple for a rank that has no module in common with all other ranks, such as a pipeline stage."""
         for key in (k for k in self.order if k.kind == "output gradient" and k in self.ranks[rank].pieces):
-            piece = self._pieces(key)[rank]
+            piece = self.pieces(key)[rank]
             if piece is not None and (best := self._best(key, rank, piece, 0.0, scale=False)) is not None:
                 return multiple(best.one, best.here)
         return 1.0
 
-    def _pieces(self, key: Key) -> list[Piece | None]:
+    def pieces(self, key: Key) -> list[Piece | None]:
         """Return each rank's calls joined to one tensor. If ranks hold the terms of a sum (a DTensor with Partial), they are added up."""
         own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
@@ -213,7 +214,7 @@ class Comparison:
 
     def seen(self, key: Key, bound: float) -> list[Seen] | None:
         """Return each rank's elements, aligned with the single process's; None if they cannot be aligned (`refused` has the reason)."""
-        whole, own = joined(self._whole(key)), self._pieces(key)
+        whole, own = joined(self._whole(key)), self.pieces(key)
         if key.kind in OF_PARAMETERS:
             return self._parameter(key, own)
         alike = len({piece.values.squeeze().shape for piece in (whole, *own) if piece is not None}) == 1
@@ -226,10 +227,9 @@ class Comparison:
         seen = [s for s in each if s is not None]
         if len(seen) == len(each) and all(s.deviation <= bound for s in seen):
             return seen
-        summed = self._sums(key, own, bound)
-        if summed is not None:
+        if (summed := self._sums(key, own, bound) or numbered(self, key, seen)) is not None:
             return summed
-        if (rows := self._by_rows(key, whole, own, bound)) is not None and (not seen or rows[0].deviation < max(s.deviation for s in seen)):
+        if (rows := by_rows(self, key, whole, own, bound)) is not None and (not seen or rows[0].deviation < max(s.deviation for s in seen)):
             return rows
         copies = len(seen) == len(self.ranks) and all(piece is not None and piece.whole == whole.shape for piece in own)
         if len(seen) < len(each) or not (copies or all(s.part and s.part.by_samples for s in seen)):
@@ -276,7 +276,7 @@ class Comparison:
     def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
         """Align sums of the ranks' values: over ranks with the same samples, or over all ranks, for gradients of tensors without samples.
         Return None if the sums deviate."""
-        for together in (groups := self._readers, [list(range(len(own)))]):
+        for together in (groups := self.readers, [list(range(len(own)))]):
             seen = [self._sum(key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
             apart = len(groups) > 1 and len(together) == 1  # a sum over all samples is not cut into samples
             if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
@@ -288,32 +288,6 @@ class Comparison:
             return None
         total = torch.stack([p.values.double() for _, p in held]).sum(0)
         return self._best(key, held[0][0], replace(held[0][1], values=total), bound)
-
-    def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Align rows that are spread over the ranks in any order, such as an expert's inputs."""
-        one, here = stacked([whole], [1.0]), stacked(own, self.scales if key.kind == "output gradient" else [], whole, self._readers)
-        order = None if one is None or here is None else self._order_of_rows(key.name, bound)
-        if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
-            return None
-        return [Seen(0, one, here[order], None, self.deviation(key.kind, one, here[order]))]
-
-    def _order_of_rows(self, module: str, bound: float) -> Tensor | None:
-        """Return for each row of the single process the index of the ranks' row with the nearest input. Outputs decide between equal rows,
-        which exist because a token with two choices occurs twice. None if inputs deviate."""
-        if module not in self.rows:
-            sides: list[tuple[Tensor, Tensor]] = []
-            for key in (k for k in self.order if k.name == module and k.kind in ("input", "output")):
-                whole = joined(self._whole(key))
-                one, here = (
-                    (None, None) if whole is None else (stacked([whole], [1.0]), stacked(self._pieces(key), [], whole, self._readers))
-                )
-                if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
-                    size = (1e3 if key.kind == "output" else 1.0) * (float(one.abs().max()) or 1.0)
-                    sides.append((one / size, here / size))
-            order = nearest(*(torch.cat(side, 1) for side in zip(*sides, strict=True))) if sides else None
-            right = order is not None and self.deviation("input", sides[0][0], sides[0][1][order]) <= bound
-            self.rows[module] = order if right else None
-        return self.rows[module]
 
     def _parameter(self, key: Key, own: list[Piece | None]) -> list[Seen] | None:
         weight = key._replace(kind="weight")

@@ -73,6 +73,7 @@ def test_a_clean_pair_passes_and_a_fault_is_named(peer: str, tmp_path: Path) -> 
         (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
         if wrong:
             assert code == 1 and row["said"].startswith(where) and word in row["said"], said
+            assert "1 failed, 0 did not run; 1 pair" in said[-1]
         else:
             assert code == 0 and row["passed"] and row["equal"] > 50, said
 
@@ -184,6 +185,8 @@ def test_the_reason_of_ranks_that_failed_is_an_error_of_their_own_or_that_they_r
     lost = 'rank 0 failed:\nTraceback\n  File "a.py", line 1\n    f()\nRuntimeError: [gloo/pair.cc:537] Read error\n'
     own = 'rank 1 failed:\nTraceback\n  File "b.py", line 2\n    g()\n    ~^^\nIndexError: list index\nout of range\n'
     assert _reason(f"2 ranks\n{lost}\n{own}") == "IndexError: list index out of range"
+    listed = 'rank 0 failed:\nTraceback\n  File "a.py", line 1\n    f()\nFieldError: wrong\n    TypeError: int\n\n'
+    assert _reason(f"1 rank\n{listed}") == "FieldError: wrong"  # it was empty
     assert _reason(f"2 ranks\n{lost}") == "RuntimeError: [gloo/pair.cc:537] Read error"
     hung = 'rank 0 was still running at:\n  File "a.py", line 1 in f\n'
     assert _reason(f"2 ranks, 9 s allowed\n{hung}") == "2 ranks, 9 s allowed: rank 0 was still running"
@@ -222,6 +225,20 @@ def test_a_router_that_cannot_be_pinned_is_refused(how: str, tmp_path: Path) -> 
         net(tokens).square().mean().backward()
     with pytest.raises(BadInput, match="without choices.pt"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_router_that_is_pinned_in_one_of_two_micro_batches_is_refused(wrong: int, tmp_path: Path) -> None:
+    """It made its own choices in one of them, and was accepted because of the other."""
+    tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
+    net = _Routed(TIE[0])
+    for _ in record(tmp_path, net, pin=tmp_path):
+        net(tokens).square().mean().backward()
+    step, right = Step(net, (), Recorded(0, 1), 2**14, read(tmp_path)), net.router.forward
+    with pytest.raises(BadInput, match="router, which chose"), step.hooks():
+        for micro in range(2):
+            net.router.forward = (lambda x: right(x[:1])) if micro == wrong else right  # type: ignore[method-assign]
+            net(tokens).square().mean().backward()
 
 
 def test_micro_batches_of_several_lengths_are_not_pinned(tmp_path: Path) -> None:

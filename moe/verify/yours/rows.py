@@ -1,0 +1,72 @@
+"""Aligns tensors that each rank orders or numbers in its own way: rows of experts' inputs, and indices of chosen experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.verify.yours.align import Seen, joined, nearest, stacked
+from moe.verify.yours.values import Key, Piece
+
+Comparison = Any  # of judge.py, which imports this file
+
+
+def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
+    """Align rows that are spread over the ranks in any order, such as an expert's inputs."""
+    one, here = stacked([whole], [1.0]), stacked(own, of.scales if key.kind == "output gradient" else [], whole, of.readers)
+    order = None if one is None or here is None else _order(of, key.name, bound)
+    if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
+        return None
+    return [Seen(0, one, here[order], None, of.deviation(key.kind, one, here[order]))]
+
+
+def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
+    """Return for each row of the single process the index of the ranks' row with the nearest input. Outputs decide between equal rows,
+    which exist because a token with two choices occurs twice. Inside experts, gradients decide too: a row of another rank's expert has none.
+    None if inputs deviate."""
+    if module not in of.rows:
+        sides: list[tuple[Tensor, Tensor]] = []
+        weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
+        for key in (k for k in of.order if k.name == module and k.kind in weights):
+            whole = joined(of.one.pieces[key])
+            one, here = (None, None) if whole is None else (stacked([whole], [1.0]), stacked(of.pieces(key), [], whole, of.readers))
+            if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
+                size = weights[key.kind] * (float(one.abs().max()) or 1.0)
+                sides.append((one / size, here / size))
+        pairs = [torch.cat(side, 1) for side in zip(*sides, strict=True)]
+        order = nearest(pairs[0], pairs[1], spare=spare) if pairs else None
+        right = order is not None and of.deviation("input", sides[0][0], sides[0][1][order]) <= bound
+        of.rows[module] = order if right else None
+    found: Tensor | None = of.rows[module]
+    return found
+
+
+def of_experts(of: Comparison, module: str) -> bool:
+    """Return whether the module has stacked experts of which each rank holds some. Rows of other experts' tokens then have no effect."""
+    weights = [(k, p[0].shape) for k, p in of.one.pieces.items() if k.kind == "weight" and k.name.rpartition(".")[0] == module]
+    return any(k in of.ranks[0].pieces and of.ranks[0].pieces[k][0].shape[0] < shape[0] for k, shape in weights if len(shape) == 3)
+
+
+def numbered(of: Comparison, key: Key, seen: list[Seen]) -> list[Seen] | None:
+    """Align choices of experts if ranks with the same samples each number their own experts."""
+    groups = [[s for s in seen if s.rank in ranks] for ranks in of.readers]
+    if "int" not in of.one.pieces[key][0].dtype or any(len(g) < 2 or any(s.one.shape != g[0].one.shape for s in g) for g in groups):
+        return None
+    found = [(g[0], here) for g in groups if (here := _global(g[0].one, torch.stack([s.here for s in g]))) is not None]
+    return (
+        [replace(s, here=here, deviation=of.deviation(key.kind, s.one, here)) for s, here in found] if len(found) == len(groups) else None
+    )
+
+
+def _global(one: Tensor, here: Tensor) -> Tensor | None:
+    """Return the ranks' choices [ranks, ...] with the single process's numbers of experts. Each rank numbers its own experts from 0, and has
+    one further number for all other experts. None unless each choice is an expert of exactly one rank."""
+    for rest in (here.max(), here.min()):
+        own = here != rest
+        shifts = [(one - rank)[held].unique() for rank, held in zip(here, own, strict=True)]
+        if bool((own.sum(0) == 1).all()) and all(len(shift) == 1 for shift in shifts):
+            return (own * (here + torch.stack(shifts).view(-1, *[1] * one.dim()))).sum(0)
+    return None
