@@ -73,13 +73,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what `moe verify` takes: moments, loss scale and biases have moved, and what a step leaves has been read again."""
+    """Half of what `moe verify` takes: enough for stages that use older weights."""
     _take_steps(5, monkeypatch)
 
 
 @pytest.fixture
 def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few as read what a step leaves, also a skipped one. With stages that use older weights, five are needed."""
+    """Moments, loss scale and biases have moved, and what a step leaves has been read again, also after a skipped one."""
     _take_steps(3, monkeypatch)
 
 
@@ -126,6 +126,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if torch.cuda.is_available():
         return
     for item in items:

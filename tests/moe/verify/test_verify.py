@@ -235,6 +235,7 @@ def two_processes() -> list[Case]:
     return exact + rounded + words + cut
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("three_steps")
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = two_processes()
