@@ -126,7 +126,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    """Tests that run alone are first, when no other test must end before them; then long ones, so that no worker ends with one."""
+    first = ("alone", "long")
+    items.sort(key=lambda item: next((place for place, name in enumerate(first) if item.get_closest_marker(name)), len(first)))
     if torch.cuda.is_available():
         return
     for item in items:
