@@ -94,7 +94,7 @@ def _ranks(rank: int) -> dict[str, dict[str, Any]]:
 
 
 def update(weights: list[Tensor], label: str) -> None:
-    """Step by the weights' gradients: AdamW with the most various shardings, otherwise SGD, because AdamW calls ten operators of DTensor."""
+    """Step by the gradients: AdamW with the most various shardings, otherwise SGD, because AdamW calls ten operators of DTensor."""
     rule = torch.optim.AdamW(weights, lr=0.1, eps=1e-2) if label == "some weights" else torch.optim.SGD(weights, lr=0.1)
     rule.step()
 

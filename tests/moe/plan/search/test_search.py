@@ -90,7 +90,7 @@ def test_a_plan_of_other_bytes_is_refused() -> None:
 
 
 def large() -> Graph:
-    model = {"num_layers": 12, "d_model": 2048, "num_heads": 16, "d_ff": 8192, "max_length": 2048, "vocab_size": 51200}
+    model = {"num_layers": 24, "d_model": 2048, "num_heads": 16, "d_ff": 8192, "max_length": 2048, "vocab_size": 51200}
     return graph_of(build_run({"model": model, "precision": {"compute": "bf16"}}), sequences=64)
 
 
@@ -98,15 +98,15 @@ CLUSTER = Machine(8, 8, 150e12, Link(1e-5, 1 / 200e9), Link(2e-5, 1 / 20e9), mov
 MIXED_SETTINGS = Settings(microbatches=8, sharded=(0, 1))
 
 
-def test_all_searches_agree_on_12_layers_over_64_devices() -> None:
-    """Their plans take equally long to 5 %, also compared with the fastest of all plans. Each search takes less than half a minute."""
+def test_all_searches_agree_on_24_layers_over_64_devices() -> None:
+    """Their plans take equally long to 5 %, also compared with the fastest of all plans. Each search takes less than a minute."""
     graph, times = large(), []
     runnable = Runnable(graph, CLUSTER, MIXED_SETTINGS)
     for search in SEARCHES.values():
         began = time.process_time()
         more: dict[str, Any] = {"budget": 50} if search is flexflow else {}  # few proposals, because each is simulated on 64 devices
         found = search(graph, CLUSTER, MIXED_SETTINGS, **more)
-        assert time.process_time() - began < 30
+        assert time.process_time() - began < 60
         assert found.plan.world == 64 and runnable.seconds(found.plan) == found.seconds
         times.append(found.seconds)
     fastest = min(runnable.seconds(plan) for pp in (1, 2, 4, 8) for plan in runnable.plans(pp))
