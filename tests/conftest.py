@@ -136,6 +136,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before a worker says that it is ready: the first tests run alone, also without imports of other workers
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare this process for forks: they need not import again what it has imported, nor visit its objects in garbage collections."""
     if len(session.items) > 500:
