@@ -73,13 +73,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what `moe verify` takes: moments, loss scale and biases have moved, and what a step leaves has been read again."""
+    """Half of what `moe verify` takes: enough for stages that use older weights."""
     _take_steps(5, monkeypatch)
 
 
 @pytest.fixture
 def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few as read what a step leaves, also a skipped one. With stages that use older weights, five are needed."""
+    """Moments, loss scale and biases have moved, and what a step leaves has been read again, also after a skipped one."""
     _take_steps(3, monkeypatch)
 
 
@@ -126,6 +126,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run alone are first, when no other test must end before them; then long ones, so that no worker ends with one."""
+    first = ("alone", "long")
+    items.sort(key=lambda item: next((place for place, name in enumerate(first) if item.get_closest_marker(name)), len(first)))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -133,6 +136,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before a worker says that it is ready: the first tests run alone, also without imports of other workers
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare this process for forks: they need not import again what it has imported, nor visit its objects in garbage collections."""
     if len(session.items) > 500:

@@ -118,7 +118,7 @@ def test_verify_and_the_page_of_combinations_list_it(monkeypatch: pytest.MonkeyP
     assert found == {"none": "runs", "1f1b": "runs", "pipedream": "refused"} and "`plain`" in combinations.page(table, {})
 
 
-def test_two_ranks_train_as_one_process_does(five_steps: None) -> None:
+def test_two_ranks_train_as_one_process_does(three_steps: None) -> None:
     chosen = [Case("gshard", PLAIN.name, 2, 2, 3, "fp32"), Case("dense", PLAIN.name, 2, 1, 1, "fp32", tp=2, tensor="1d")]
     for case, found in layouts.run_world(chosen, 2):
         assert not isinstance(found, str), found

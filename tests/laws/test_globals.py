@@ -132,6 +132,8 @@ CHANGES |= {"remove", "reverse", "setdefault", "sort", "subtract", "update"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+IMPORTS, ASSIGNS, ASSIGNS_TO_ONE = (ast.Import, ast.ImportFrom), (ast.Assign, ast.Delete), (ast.AugAssign, ast.AnnAssign)
 
 
 def changed(module: ast.Module) -> Iterator[tuple[int, str]]:
@@ -176,19 +178,19 @@ def _own(body: Iterable[ast.AST]) -> list[Any]:
 def _bound(own: list[Any]) -> set[str]:
     """Return the names that the nodes `own` of a body bind."""
     found = {n.id for n in own if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return found | {n.name for n in own if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return found | {n.name for n in own if isinstance(n, NAMED)}
 
 
 def _imported(*nodes: ast.AST) -> set[str]:
-    imports = (n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom))
+    imports = (n for node in nodes for n in ast.walk(node) if isinstance(n, IMPORTS))
     return {(alias.asname or alias.name).split(".")[0] for n in imports for alias in n.names}
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
     """Return the expressions to which a statement or call assigns."""
-    if isinstance(node, ast.Assign | ast.Delete):
+    if isinstance(node, ASSIGNS):
         return [t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
-    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+    if isinstance(node, ASSIGNS_TO_ONE):
         return [node.target]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
         return [ast.Subscript(node.func.value, ast.Constant(0))]

@@ -75,7 +75,7 @@ def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> No
         check_causal(run.router, allowed=False)
 
 
-def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
+def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, three_steps: None) -> None:
     """Steps on one process, and on two with ep 2, equal the twin's. The twin computes the method by a plain Python function."""
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case), balance_weight=0.0))

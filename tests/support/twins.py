@@ -1,4 +1,4 @@
-"""Numbers of the plain twin after five steps, computed once in a test process for all layouts of equal recipes."""
+"""Numbers of the plain twin after three steps, computed once in a test process for all layouts of equal recipes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moe.verify.cases import Case
 from moe.verify.twin import Result, reference
 
 
-def five_steps_of(twin: Case) -> Result:
+def three_steps_of(twin: Case) -> Result:
     """Return a copy of the plain twin's result for a case."""
     return deepcopy(_result(twin))
 
 
 @cache
 def _result(twin: Case) -> Result:
-    return reference(twin, steps=5)
+    return reference(twin, steps=3)

@@ -56,6 +56,7 @@ sys.exit(10 * right + dispatch.main(peers="grouped_mm", only="E8 k1 fp32 balance
 """
 
 
+@pytest.mark.long
 def test_every_layer_gives_the_same_output_and_a_peer_that_computes_something_else_fails(tmp_path: Path) -> None:
     """In a new process, because peers start process groups and threads, which ranks forked by other tests would inherit."""
     words = [sys.executable, "-c", SETUP + TWICE, str(tmp_path / "rows.json")]

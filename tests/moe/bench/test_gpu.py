@@ -39,6 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return file, got.stdout
 
 
+@pytest.mark.long
 def test_every_part_runs_and_is_on_the_page(whole: tuple[Path, str]) -> None:
     file, page = whole
     done = json.loads(file.read_text())
@@ -55,6 +56,7 @@ def test_every_part_runs_and_is_on_the_page(whole: tuple[Path, str]) -> None:
     assert {row["implementation"] for row in rows["layers"]} >= {"limit swiglu", "ours swiglu", "transformers-mixtral-grouped_mm"}
 
 
+@pytest.mark.long
 def test_it_goes_on_from_its_file(whole: tuple[Path, str], tmp_path: Path) -> None:
     """A part that the file has is not measured again; a file is never replaced without --resume, nor continued on another device."""
     done = json.loads(whole[0].read_text())

@@ -1,4 +1,4 @@
-"""Options of experts and routers from published models: five training steps, on one process and on ranks, equal the plain twin of `moe
+"""Options of experts and routers from published models: three training steps, on one process and on ranks, equal the plain twin of `moe
 verify`. The twin computes each option by a formula of its own.
 
 Only these tests notice a bias after the experts whose gradient is summed over too few ranks, or that has weight decay.
@@ -18,7 +18,7 @@ from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
-from tests.support.twins import five_steps_of
+from tests.support.twins import three_steps_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
@@ -91,18 +91,18 @@ def farthest(ran: Any, twin: Case) -> float:
     gradients. The losses of later steps check the updates.
     """
     assert not isinstance(ran, str), ran
-    return max(value for name, value in compare(ran, five_steps_of(twin)).items() if name != "update")
+    return max(value for name, value in compare(ran, three_steps_of(twin)).items() if name != "update")
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("option", OPTIONS)
-def test_five_steps_of_one_process_are_the_plain_twins(option: str) -> None:
+def test_three_steps_of_one_process_are_the_plain_twins(option: str) -> None:
     case = Chosen("switch", "ddp", 1, 1, 1, "fp32", experts=8, option=option)
     assert farthest(compute(case), case) < 1e-5
 
 
-@pytest.mark.usefixtures("five_steps")
-def test_five_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("three_steps")
+def test_three_steps_on_ranks_are_the_plain_twins() -> None:
     """On two ranks with ep or etp, dispatchers, FSDP, tiles, recomputation, a zero-bubble pipeline and sequence parallelism."""
     two = {"precision": "fp32", "experts": 8, "option": "gpt_oss"}
     cases: list[Case] = [

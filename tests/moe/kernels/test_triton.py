@@ -479,6 +479,7 @@ def test_auto_takes_triton_on_a_gpu() -> None:
         triton.top_k(torch.zeros(2, 3), 1)
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
     """Triton compiles each kernel to machine code for a GPU that is not here: shared memory, spilled registers, warnings of ptxas, tensor
     cores, no TF32. `python -m tests.measured kernels` compiles more shapes for more GPUs.

@@ -22,7 +22,7 @@ from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
-from tests.support.twins import five_steps_of
+from tests.support.twins import three_steps_of
 
 YARN = {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "high": 3.0, "mscale": 0.7, "mscale_all": 1.3}
 SIZES = {"head_size": 6, "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}}
@@ -48,22 +48,22 @@ def farthest(case: Low, ran: Any) -> float:
     gradients.
     """
     assert not isinstance(ran, str), ran
-    numbers = compare(ran, five_steps_of(Low(case.model, "ddp", 1, 1, 1, "fp32", length=case.length, full=case.full)))
+    numbers = compare(ran, three_steps_of(Low(case.model, "ddp", 1, 1, 1, "fp32", length=case.length, full=case.full)))
     return max(value for name, value in numbers.items() if not (case.full and name == "update"))
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("case", [
     Low("dense", "ddp", 1, 1, 1, "fp32"),
     Low("deepseek", "ddp", 1, 1, 2, "fp32", recompute="full"),
     Low("dense", "ddp", 1, 1, 1, "fp32", full=True),
 ])  # fmt: skip
-def test_five_steps_of_one_process_are_the_plain_twins(case: Low) -> None:
+def test_three_steps_of_one_process_are_the_plain_twins(case: Low) -> None:
     assert farthest(case, compute(case)) < 1e-5
 
 
-@pytest.mark.usefixtures("five_steps")
-def test_five_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("three_steps")
+def test_three_steps_on_ranks_are_the_plain_twins() -> None:
     plain = Low("dense", "ddp", 2, 1, 1, "fp32")
     cases = [replace(plain, kind=kind) for kind in ("fsdp", "zero3")] + [replace(plain, pp=2), Low("deepseek", "ddp", 2, 2, 1, "fp32")]
     cases += [replace(plain, sp=2, length=24, attention=kind) for kind in ("zigzag", "ulysses")]

@@ -25,7 +25,7 @@ from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
-from tests.support.twins import five_steps_of
+from tests.support.twins import three_steps_of
 
 ROPES: dict[str, dict[str, Any]] = {
     "none": {"base": 400.0},
@@ -64,23 +64,23 @@ def farthest(case: Chosen, ran: Any, twin: Case) -> float:
     gradients. The losses of later steps check the updates.
     """
     assert not isinstance(ran, str), ran
-    numbers = compare(ran, five_steps_of(twin))
+    numbers = compare(ran, three_steps_of(twin))
     return max(value for name, value in numbers.items() if not (case.biased and name == "update"))
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize(
     ("rope", "qk_norm"),
     [("none", "heads"), ("linear", "whole"), ("llama3", "none"), ("yarn", "heads"), ("ntk", "whole"), ("dynamic", "none")],
 )
-def test_five_steps_of_one_process_are_the_plain_twins(rope: str, qk_norm: str) -> None:
+def test_three_steps_of_one_process_are_the_plain_twins(rope: str, qk_norm: str) -> None:
     case = Chosen("dense", "ddp", 1, 1, 1, "fp32", rope=rope, qk_norm=qk_norm, biased=rope == "yarn")
     assert farthest(case, compute(case), case) < 1e-5
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("world", [2, 4])
-def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
+def test_three_steps_on_ranks_are_the_plain_twins(world: int) -> None:
     """On 2 ranks: tp with sequence parallelism, FSDP, ZeRO-3 and sp. On 4: tp in 1D, where two ranks share a key-value head, and in 2D."""
     twin = Chosen("dense", "ddp", 1, 1, 1, "fp32")
     if world == 2:

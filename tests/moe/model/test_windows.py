@@ -25,7 +25,7 @@ from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
-from tests.support.twins import five_steps_of
+from tests.support.twins import three_steps_of
 
 # B batch, L length, H heads, K key-value heads, C channels of a head
 
@@ -73,10 +73,10 @@ def farthest(case: Windowed, ran: Any) -> float:
     """Return the largest error. With sinks and biases, updates are left out: these start at 0, and Adam amplifies rounding errors."""
     assert not isinstance(ran, str), ran
     twin = Windowed(case.model, "ddp", 1, 1, 1, "fp32", window=case.window, only=case.only, length=case.length, more=case.more)
-    return max(value for name, value in compare(ran, five_steps_of(twin)).items() if not (case.more and name == "update"))
+    return max(value for name, value in compare(ran, three_steps_of(twin)).items() if not (case.more and name == "update"))
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("case", [
     Windowed("dense", "ddp", 1, 1, 1, "fp32", window=4),
     Windowed("dense", "ddp", 1, 1, 1, "fp32", window=7, only=(1,)),
@@ -85,14 +85,14 @@ def farthest(case: Windowed, ran: Any) -> float:
     Windowed("dense", "ddp", 1, 1, 1, "fp32", window=3, only=(0,), more=True),
     Windowed("packed_t5", "ddp", 1, 1, 1, "fp32", window=4, more=True),
 ])  # fmt: skip
-def test_five_steps_of_one_process_are_the_plain_twins(case: Windowed) -> None:
+def test_three_steps_of_one_process_are_the_plain_twins(case: Windowed) -> None:
     """Windows computed in chunks of queries and by masks, with documents, and with T5's bias."""
     assert farthest(case, compute(case)) < 1e-5
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("world", [2, 4])
-def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
+def test_three_steps_on_ranks_are_the_plain_twins(world: int) -> None:
     """On FSDP, ZeRO-3, ep, pp, tp in 1D and 2D, and with each kind of sequence parallelism."""
     if world == 2:
         plain = Windowed("dense", "ddp", 2, 1, 1, "fp32", only=(0,), more=True)

@@ -47,9 +47,9 @@ def rehearsed(case: Case, *, rank: int, device: str = "cpu") -> Walked:
     return walk(run_of(case), World(rank, case.world, place=device))
 
 
-def staged(schedule: str, model: str = "gshard", kind: str = "ddp") -> Case:
-    """Return a case of two pipeline stages x two replicas, with as many micro-batches as the most demanding schedule requires."""
-    microbatches, layers = 1 if schedule == "pipedream" else 4, LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
+def staged(schedule: str, model: str = "gshard", kind: str = "ddp", *, microbatches: int = 2) -> Case:
+    """Return a case of two pipeline stages x two replicas."""
+    layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
     return Case(model, kind, 4, 2 if model != "dense" else 1, microbatches, "fp32", pp=2, schedule=schedule, layers=layers, batch=8)
 
 

@@ -216,12 +216,12 @@ def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") ->
 
 
 def two_processes() -> list[Case]:
-    """A part of the cases of `moe verify --nproc 2`: every engine in every precision, in fp32 with ep and in 16 bits with micro-batches,
-    and every other option of layouts at least once.
+    """A part of the cases of `moe verify --nproc 2`: every engine in every precision, in fp32 with ep and in fp16 with micro-batches,
+    which add up scaled gradients, and every other option of layouts at least once.
     """
     rows = cases(2, kinds=("data",))
     exact = [c for c in rows if c.layout == "deepseek dp2 ep2 m1" and c.precision == "fp32"]
-    rounded = [c for c in rows if c.layout == "dense dp2 ep1 m3" and c.precision != "fp32"]
+    rounded = [c for c in rows if (c.layout, c.precision) in (("dense dp2 ep1 m3", "fp16"), ("dense dp2 ep1 m1", "bf16"))]
     words = [c for c in rows if c.layout.startswith("deepseek dp2 ep2 m1 full") and c.kind in ("fsdp", "zero3")]
     words += [c for c in rows if c.layout == "dense dp2 ep1 m3 selective tiles5/3"]
     words += [c for c in rows if c.layout == "deepseek dp2 ep2 m1 tiles5/3 chunks7" and c.kind == "fsdp"]
@@ -235,10 +235,12 @@ def two_processes() -> list[Case]:
     return exact + rounded + words + cut
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("three_steps")
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = two_processes()
     monkeypatch.setattr(verify, "cases", lambda nproc, kinds: chosen)
+    monkeypatch.setattr("moe.verify.expected.CUTS", ())  # only the rows' own micro-batches: fewer orders of sums make a narrower tolerance
     code, rows, said = judged(tmp_path, "")
     assert code == 0 and len(rows) == len(chosen) and all(row["passed"] for row in rows)
     kinds = {"ddp", "fsdp", "zero1", "zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all"}
@@ -248,12 +250,16 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pyte
     assert sum(line.rstrip().endswith("pass") for line in said) == len(rows)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("way", ["dp2 ep2 m3 overlapped", "dp2 ep1 etp2 m1"])
+@pytest.mark.parametrize(("overlapped", "split"), [("full", "selective"), ("selective", "full")])
 @pytest.mark.usefixtures("three_steps")
-def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, way: str, recompute: str) -> None:
-    code, rows, _ = judged(tmp_path, f"{way} {recompute}", kinds="expert")
-    assert code == 0 and 2 * len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
+def test_every_router_on_two_processes_gives_the_numbers_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlapped: str, split: str
+) -> None:
+    ways = (f"dp2 ep2 m3 overlapped {overlapped}", f"dp2 ep1 etp2 m1 {split}")
+    chosen = [case for case in cases(2, kinds=("expert",)) if case.layout.endswith(ways)]
+    monkeypatch.setattr(verify, "cases", lambda nproc, kinds: chosen)
+    code, rows, _ = judged(tmp_path, "")
+    assert code == 0 and len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +270,8 @@ def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, 
     ],
 )
 @pytest.mark.usefixtures("five_steps")
-def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: str, kinds: str) -> None:
+def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: str, kinds: str) -> None:
+    monkeypatch.setattr("moe.verify.expected.CUTS", (2,))  # fewer orders of sums make a narrower tolerance
     code, rows, said = judged(tmp_path, only, kinds=kinds)
     assert code == 0 and [row["passed"] for row in rows] == [True]
     assert any("twice the effect of rounding" in line for line in said)
@@ -272,7 +279,7 @@ def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: s
     assert all(1e-5 <= value < 0.2 for numbers in tolerances.values() for value in numbers.values())
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize(
     ("model", "cut"),
     [("gshard", {"parts": 2}), ("gshard", {"parts": 2, "first_part": 1}), ("gshard", {"blocks": 2}), ("t5", {"parts": 2})],
@@ -292,7 +299,7 @@ def test_one_process_with_delayed_as_equals_the_twin_of_pipedream() -> None:
     assert compare(layouts.compute(alone(twin)), reference(twin))["ten_step"] > 1e-4
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_first_deviation_names_the_cross_attention_of_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cross-attention of the first decoder layer is multiplied by 1.01. Without that, nothing deviates."""
     case = Case("t5", "ddp", 1, 1, 1, "fp32", batch=2)
@@ -307,7 +314,7 @@ def test_first_deviation_names_the_cross_attention_of_an_encoder_decoder(monkeyp
         assert str(standard.first_deviation(tape, compute(case, tape=tape), case)).startswith(where)
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe_v"])
 def test_recompute_in_a_two_way_pipeline_names_nothing_if_nothing_is_wrong(schedule: str) -> None:
     """A rank recomputes a layer after other micro-batches have passed its other layers: its outputs are recorded as this micro-batch's."""
@@ -334,7 +341,7 @@ def on_the_second_layout(patch: pytest.MonkeyPatch, happens: Callable[[], None])
     patch.setattr(verify, "cases", lambda nproc, kinds: THREE)
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_a_row_is_flushed_before_the_next_layout_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second layout, ranks wait for the flush of the first row. Without it they would reach the time limit."""
     first = tmp_path / "first"
@@ -356,7 +363,7 @@ def test_a_row_is_flushed_before_the_next_layout_runs(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, None])
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_ranks_that_die_or_hang_fail_only_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals | None) -> None:
     def one_rank_ends() -> None:
         if dist.get_rank() == 1:
@@ -558,7 +565,7 @@ def loss_turns_nan_half_way(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(*args: Any, step: int, **rest: Any) -> Any:
         numbers = real(*args, step=step, **rest)
-        return replace(numbers, loss=math.nan) if on_ranks() and step >= 3 else numbers
+        return replace(numbers, loss=math.nan) if on_ranks() and step >= 1 else numbers
 
     patch.setattr(layouts, "accumulate", wrong)
 
@@ -623,7 +630,7 @@ def test_repeated_positions_are_the_first_deviation() -> None:
 PLACED = {expert_gradient_times_ep, every_shard_counted, loss_turns_nan_half_way}
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("fault, only, numbers", FAULTS, ids=[f"{f.__name__} {only.split(' fp32')[0]}" for f, only, _ in FAULTS])
 def test_a_fault_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], only: str, numbers: set[str]

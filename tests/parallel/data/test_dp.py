@@ -62,7 +62,7 @@ def alone(body: str) -> Any:
         raise AssertionError(last) from None
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_replicas_give_the_numbers_of_one_process() -> None:
     """Losses, gradients and weights of 2 to 6 replicas equal one process: dense and MoE models, recomputation, tiles, micro-batches."""
     found = alone("""

@@ -209,6 +209,7 @@ TOPOLOGIES = [
 BACK = [("ddp", 1, 1), ("zero3", 2, 1), ("fsdp", 4, 1)]  # one whole, two in shards of their own
 
 
+@pytest.mark.long
 def test_no_expert_is_lost_or_swapped_between_layouts(tmp_path: Path) -> None:
     """A checkpoint of dp 4, ep 4 that is loaded and saved on another layout keeps each expert's weights and moments bit by bit, and also
     counters and loss scale."""

@@ -1,4 +1,4 @@
-"""Mesh-TensorFlow layouts and GSPMD annotations become plans, and five steps of these plans on four ranks equal one process.
+"""Mesh-TensorFlow layouts and GSPMD annotations become plans, and three steps of these plans on four ranks equal one process.
 
 The same for the plans that `moe plan --search mesh-tf` and `--search gspmd` find, on machines with different best plans.
 """
@@ -47,7 +47,7 @@ def case(model: str, plan: Plan) -> Case:
     )
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_plans_of_layouts_and_annotations_train_as_one_process() -> None:
     dense, sparse = graph("dense"), graph("deepseek")
     few = {"attention__q__weight": "_, columns, _, _", "ffn__w1__weight": "_, columns", "embedding__rows": "rows, ., ."}

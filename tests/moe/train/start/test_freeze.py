@@ -21,7 +21,7 @@ from moe.verify.layouts import compute, run_world
 from parallel.errors import BadInput
 from parallel.store.stored import Reader
 from tests.support import trained
-from tests.support.twins import five_steps_of
+from tests.support.twins import three_steps_of
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Frozen(Case):
 
 def farthest(ran: Any, twin: Case) -> float:
     assert not isinstance(ran, str), ran
-    return max(compare(ran, five_steps_of(twin)).values())
+    return max(compare(ran, three_steps_of(twin)).values())
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("parts", [("router", "embedding", "layers.0"), ("experts", "norms"), ("attention", "dense", "head")], ids=str)
-def test_five_steps_are_the_plain_twins(parts: tuple[str, ...]) -> None:
+def test_three_steps_are_the_plain_twins(parts: tuple[str, ...]) -> None:
     model = "deepseek" if "head" in parts else "gshard"  # gshard's head is its embedding
     case = Frozen(model, "ddp", 1, 1, 3, "fp32", "selective", freeze=parts)
     assert farthest(compute(case), case) < 1e-5
 
 
-@pytest.mark.usefixtures("five_steps")
-def test_five_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("three_steps")
+def test_three_steps_on_ranks_are_the_plain_twins() -> None:
     cases: list[Case] = [
         Frozen("gshard", "ddp", 2, 2, 1, "fp32", "full"),
         Frozen("gshard", "fsdp", 2, 1, 3, "fp32"),
@@ -67,7 +67,7 @@ def test_five_steps_on_ranks_are_the_plain_twins() -> None:
         assert farthest(ran[0], Frozen(case.model, "ddp", 1, 1, 1, "fp32", freeze=case.freeze)) < 1e-5, case.layout
 
 
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_kfac_on_two_ranks_is_that_of_one_with_frozen_parts() -> None:
     case = Frozen("switch", "ddp", 1, 1, 1, "fp32", freeze=("attention", "experts"), optimizer="kfac")
     alone, adamw = compute(case), compute(replace(case, optimizer="adamw"))

@@ -43,7 +43,7 @@ from parallel.numerics.weight_gradient import linear
 from parallel.store.stored import Reader
 from tests.support import trained
 from tests.support.networks import network_of
-from tests.support.twins import five_steps_of
+from tests.support.twins import three_steps_of
 
 ALL = ("attention", "experts", "dense")
 
@@ -62,19 +62,19 @@ class Adapted(Case):
 def farthest(ran: Any, twin: Case) -> float:
     """Return the largest error against the reference. The error of the update is left out: B begins at 0, so all of B is update."""
     assert not isinstance(ran, str), ran
-    return max(value for name, value in compare(ran, five_steps_of(twin)).items() if name != "update")
+    return max(value for name, value in compare(ran, three_steps_of(twin)).items() if name != "update")
 
 
-@pytest.mark.usefixtures("five_steps")
-def test_five_steps_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("three_steps")
+def test_three_steps_are_the_plain_twins() -> None:
     case = Adapted("gshard", "ddp", 1, 1, 3, "fp32", "selective")
     ran = compute(case)
     assert farthest(ran, case) < 1e-5
     assert ran.gradients and all(is_adapter(name) for name in ran.gradients)
 
 
-@pytest.mark.usefixtures("five_steps")
-def test_five_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("three_steps")
+def test_three_steps_on_ranks_are_the_plain_twins() -> None:
     cases: list[Case] = [
         Adapted("gshard", "ddp", 2, 2, 1, "fp32", "full"),
         Adapted("gshard", "fsdp", 2, 1, 3, "fp32"),
