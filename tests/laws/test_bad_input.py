@@ -378,7 +378,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.overlap_chunks 2 --tiling.ffn 2",
-        "tensor.overlap_chunks: got 2 with tiling.ffn=2, needed whole networks",
+        "tensor.overlap_chunks: got 2 with tiling.ffn=2, needed networks without tiles",
         "set tensor.overlap_chunks to 1, or tiling.ffn to 1",
     ),
     (
