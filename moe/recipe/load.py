@@ -305,7 +305,8 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = fix_of(f"write {dotted}: {{key: value}}")
     if field is not None:
-        fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}")
+        least = error.get("ctx", {}).get("ge")
+        fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}") if least is None else Set(dotted, least)
     if names and error["type"] not in _RANGES:
         ours = in_our_words(dotted, error["input"])
         near = ours if ours in names else did_you_mean(str(error["input"]), names)

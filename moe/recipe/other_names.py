@@ -239,6 +239,7 @@ FLAGS: dict[str, str] = {
     "--temperature": "temp=0.7",
     "--sequences": "num_samples=8 max_samples=8 max_eval_samples=8 eval_iters=8",
     "--microbatches": "num_microbatches=8 micro_batches=8",
+    "--stages": "pp=4 pp_size=4 pp_degree=4 pipeline_parallel_size=4 num_stages=4",
     "--dtype": "torch_dtype=bf16",
     "--to": "target=glam_tiny recipe=glam_tiny",
     "--dry_run": "dry",
@@ -246,7 +247,8 @@ FLAGS: dict[str, str] = {
 }
 # flags above that moe train does not have -> their verb
 VERB_OF = dict.fromkeys(("--tokens", "--samples", "--prompt", "--prompt_file", "--temperature"), "generate") | {
-    "--world": "rehearse", "--sequences": "eval", "--microbatches": "simulate", "--dtype": "convert", "--to": "convert"
+    "--world": "rehearse", "--sequences": "eval", "--microbatches": "simulate", "--stages": "simulate",
+    "--dtype": "convert", "--to": "convert"
 }  # fmt: skip
 # flags of moe train that users write into a recipe
 OWN_FLAGS = ("nproc", "out", "launcher", "hostfile", "restarts", "cluster", "profile", "init_from", "from_step")

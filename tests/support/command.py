@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,16 @@ def measurements(folder: Path) -> dict[str, str]:
 
 
 def carry_out(main: Callable[..., int], name: str, words: list[str]) -> int:
-    """Run main with the words as its arguments. Returns its exit code. Bad input is one line and 2; words that do not parse exit with 2."""
+    """Run main with the words as its arguments. Returns its exit code. Bad input and words that do not parse are one line and 2."""
+    helps = not {"-h", "--help"}.isdisjoint(words)
     try:
-        return int(tyro.cli(main, prog=name, args=words))
+        return int(tyro.cli(main, prog=name, args=words, console_outputs=helps))
+    except SystemExit as ended:
+        if helps or not ended.code:
+            raise
+        bad = BadInput(name, got=shlex.join(words), needed="its flags, each with a value of its type", fix=f"see: {name} --help")
+        print(bad, file=sys.stderr)
+        return exit_codes.BAD_INPUT
     except BadInput as bad:
         print(bad, file=sys.stderr)
         return exit_codes.BAD_INPUT
