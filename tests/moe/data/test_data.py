@@ -691,28 +691,27 @@ def test_an_id_beyond_the_vocabulary_and_a_file_that_was_cut_are_one_line(folder
         data.train.batch(0, TokenShard.whole(2, 5))
 
 
-def test_work_that_failed_is_not_done_again_by_a_process_that_waited_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ("first", "later"))
+def test_work_that_failed_is_not_done_again_by_a_process_that_waited_for_it(tmp_path: Path, start: str) -> None:
     """Ranks open the same files: one reads them, the others wait for its lock. All raise its error. A later start tries again."""
-    path, lines = tmp_path / "a.lock", list[str]()
+    path, begun, waits = tmp_path / "a.lock", threading.Event(), threading.Event()
+    path.write_text("" if start == "first" else json.dumps(["b.txt", "no text", "text", "write it"]))
 
     def fails() -> None:
-        with suppress(BadInput), tokens.locked_alone(path, lines.append):
+        with suppress(BadInput), tokens.locked_alone(path, print):
             begun.set()
             assert waits.wait(60)
             raise BadInput("a.txt, line 7", got="no JSON", needed="one object", fix="mend this line")
 
-    for _ in range(2):
-        begun, waits = threading.Event(), threading.Event()
-        first = threading.Thread(target=fails)
-        first.start()
-        assert begun.wait(60)
-        with pytest.raises(BadInput, match="^a.txt, line 7: got no JSON, needed one object; fix: mend this line$"):
-            with tokens.locked_alone(path, lambda line: waits.set()):
-                raise AssertionError("the work was done again")
-        first.join()
-        with tokens.locked_alone(path, lines.append) as locked:
-            assert locked and not path.read_text()
-    assert lines == []
+    first = threading.Thread(target=fails)
+    first.start()
+    assert begun.wait(60)
+    same = "^a.txt, line 7: got no JSON, needed one object; fix: mend this line$"
+    with pytest.raises(BadInput, match=same), tokens.locked_alone(path, lambda line: waits.set()):
+        raise AssertionError("the work was done again")
+    first.join()
+    with tokens.locked_alone(path, print) as locked:
+        assert locked and not path.read_text()
 
 
 BUILD = """
