@@ -305,8 +305,9 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = fix_of(f"write {dotted}: {{key: value}}")
     if field is not None:
-        least = error.get("ctx", {}).get("ge")
-        fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}") if least is None else Set(dotted, least)
+        fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}")
+        if "ge" in error.get("ctx", {}) and field.default in (None, error["ctx"]["ge"]):
+            fix = Set(dotted, error["ctx"]["ge"])
     if names and error["type"] not in _RANGES:
         ours = in_our_words(dotted, error["input"])
         near = ours if ours in names else did_you_mean(str(error["input"]), names)
