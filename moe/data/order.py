@@ -121,13 +121,15 @@ def whole_file(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
     """Return the memory map that these tokens are a view of; None if they are in memory. Raises BadInput for a file that was truncated
     after it was mapped: a read beyond its end would kill the process by SIGBUS."""
     file: Any = tokens
-    while file is not None and not isinstance(mapped := getattr(file, "base", None), mmap.mmap):
-        file = mapped
-    if file is not None and mapped.size() < len(mapped):
+    while file is not None and not isinstance(getattr(file, "base", None), mmap.mmap):
+        file = getattr(file, "base", None)
+    found: np.memmap[Any, Any] | None = file
+    mapped: Any = None if found is None else found.base
+    if found is not None and mapped.size() < len(mapped):
         fix = "leave it as it is while a run reads it, and start again; token files of the cache are then made again"
         got = f"{mapped.size():,} bytes: it was cut while it was read"
-        raise BadInput(f"data file {file.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
-    return file
+        raise BadInput(f"data file {found.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
+    return found
 
 
 @dataclass(frozen=True)
