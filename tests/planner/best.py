@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moe.checks.together import check_run
 from moe.plan.choose.candidates import Space, candidates
-from moe.plan.choose.choose import Ranked, described
+from moe.plan.choose.choose import TIGHT, Ranked, described
 from moe.plan.choose.legal import advice, refusal
 from moe.plan.choose.planned import Planned, planned
 from moe.plan.choose.predicted import held_bytes, settled
@@ -55,7 +55,7 @@ def drawn(draw: random.Random, clusters: tuple[str, ...] = CLUSTERS) -> Draw:
 
 def faster(of: Draw, first: Ranked) -> Ranked | None:
     """Return a plan that fits, passes the recipe's checks and is faster than `first`; None without one. If `first` is recommended, so must
-    the plan be."""
+    the plan be. If `first` is not tight, a tight plan counts only if it is faster in the printed digits."""
     run, cluster = of.run.resolve(of.cluster.world), of.cluster
     network, least = network_of(run), first.seconds / ROUNDED
     stored = dict[str, Plan]()  # a plan of each engine, with its bytes per element
@@ -69,9 +69,14 @@ def faster(of: Draw, first: Ranked) -> Ranked | None:
             continue
         for plan in (kept.but(recompute=kind) for kind in ("none", "selective", "full")):
             seconds, held = step_time(network, plan, cluster).step, held_bytes(network, plan, cluster)
-            if seconds < least and held <= cluster.memory_bytes() and _passes(recipe_of(plan, run), cluster.world):
+            worse = held > TIGHT * cluster.memory_bytes() >= first.held_bytes and _printed(seconds) >= _printed(first.seconds)
+            if seconds < least and held <= cluster.memory_bytes() and not worse and _passes(recipe_of(plan, run), cluster.world):
                 return Ranked(plan, seconds, held, against)
     return None
+
+
+def _printed(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
 
 
 def _passes(run: Run, world: int) -> bool:
@@ -100,7 +105,7 @@ def row_of(of: Draw) -> dict[str, Any] | None:
         "faster": better and described(better.plan),
         "faster_seconds": better and better.seconds,
         "own_seconds": own,
-        "passed": better is None and first.seconds <= (own or first.seconds) * ROUNDED,
+        "passed": better is None and _printed(first.seconds) <= _printed(own or first.seconds),
     }
 
 
