@@ -65,7 +65,7 @@ KEYS: dict[str, str] = {
     "degrees.dp": "data_parallel_size=8 dp_size=8 dp_degree=8 data_parallel_replicate_degree=2",
     "degrees.tp": "tp_size=2 tensor_parallel_size=2 tensor_model_parallel_size=2 tensor_parallel_degree=2 tp_degree=2 "
     "model_parallel_size=2 autotp_size=2",
-    "degrees.pp": "pp_size=2 pipeline_parallel_size=2 pipeline_model_parallel_size=2 pipeline_parallel_degree=2 pp_degree=2 "
+    "degrees.pp": "pp=2 pp_size=2 pipeline_parallel_size=2 pipeline_model_parallel_size=2 pipeline_parallel_degree=2 pp_degree=2 "
     "num_pipeline_stages=2",
     "degrees.ep": "ep_size=2 expert_parallel_size=2 expert_model_parallel_size=2 expert_parallel_degree=2 ep_degree=2",
     "degrees.etp": "expert_tensor_parallel_size=2 expert_tensor_parallel_degree=2",
