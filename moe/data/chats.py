@@ -26,6 +26,7 @@ import numpy as np
 
 from moe.data.chat import Encoded, encode_chats, file_of
 from moe.data.corpus import unreadable
+from moe.data.order import whole_file
 from moe.data.token_shard import Ints
 from moe.data.tokenizer import Tokenizer
 from moe.data.tokens import Damaged, locked_alone, usable
@@ -70,7 +71,9 @@ class ChatRows:
         return len(self.starts) - 1
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the sequences with these indices [n], padded to [n, max_length + 1] int64, or only the given columns."""
+        """Return the sequences with these indices [n], padded to [n, max_length + 1] int64, or only the given columns. Raises BadInput if
+        the cache's file was truncated."""
+        whole_file(self.chats.encoded.starts)
         found = np.full((len(windows), self.max_length + 1), PADDING, dtype=np.int64)
         for sequence, window in zip(found, windows, strict=True):
             at = 0
@@ -187,11 +190,11 @@ def _opened(named: Path, max_length: int) -> Chats:
     try:
         with named.open("rb") as file:
             line = file.readline()
-        content, sizes = np.memmap(named, np.uint8, mode="r", offset=len(line)).data, json.loads(line)
-        starts = np.frombuffer(content, np.int64, sizes["chats"] + 1)
-        ids_N = np.frombuffer(content, np.uint32, sizes["ids"], starts.nbytes)
-        predicted_N = np.frombuffer(content, np.bool_, sizes["ids"], starts.nbytes + ids_N.nbytes)
-        if (digest := _digest(content, max_length)) != sizes["sha256"]:
+        content, sizes = np.memmap(named, np.uint8, mode="r", offset=len(line)), json.loads(line)
+        ends = np.cumsum([8 * (sizes["chats"] + 1), 4 * sizes["ids"], sizes["ids"]])
+        starts, ids_N = content[: ends[0]].view(np.int64), content[ends[0] : ends[1]].view(np.uint32)
+        predicted_N = content[ends[1] : ends[2]].view(np.bool_)
+        if (digest := _digest(content.data, max_length)) != sizes["sha256"]:
             raise Damaged("its contents have another SHA-256")
         return Chats(Encoded(ids_N, predicted_N, starts, sizes["about"]), digest[:24])
     except (ValueError, KeyError, TypeError) as error:

@@ -105,9 +105,7 @@ class Windows:
         """Return the windows with these indices as tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. Raises BadInput
         for ids outside the vocabulary. `columns`: the columns to return, ascending; None: all."""
         places = windows[:, None] * self.max_length + (np.arange(self.max_length + 1) if columns is None else columns)
-        file = _file_of(self.tokens)
-        if file is not None:
-            _check_whole(file)
+        file = whole_file(self.tokens)
         found: Ints = self.tokens[places].astype(np.int64)
         if found.size and not 0 <= found.min() <= found.max() < self.num_ids:
             wrong = int(found.max() if found.min() >= 0 else found.min())
@@ -119,21 +117,19 @@ class Windows:
         return found
 
 
-def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
-    """Return the memory map of which these tokens are a view; None if they are in memory."""
-    at: Any = tokens
-    while at is not None and not isinstance(at, np.memmap):
-        at = getattr(at, "base", None)
-    return at
-
-
-def _check_whole(file: np.memmap[Any, Any]) -> None:
-    """Raise BadInput for a file that was truncated after it was mapped: reading beyond its end would kill the process with SIGBUS."""
-    mapped: Any = file.base
-    if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
+def whole_file(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
+    """Return the memory map of which these tokens are a view; None if they are in memory. Raises BadInput if the file was truncated after
+    it was mapped: reading beyond its end would kill the process with SIGBUS."""
+    file: Any = tokens
+    while file is not None and not isinstance(getattr(file, "base", None), mmap.mmap):
+        file = getattr(file, "base", None)
+    found: np.memmap[Any, Any] | None = file
+    mapped: Any = None if found is None else found.base
+    if found is not None and mapped.size() < len(mapped):
         fix = "do not change it while a run reads it, and start again; token files of the cache are then made again"
         got = f"{mapped.size():,} bytes: it was cut while it was read"
-        raise BadInput(f"data file {file.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
+        raise BadInput(f"data file {found.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
+    return found
 
 
 @dataclass(frozen=True)

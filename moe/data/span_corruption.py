@@ -66,7 +66,7 @@ class SpanCorruption:
         if count == 1:
             return [tokens]
         drawn = permutation(np.arange(count - 1), size=tokens - 1, seed=self.seed, epoch=draw, of="spans")
-        return [int(n) for n in np.diff([0, *(np.sort(drawn) + 1), tokens])]
+        return [int(n) for n in np.diff([0, *sorted(drawn + 1), tokens])]
 
 
 @dataclass(frozen=True)

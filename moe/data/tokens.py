@@ -333,14 +333,24 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked_alone(path: Path, log: Log) -> Iterator[bool]:
-    """Hold an exclusive lock on a file. Yield True; or False if the file system has no locks, so that two builders may both work."""
-    with path.open("a") as file:
+    """Hold an exclusive lock on a file. Yield True; or False if the file system has no locks, so that two builders may both work. If the
+    process that held the lock failed with BadInput while this one waited, raises the same, because the same work would fail here too."""
+    with path.open("a+") as file:
         locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log("data: waiting for another process that builds the same files")
             fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if failed := file.read():
+                what, got, needed, fix = json.loads(failed)
+                raise BadInput(what, got=got, needed=needed, fix=fix) from None
         except OSError:
             locked = False
-        yield locked
+        file.truncate(0)
+        try:
+            yield locked
+        except BadInput as bad:
+            file.write(json.dumps([str(part) for part in (bad.what, bad.got, bad.needed, bad.fix)]))
+            raise

@@ -306,6 +306,8 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     fix = fix_of(f"write {dotted}: {{key: value}}")
     if field is not None:
         fix = Set(dotted, field.default, said=f"a value like {_shown(field.default)}")
+        if "ge" in error.get("ctx", {}) and field.default in (None, error["ctx"]["ge"]):
+            fix = Set(dotted, error["ctx"]["ge"])
     if names and error["type"] not in _RANGES:
         ours = in_our_words(dotted, error["input"])
         near = ours if ours in names else did_you_mean(str(error["input"]), names)

@@ -65,7 +65,7 @@ KEYS: dict[str, str] = {
     "degrees.dp": "data_parallel_size=8 dp_size=8 dp_degree=8 data_parallel_replicate_degree=2",
     "degrees.tp": "tp_size=2 tensor_parallel_size=2 tensor_model_parallel_size=2 tensor_parallel_degree=2 tp_degree=2 "
     "model_parallel_size=2 autotp_size=2",
-    "degrees.pp": "pp_size=2 pipeline_parallel_size=2 pipeline_model_parallel_size=2 pipeline_parallel_degree=2 pp_degree=2 "
+    "degrees.pp": "pp=2 pp_size=2 pipeline_parallel_size=2 pipeline_model_parallel_size=2 pipeline_parallel_degree=2 pp_degree=2 "
     "num_pipeline_stages=2",
     "degrees.ep": "ep_size=2 expert_parallel_size=2 expert_model_parallel_size=2 expert_parallel_degree=2 ep_degree=2",
     "degrees.etp": "expert_tensor_parallel_size=2 expert_tensor_parallel_degree=2",
@@ -239,6 +239,7 @@ FLAGS: dict[str, str] = {
     "--temperature": "temp=0.7",
     "--sequences": "num_samples=8 max_samples=8 max_eval_samples=8 eval_iters=8",
     "--microbatches": "num_microbatches=8 micro_batches=8",
+    "--stages": "pp=4 pp_size=4 pp_degree=4 pipeline_parallel_size=4 num_stages=4",
     "--dtype": "torch_dtype=bf16",
     "--to": "target=glam_tiny recipe=glam_tiny",
     "--dry_run": "dry",
@@ -246,7 +247,8 @@ FLAGS: dict[str, str] = {
 }
 # flags in FLAGS that moe train does not have -> a verb of moe that has them
 VERB_OF = dict.fromkeys(("--tokens", "--samples", "--prompt", "--prompt_file", "--temperature"), "generate") | {
-    "--world": "rehearse", "--sequences": "eval", "--microbatches": "simulate", "--dtype": "convert", "--to": "convert"
+    "--world": "rehearse", "--sequences": "eval", "--microbatches": "simulate", "--stages": "simulate",
+    "--dtype": "convert", "--to": "convert"
 }  # fmt: skip
 # flags of moe train that users write into a recipe by mistake
 OWN_FLAGS = ("nproc", "out", "launcher", "hostfile", "restarts", "cluster", "profile", "init_from", "from_step")

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from moe.recipe.keys import choices, field_of, known_keys
+from pydantic import ValidationError
+
+from moe.recipe.keys import choices, field_at, field_of, known_keys, section_of
 from moe.recipe.other_names import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, OWN_FLAGS, SWITCHES, VERB_OF, WITH_OTHERS, WORDS
 from moe.recipe.section import takes_number
 from parallel import yaml_text
@@ -46,13 +48,14 @@ class Meant:
             return Words(f"remove it, and give moe {VERB_OF.get(self.flag, 'train')} {self.flag}", Remove("it"))
         if self.unit is not None:
             return Words(f"did you mean {'--' * typed}{self.unit}?")
-        if not self.keys:
+        keys = {key: of if _accepted(key, of) else None for key, of in self.keys.items()}
+        if not keys:
             return Words(f"remove it ({self.needless})", Remove("it")) if self.needless else Remove("it")
-        if list(self.keys.values()) == [value] and not typed:
-            return Rename("it", next(iter(self.keys)))
-        flags = " ".join(f"--{key} {_typed(of)}" for key, of in self.keys.items())
-        lines = " and ".join(f"{key}: {written(of)}" for key, of in self.keys.items())
-        change = None if None in self.keys.values() else Remove("it") & all_of({key: _value(of) for key, of in self.keys.items()})
+        if list(keys.values()) == [value] and not typed:
+            return Rename("it", next(iter(keys)))
+        flags = " ".join(f"--{key} {_typed(of)}" for key, of in keys.items())
+        lines = " and ".join(f"{key}: {'VALUE' if of is None else written(of)}" for key, of in keys.items())
+        change = None if None in keys.values() else Remove("it") & all_of({key: _value(of) for key, of in keys.items()})
         return Words(f"did you mean {flags if typed else lines}?", change)
 
 
@@ -110,6 +113,16 @@ def _table() -> dict[str, list[tuple[str, str]]]:
 
 def _pairs(here: str) -> dict[str, Any]:
     return {key: of for key, _, of in (pair.partition("=") for pair in here.split())}
+
+
+def _accepted(key: str, value: Any) -> bool:
+    """Return whether a recipe's section accepts the value. Names that are no key (`optimizer.KEY`) accept none."""
+    outer, _, name = key.rpartition(".")
+    section = section_of(field_at(outer.split("."))) if outer and field_of(key) is not None else None
+    try:
+        return section is not None and section.model_validate({name: _value(value)}) is not None
+    except ValidationError as error:
+        return all(each["loc"][:1] != (name,) for each in error.errors())
 
 
 def _value(of: Any) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.errors import counted
 from parallel.process.libc import die_with, keep_freed_memory
 
 _GRACE_S = 3.0  # seconds to wait for the other ranks' errors, which often help, after one rank has failed
@@ -69,7 +70,7 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
                 process.join()
         problems = [_problem(rank, process, folder, stacks) for rank, process in enumerate(ranks)]
         if any(problems):
-            head = f"{world_size} ranks, {timeout_s:g} s allowed" if late else f"{world_size} ranks"
+            head = counted(world_size, "rank") + (f", {timeout_s:g} s allowed" if late else "")
             raise RuntimeError("\n".join([head, *(p for p in problems if p)]))
 
 

@@ -56,6 +56,7 @@ FILES = {
     "model/config.json": "{}",
     "model/model.safetensors": "",
     "old/recipe.yaml": "extends: switch_tiny\n",
+    "trained/manifest.json": "{}",
 }
 
 T = "train switch_tiny "
@@ -129,7 +130,13 @@ CASES: list[tuple[str, str, str]] = [
     ("generate no_such_run --tokens 0", "--tokens: got 0, needed at least 1", "--tokens 1"),
     ("convert", "moe convert: got no FROM_RUN", "moe convert runs/dense_tiny runs/upcycled --to glam_tiny"),
     ("convert a", "moe convert: got no TO_RUN", "--to glam_tiny"),
-    ("convert a b", "--to: got nothing, needed the recipe of the new model", "--to"),
+    ("convert a b", "FROM_RUN: got a", "moe train switch_tiny"),
+    ("convert trained b", "--to: got nothing, needed the recipe of the new model", "moe convert trained hf:b"),
+    ("simulate --pp 4", "--pp: got a flag that moe simulate does not have", "did you mean --stages 4?"),
+    (T + "--pp 0", "--pp: got a flag", "did you mean --degrees.pp VALUE?"),
+    (T + "--zero_stage 5", "--zero_stage: got a flag", "did you mean --sharding.kind zero --sharding.stage VALUE?"),
+    ("show dense_tiny --degrees.pp 0", "degrees.pp: got 0, needed greater than or equal to 1", "set degrees.pp to 1"),
+    ("show dense_tiny --dispatch.busiest 0.5", "dispatch.busiest: got 0.5", "set dispatch.busiest to 1"),
     ("convert a b --to glam_tin", "recipe: got glam_tin", "did you mean glam_tiny?"),
     ("convert no_such_run b --to glam_tiny", "FROM_RUN: got no_such_run", "moe train switch_tiny"),
     ("convert a b --to glam_tiny --method copi", "--method: got copi", "did you mean --method copy?"),

@@ -23,6 +23,7 @@ CHANGED = {
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/watch/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
     "moe/records/tracker.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
+    "moe/parallelize/compiled.py: torch._dynamo": "torch has one limit of the sizes for which a function is compiled",
     "moe/verify/peers/transformers.py: os.environ": "transformers reads a forked rank's variables there, as from a launcher",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
     "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without arguments of ours",
@@ -145,9 +146,7 @@ def changed(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, variable) for each change in the functions of `node`. outer: variables of the module and of enclosing functions."""
-    for child in ast.walk(node) if not isinstance(node, FUNCTIONS) else [node]:
-        if not isinstance(child, FUNCTIONS):
-            continue
+    for child in [node] if isinstance(node, FUNCTIONS) else (n for n in _own([node]) if isinstance(n, FUNCTIONS)):
         body = child.body if isinstance(child.body, list) else [child.body]
         own = _own(body)
         told = {name for n in own if isinstance(n, ast.Global) for name in n.names}
@@ -162,8 +161,6 @@ def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
                 yield from (
                     (n.lineno, _short(target)) for target in _targets(n) if _root(target) in seen and not isinstance(target, ast.Name)
                 )
-        if child is not node:
-            return
 
 
 def _own(body: Iterable[ast.AST]) -> list[Any]:
@@ -262,6 +259,8 @@ def test_settings_of_the_process_are_listed() -> None:
         ("n = {}\ndef f():\n    n['a'] = 1", ["n"]),
         ("n = {}\ndef f():\n    n['a'].b += 1", ["n"]),
         ("n = []\nclass C:\n    def f(self):\n        n.append(1)", ["n"]),
+        ("n = []\nclass C:\n    def f(self):\n        pass\n    def g(self):\n        n.append(1)", ["n"]),
+        ("n = []\nclass C:\n    def f(self):\n        def g():\n            n.pop()\n    def h(self):\n        n.clear()", ["n", "n"]),
         ("n = []\ndef f():\n    def g():\n        n.clear()", ["n"]),
         ("n = []\nf = lambda: n.append(1)", ["n"]),
         ("class C: pass\ndef f():\n    C.x = 1", ["C.x"]),

@@ -10,6 +10,20 @@ from typing import Any
 import pytest
 
 from tests.measured import environment
+from tests.support import command
+
+
+def test_words_that_do_not_parse_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(*, rounds: int = 15) -> int:
+        """Return the number of rounds."""
+        return rounds
+
+    assert command.carry_out(main, "python -m tests.measured kinds", ["--rounds", "0"]) == 0
+    for words in (["--rounds", "x"], ["--round", "3"]):
+        assert command.carry_out(main, "python -m tests.measured kinds", words) == 2
+        out, err = capsys.readouterr()
+        got, needed = f"got {' '.join(words)}", "needed its flags, each with a value of its type"
+        assert out == "" and err == f"python -m tests.measured kinds: {got}, {needed}; fix: see: python -m tests.measured kinds --help\n"
 
 
 def test_a_command_gets_the_measured_settings_instead_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

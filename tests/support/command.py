@@ -6,10 +6,15 @@ A measurement is a module with `main(**flags) -> int`. Its flags are main's argu
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import importlib
+import io
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -28,12 +33,29 @@ def measurements(folder: Path) -> dict[str, str]:
 
 
 def carry_out(main: Callable[..., int], name: str, words: list[str]) -> int:
-    """Run main with the words as its arguments. Returns its exit code. Bad input is one line and 2; words that do not parse exit with 2."""
+    """Run main with the words as its arguments. Returns its exit code. Bad input and words that do not parse are one line and 2."""
+
+    @functools.wraps(main)
+    def read(**values: Any) -> Callable[[], int]:
+        return functools.partial(main, **values)
+
     try:
-        return int(tyro.cli(main, prog=name, args=words))
+        with contextlib.redirect_stderr(io.StringIO()):  # tyro draws a box
+            call = tyro.cli(read, prog=name, args=words)
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        needed = "its flags, each with a value of its type"
+        return _refused(BadInput(name, got=shlex.join(words), needed=needed, fix=f"see: {name} --help"))
+    try:
+        return int(call())
     except BadInput as bad:
-        print(bad, file=sys.stderr)
-        return exit_codes.BAD_INPUT
+        return _refused(bad)
+
+
+def _refused(bad: BadInput) -> int:
+    print(bad, file=sys.stderr)
+    return exit_codes.BAD_INPUT
 
 
 def run(folder: Path, words: list[str]) -> int:

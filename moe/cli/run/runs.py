@@ -92,7 +92,7 @@ def report(flags: Report, _: dict[str, str]) -> int:
 
 def convert(flags: Convert, overrides: dict[str, str]) -> int:
     from moe.convert.checks import settings_of
-    from moe.recipe.load import ON_HUB, download_of, of_transformers, recipe_names, recipe_path
+    from moe.recipe.load import ON_HUB, download_of, of_transformers, recipe_path
 
     if (hub := download_of(flags.from_run)) is not None:
         fix = f"{hub[0]}, then moe convert {hub[1]} {flags.to_run}"
@@ -108,7 +108,9 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
         needed="hf:PATH; for other paths it has no effect",
     )
     if flags.to is None:
-        raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
+        run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN")
+        fix = f"--to RECIPE, one of: moe recipes. For a model of transformers: moe convert {flags.from_run} hf:{flags.to_run}"
+        raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=fix)
     recipe_path(flags.to)
     source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN")
     given = {name: getattr(flags, name) for name in ("method", "share", "scale", "weights", "moments") if getattr(flags, name) is not None}

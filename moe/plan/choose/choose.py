@@ -6,8 +6,9 @@ Memory is checked before time because it is cheaper. A plan that fits without re
 last kind of recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit with
 one kind, larger micro-batches of the same plan do not either, because they need more memory (except if a step has only one micro-batch).
 The ranking is a best-first branch and bound: the plan with the smallest lower bound gets its next, tighter bound, and at last its exact
-seconds. A plan is ranked when its exact seconds are the smallest number left. Most plans never need exact seconds. Among equally fast
-plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
+seconds. A plan is ranked when its exact seconds are the smallest number left. Most plans never need exact seconds. Among plans whose
+seconds are equal in the printed digits, tight ones come last. Among equally fast plans, the one with less memory comes first, then the one
+with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.network import Network, Plan, Recomputed
 
+TIGHT = 0.9  # a plan is called tight if it uses more than this fraction of the memory
 ROUNDED = 1 + 1e-9  # tolerance of comparisons, because the order of a sum changes its last digits
 
 
@@ -112,12 +114,13 @@ def choose(
         kinds = (plan.recompute,) if plan is given else recompute
         found, size = held.first_that_fits(plan, kinds)
         if size > limit_bytes:
-            refused.add(Refused(f"it does not fit, with recompute {kinds[-1]} too", 1, found, size - limit_bytes))
+            why = "it does not fit, with recompute full too" if plan is not given else "the recipe's own plan does not fit"
+            refused.add(Refused(why.replace("full", kinds[-1]), 1, found, size - limit_bytes))
         elif plan is given or found != given:
             against = advice(network, found, devices_per_node=devices_per_node)
             fitting[against is not None].append(_Fitting(found, size, against))
     ranked = []
-    for one in islice(chain(*(_in_order(of, (*least, seconds)) for of in fitting.values())), top):
+    for one in islice(chain(*(_in_order(of, (*least, seconds), TIGHT * limit_bytes) for of in fitting.values())), top):
         ranked.append(one)
         if enough(one):
             break
@@ -159,20 +162,26 @@ class _Held:
         return plan.but(recompute=last), size
 
 
-def _in_order(fitting: Sequence[_Fitting], bounds: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
-    """Yield plans by ascending seconds. bounds: functions that give lower bounds of a plan's seconds; the last gives the exact seconds."""
+def _in_order(fitting: Sequence[_Fitting], bounds: Sequence[Callable[[Plan], float]], tight_bytes: float) -> Iterator[Ranked]:
+    """Yield plans by ascending seconds, and plans above tight_bytes after others with the same printed seconds. bounds: functions that give
+    lower bounds of a plan's seconds; the last gives the exact seconds."""
     last = len(bounds) - 1
-    waiting = [(bounds[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(fitting)]
+
+    def entry(number: int, level: int) -> tuple[float, bool, float, bool, float, int, int, int]:
+        plan, held, _ = fitting[number]
+        value = bounds[level](plan)
+        return float(f"{value:.4g}"), held > tight_bytes, value, level == last, held, _kinds(plan), number, level
+
+    waiting = [entry(number, 0) for number in range(len(fitting))]
     heapify(waiting)
     while waiting:
-        value, known, *_, number, level = waiting[0]
-        plan, held, against = fitting[number]
+        _, _, value, known, *_, number, level = waiting[0]
         if known:
             heappop(waiting)
+            plan, held, against = fitting[number]
             yield Ranked(plan, value, held, against)
         else:
-            level += 1
-            heapreplace(waiting, (bounds[level](plan), level == last, held, _kinds(plan), number, level))
+            heapreplace(waiting, entry(number, level + 1))
 
 
 def _kinds(plan: Plan) -> int:

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
-from moe.plan.choose.choose import Ranked, Ranking, Refusals, Refused, choose, described
+from moe.plan.choose.choose import TIGHT, Ranked, Ranking, Refusals, Refused, choose, described
 from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on
@@ -35,7 +35,6 @@ from parallel.fixes import Fix, Words, any_of, typed
 from parallel.pipeline.schedules.catalog import closed_form
 
 NUM_DEGREES = 24  # number of sets of degrees (pp, tp, sp, dp, ep) that round 2 tries
-TIGHT = 0.9  # a plan is called tight if it uses more than this fraction of the memory
 SMALL = 32  # for at most this number of devices, round 1 also tries micro-batches above FIRST.largest_microbatch
 _GIB = 2**30
 Check = Callable[[Run, int], Run]  # (recipe, number of ranks) -> the recipe after its checks (moe/checks/), which raise BadInput

@@ -281,10 +281,14 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
 
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a micro-batch keeps between I and W for the gradient of the head: the head's input and the gradient of the logits."""
-    if plan.loss_chunks > 1 or network.freezes(network.head):
-        return 0.0
-    return plan.compute_bytes * (network.width * tokens_of(network, plan, stack).read + logits(network, plan))
+    """Bytes that a micro-batch keeps between I and W outside of layers: for the gradient of the head its input and the gradient of the
+    logits, and for each further token of multi-token prediction the same, and both ends of its layer's and its joining products."""
+    at, c = tokens_of(network, plan, stack), plan.compute_bytes
+    kept = plan.loss_chunks == 1 and not network.freezes(network.head)
+    of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
+    dense = replace(network, experts=None)
+    of_layers = sum(layer_pending(dense, plan, stack, network.layers + depth) for depth in range(network.ahead))
+    return of_head * (1 + network.ahead) + of_layers + stack.pending * c * 3 * network.width * at.between * network.ahead
 
 
 def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:

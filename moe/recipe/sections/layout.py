@@ -19,10 +19,10 @@ class Parallel(Section, alters="cost"):
     ep: int | Literal["auto"] = key(
         "auto", "expert parallelism: ranks that share the experts; auto: largest divisor of dp * sp * tp / etp and the number of experts"
     )
-    etp: int = key(1, "expert tensor parallelism: ranks that share each expert's matrices, split by hidden units")
-    tp: int = key(1, "tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says")
-    sp: int = key(1, "sequence parallelism: ranks that each hold a shard of every sequence (section sequence)")
-    pp: int = key(1, "pipeline parallelism: ranks that each hold one or more stages")
+    etp: int = key(1, "expert tensor parallelism: ranks that share each expert's matrices, split by hidden units", ge=1)
+    tp: int = key(1, "tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says", ge=1)
+    sp: int = key(1, "sequence parallelism: ranks that each hold a shard of every sequence (section sequence)", ge=1)
+    pp: int = key(1, "pipeline parallelism: ranks that each hold one or more stages", ge=1)
 
 
 class Offload(Section, alters="cost"):

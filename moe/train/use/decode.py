@@ -188,6 +188,10 @@ class Sampling:
             raise BadInput("--top_k", got=self.top_k, needed="at least 1 token", fix="--top_k 40")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise BadInput("--top_p", got=self.top_p, needed="more than 0, at most 1", fix="--top_p 0.9")
+        for flag, value in (("--top_k", self.top_k), ("--top_p", self.top_p)):
+            if self.temperature == 0 and value is not None:
+                needed = "a --temperature above 0, because 0 always takes the likeliest token"
+                raise BadInput(flag, got=f"{value} with --temperature 0", needed=needed, fix=f"remove {flag}")
 
     def choose(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
         """Return one token for each row of logits_BV (fp32, on the CPU), drawn with the row's generator. Raises BadInput for NaN or

@@ -1,7 +1,7 @@
 """transformers: a tiny random model of a family, in one process and by transformers' own tensor, expert and FSDP2 parallelism.
 
 ep alone: ranks compute the same batch and hold different experts. ep with fsdp: each rank has a batch of its own, and tokens are sent to
-the ranks that hold their experts. Releases differ in their arguments: see `_asked`. `python -m tests.peers.releases` compares many releases.
+the ranks that hold their experts. Releases differ in their arguments: see `_asked`. `python -m tests.peers.releases` compares them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bou
 
 def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
     """Return for each row of the single process the index of the ranks' row with the nearest input. Outputs decide between equal rows,
-    which exist because a token with two choices occurs twice. Inside experts, gradients decide too: a row of another rank's expert has none.
+    which exist because a token with two choices occurs twice. In experts, gradients decide too: rows of other ranks' experts have none.
     None if inputs deviate."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
@@ -62,7 +62,7 @@ def numbered(of: Comparison, key: Key, seen: list[Seen]) -> list[Seen] | None:
 
 
 def _global(one: Tensor, here: Tensor) -> Tensor | None:
-    """Return the ranks' choices [ranks, ...] with the single process's numbers of experts. Each rank numbers its own experts from 0, and has
+    """Return the ranks' choices [ranks, ...] in the single process's numbering. Each rank numbers its own experts from 0, and has
     one further number for all other experts. None unless each choice is an expert of exactly one rank."""
     for rest in (here.max(), here.min()):
         own = here != rest

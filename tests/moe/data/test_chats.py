@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,17 @@ def test_chats_that_change_or_cannot_be_read_leave_no_file(tmp_path: Path, monke
         with pytest.raises(BadInput, match=f"^data file {tmp_path}/chats.jsonl: {said}"):
             made(tmp_path, [3, 9], max_length=30)
         assert not [*(tmp_path / "cache").glob("*.bin")]
+
+
+def test_a_file_of_chats_that_was_cut_while_it_is_mapped_is_one_line(tmp_path: Path) -> None:
+    """Without the check, the process would die by SIGBUS."""
+    chats = made(tmp_path, [5, 7, 3, 4000], max_length=4096)
+    _, held = sequences_of(chats, max_length=4096, validation_share=0.1, packing=True)
+    held.read(np.arange(held.num_windows))
+    (file,) = (tmp_path / "cache").glob("chats-*.bin")
+    os.truncate(file, 4096)
+    with pytest.raises(BadInput, match=rf"^data file {re.escape(str(file))}: got 4,096 bytes: it was cut while it was read, needed "):
+        held.read(np.arange(held.num_windows))
 
 
 def test_sources_of_chats_have_fields_of_their_own(tmp_path: Path) -> None:

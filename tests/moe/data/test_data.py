@@ -12,8 +12,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -687,6 +689,29 @@ def test_an_id_beyond_the_vocabulary_and_a_file_that_was_cut_are_one_line(folder
     os.truncate(path, 20)
     with pytest.raises(BadInput, match=f"^data file {where}: got 20 bytes: it was cut while it was read, needed "):
         data.train.batch(0, TokenShard.whole(2, 5))
+
+
+@pytest.mark.parametrize("start", ("first", "later"))
+def test_work_that_failed_is_not_done_again_by_a_process_that_waited_for_it(tmp_path: Path, start: str) -> None:
+    """Ranks open the same files: one reads them, the others wait for its lock. All raise its error. A later start tries again."""
+    path, begun, waits = tmp_path / "a.lock", threading.Event(), threading.Event()
+    path.write_text("" if start == "first" else json.dumps(["b.txt", "no text", "text", "write it"]))
+
+    def fails() -> None:
+        with suppress(BadInput), tokens.locked_alone(path, print):
+            begun.set()
+            assert waits.wait(60)
+            raise BadInput("a.txt, line 7", got="no JSON", needed="one object", fix="mend this line")
+
+    first = threading.Thread(target=fails)
+    first.start()
+    assert begun.wait(60)
+    same = "^a.txt, line 7: got no JSON, needed one object; fix: mend this line$"
+    with pytest.raises(BadInput, match=same), tokens.locked_alone(path, lambda line: waits.set()):
+        raise AssertionError("the work was done again")
+    first.join()
+    with tokens.locked_alone(path, print) as locked:
+        assert locked and not path.read_text()
 
 
 BUILD = """

@@ -96,8 +96,9 @@ def test_a_rank_that_leaves_without_a_word_is_an_error() -> None:
         if rank == 0:
             os._exit(0)
 
-    text, _ = failure(work, 2)
-    assert "rank 0 gave no result" in text
+    for ranks, head in ((1, "1 rank\n"), (2, "2 ranks\n")):
+        text, _ = failure(work, ranks)
+        assert text.startswith(head) and "rank 0 gave no result" in text
 
 
 def test_ranks_that_ignore_every_signal_are_gone_all_the_same() -> None:

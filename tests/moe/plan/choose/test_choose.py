@@ -97,6 +97,23 @@ def test_with_a_bound_the_same_plans_are_ranked(seed: int) -> None:
     assert all(of == sorted(of) for of in values)
 
 
+def test_of_plans_with_equal_printed_seconds_tight_ones_come_last() -> None:
+    """Below 9 tenths of the memory a plan is not tight. Faster plans come first, tight or not."""
+    seconds = {1: 1.00001, 2: 1.00002, 4: 1.00003, 8: 2.0, 16: 0.9}
+    held = {1: 95.0, 2: 89.0, 4: 91.0, 8: 10.0, 16: 99.0}
+    plans = [Plan(microbatch=n, microbatches=16 // n) for n in seconds]
+    for least in ((), (lambda plan: 0.9 * seconds[plan.microbatch],)):
+        found = choose(
+            Network(layers=2, width=64, heads=2, hidden=128, vocab=100, length=32),
+            plans,
+            held_bytes=lambda plan: held[plan.microbatch],
+            limit_bytes=100.0,
+            seconds=lambda plan: seconds[plan.microbatch],
+            least=least,
+        )
+        assert [one.plan.microbatch for one in found.ranked] == [16, 2, 1, 4, 8]
+
+
 def test_peak_is_the_largest_memory_of_all_ranks() -> None:
     """`peak` computes only ranks that no earlier rank exceeds. It must not skip a rank with more layers or more micro-batches in flight."""
     draw = random.Random(1)

@@ -171,3 +171,10 @@ def test_what_may_be_drawn_is_what_the_definition_lists(top_k: int | None, top_p
 def test_numbers_that_cannot_be_are_refused_with_one_that_can(options: dict[str, float]) -> None:
     with pytest.raises(BadInput, match="fix: --t"):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["top_k", "top_p"])
+def test_the_likeliest_token_is_not_one_of_several(option: str) -> None:
+    """Temperature 0 takes the likeliest token, so top_k and top_p would be ignored."""
+    with pytest.raises(BadInput, match=f"^--{option}: got 1 with --temperature 0, .* fix: remove --{option}$"):
+        Sampling(0.0, **{option: 1})  # type: ignore[arg-type]
