@@ -4,7 +4,8 @@
     then               global gradient norm; if finite: unscale, clip, update; if not: drop the gradients and count a skipped step
     after an update    each router's selection bias changes by the step's load
 
-The loss is the mean over the predicted tokens of the *global* batch, for any sharding; auxiliary losses are means over its routed tokens.
+The loss is the mean over the predicted tokens of the *global* batch, for any sharding; a loss of the recipe's own is the mean over its
+sequences, and auxiliary losses are means over its routed tokens.
 Padding is neither predicted nor routed.
 """
 
@@ -20,7 +21,7 @@ from moe.router.losses import updated_bias
 from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor
 from moe.train.parts.numbers import Numbers, Sums
-from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.parts.passes import count_tokens, num_losses, passes_of
 from parallel.data.engine import Engine
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import on_device
@@ -48,12 +49,13 @@ def accumulate(
     sequences_NL: token ids of this rank, int64, of shape `shard.shape`; all stages of a pipeline get the same. PADDING may only be at the
     end of a sequence. flag: summed over ranks in the result."""
     tokens = count_tokens(sequences_NL, shard)
+    losses = num_losses(executor.model, tokens, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
     passes = with_whole_step(executor, passes, shard)
     found = Sums(executor.model.expert_counts, sequences_NL.device, tokens.inputs)
 
     def each(number: int, output: Output) -> Tensor | None:
-        loss = output.loss / tokens.targets if output.hidden_BLD is None else None
+        loss = output.loss / losses if output.hidden_BLD is None else None
         found.add(loss, output.layers, passes[number].share)
         return None if loss is None else loss * loss_scale
 
@@ -89,7 +91,8 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Return the mean loss, in nats a token, of all ranks' sequences, with evaluation capacity. at_once: sequences in a micro-batch."""
+    """Return the mean loss of all ranks' sequences, in nats a token without train.loss, with evaluation capacity. at_once: sequences in a
+    micro-batch."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 
@@ -100,4 +103,4 @@ def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenSha
     executor.model.eval()
     executor.forward(passes_of(sequences_NL.split(at_once), tokens, shard), each)
     executor.model.train()
-    return sum_over_all(total, (*shard.axes, executor.pp_axis)).item() / tokens.targets
+    return sum_over_all(total, (*shard.axes, executor.pp_axis)).item() / num_losses(executor.model, tokens, shard)
