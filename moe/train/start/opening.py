@@ -159,7 +159,7 @@ def read_data(
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
     if run.train.loss == "cross_entropy" and any(index.get("pairs") for index in data.index.get("sources", [data.index])):
-        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py (docs/use/chat.md)"
+        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
         raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     for line in remark_lines(data.index, listing):
         log(line)
