@@ -224,7 +224,9 @@ def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> 
     for more in (["-D", "html_theme=basic", "docs", str(tmp_path)], ["docs", str(tmp_path), "docs/index.md", "docs/site/api.rst"]):
         done = subprocess.run([*words, *more], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stderr) == (0, "")
-    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    pages = {
+        path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb")
+    }
     assert all((tmp_path / page).is_file() for page in pages)
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "furo" in front
